@@ -1,0 +1,70 @@
+"""Drafters: who proposes the tree that the target verifies.
+
+A drafter owns a state (a NamedTuple of tensors), fills it with the rows that the target has confirmed (`extend`) and
+proposes a tree (`draft`). Both are pure steps with static shapes, compiled `fullgraph=True`. Whatever a drafter
+proposes, the output stays the target's own.
+
+To add one: write a class with the five members of `Drafter` and enter its loader in `DRAFTERS`.
+Here: `RootOnly`, which proposes nothing; vanilla decoding is its verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from draft_tree import DraftTree, root_tree
+
+
+class Rows(NamedTuple):
+    """Rows that the target has computed and decided: feature f_j with the token x_{j+1} that follows it."""
+
+    tokens: Tensor  # [B, R] int64, x_{j+1}
+    features: Tensor  # [B, R, F], f_j
+    count: Tensor  # [B] int64, how many leading rows are real; the rest is padding
+
+
+class Root(NamedTuple):
+    """Where a tree starts, and the noise that its levels will be judged by."""
+
+    token: Tensor  # [B] int64
+    noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
+    fresh: Tensor | None = None  # [B, N, V] fp32 Gumbel noise of its own per node, for sampled children
+
+
+class Drafter(Protocol):
+    """What the loop needs of a drafter."""
+
+    depth: int  # D, drafted levels at most
+    size: int  # N, nodes of its tree, root included
+    samples: bool  # children are sampled from q (residual rule), and the tree carries q
+
+    def init(self, batch: int, slots: int) -> Any:
+        """An empty state for `batch` rows with `slots` target positions each."""
+
+    def extend(self, state: Any, rows: Rows) -> Any:
+        """Take in confirmed rows. Writes: the drafter's own cache."""
+
+    def draft(self, state: Any, root: Root) -> DraftTree:
+        """Propose a tree below the root. Writes: scratch slots of the drafter's cache."""
+
+
+class RootOnly:
+    """Proposes nothing, so that every verification decides one token."""
+
+    depth, size, samples = 0, 1, False
+
+    def init(self, batch: int, slots: int) -> tuple:
+        return ()
+
+    def extend(self, state: tuple, rows: Rows) -> tuple:
+        return state
+
+    def draft(self, state: tuple, root: Root) -> DraftTree:
+        return root_tree(root.token)
+
+
+# `--draft NAME` -> a function of (target, config) that makes the drafter; filled by the files that own them
+DRAFTERS: dict[str, Callable[..., Drafter]] = {"none": lambda target, config: RootOnly()}

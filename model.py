@@ -1,0 +1,505 @@
+"""A minimal LLaMA with a static key-value cache, read from a Hugging Face directory as it is.
+
+How it works:
+1. `ModelConfig.from_dir` reads `config.json`; an unknown architecture is an error, not a guess.
+2. `Transformer.forward` turns tokens into features (the hidden state after the final norm);
+   `Transformer.logits` applies the LM head to the rows that need it.
+3. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is
+   given and sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal),
+   decoding (one row), tree verification (ancestors) and the levels of a draft head.
+4. `load_weights` streams one tensor at a time from memory-mapped files into fused parameters.
+
+RoPE uses the Hugging Face half-rotation, so weights load without a permutation.
+Trade-off: rotary angles are computed per call (once for all layers) instead of read from a table, which
+keeps positions unlimited and costs less than 1 % of a step.
+Not here: drafting, sampling, quantization.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+import kernels
+
+# architecture in config.json -> bias defaults that its config does not spell out: (qkv bias, o_proj bias)
+ARCHITECTURES = {
+    "LlamaForCausalLM": (None, None),  # `attention_bias` puts a bias on q, k, v and o alike
+    "MistralForCausalLM": (False, False),
+    "Qwen2ForCausalLM": (True, False),
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What `config.json` says, in our names. Field comments give the Hugging Face key."""
+
+    dim: int  # hidden_size
+    n_layers: int  # num_hidden_layers
+    n_heads: int  # num_attention_heads
+    n_kv_heads: int  # num_key_value_heads
+    head_dim: int  # head_dim, default hidden_size / num_attention_heads
+    ffn_dim: int  # intermediate_size
+    vocab_size: int
+    norm_eps: float = 1e-5  # rms_norm_eps
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", ...}
+    max_context: int = 2048  # max_position_embeddings, or the sliding window where that is smaller
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False  # tie_word_embeddings
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
+    dtype: str = "float32"  # torch_dtype: how the weights are stored
+
+    @staticmethod
+    def from_dir(path: Path) -> ModelConfig:
+        """Read `path/config.json` (and `generation_config.json` for further end-of-sequence ids).
+
+        Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type.
+        """
+        raw = read_json(path / "config.json")
+        names = raw.get("architectures") or [raw.get("model_type", "unknown")]
+        if names[0] not in ARCHITECTURES:
+            raise ValueError(
+                f"{path}: architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            )
+        generation = path / "generation_config.json"
+        extra_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+        try:
+            return ModelConfig.from_dict(raw, names[0], extra_eos)
+        except KeyError as missing:
+            raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
+
+    @staticmethod
+    def from_dict(raw: dict, architecture: str, extra_eos: int | list[int] | None = None) -> ModelConfig:
+        """Translate Hugging Face keys. Raises: KeyError for a missing key, ValueError for a bad value."""
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act must be silu (SwiGLU); config.json says {raw['hidden_act']}")
+        qkv_bias, o_bias = ARCHITECTURES[architecture]
+        bias = bool(raw.get("attention_bias", False))
+        window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+        positions = raw.get("max_position_embeddings", 2048)
+        theta, scaling = rope_parameters(raw)
+        return ModelConfig(
+            dim=raw["hidden_size"],
+            n_layers=raw["num_hidden_layers"],
+            n_heads=raw["num_attention_heads"],
+            n_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            ffn_dim=raw["intermediate_size"],
+            vocab_size=raw["vocab_size"],
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_context=min(positions, window) if window else positions,
+            qkv_bias=bias if qkv_bias is None else qkv_bias,
+            o_bias=bias if o_bias is None else o_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            bos_id=raw.get("bos_token_id"),
+            eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
+            dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
+        )
+
+
+def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    ids = [i for v in values if v is not None for i in (v if isinstance(v, list) else [v])]
+    return tuple(dict.fromkeys(ids))
+
+
+def rope_parameters(raw: dict) -> tuple[float, dict | None]:
+    """Read RoPE base and scaling from either generation of Hugging Face keys.
+
+    Returns: (theta, scaling dict with a checked `rope_type`, or None).
+    """
+    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = params.get("rope_type") or params.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; config.json says {kind}")
+    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    return theta, None if kind == "default" else {**params, "rope_type": kind}
+
+
+def read_json(path: Path) -> dict:
+    """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"no such directory: {path.parent}; for a hub model run: python scripts/download.py {path.parent}"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- cache
+
+
+class KVCache(NamedTuple):
+    """Static key and value buffers, one pair per layer. A step writes them in place."""
+
+    k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]
+    v: tuple[Tensor, ...]
+
+    @staticmethod
+    def empty(config: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device: str) -> KVCache:
+        """Allocate zeroed buffers for `batch` rows of `slots` slots."""
+        shape = (batch, config.n_kv_heads, slots, config.head_dim)
+        k, v = (
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers))
+            for _ in range(2)
+        )
+        return KVCache(k, v)
+
+    def compact(self, start: Tensor, path: Tensor) -> None:
+        """Move the accepted rows of a verified tree next to the prefix.
+
+        start: [B] int64, slot of node 0
+        path: [B, D+1] int64, slot offset to take for each depth; where it equals its own index nothing moves
+        Writes: slots start .. start+D of every buffer.
+        """
+        rows = torch.arange(path.shape[0], device=path.device)[:, None]  # [B, 1]
+        target = start[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, D+1]
+        source = start[:, None] + path
+        for buffer in (*self.k, *self.v):
+            # all rows are read before any is written, so overlapping moves are safe
+            buffer[rows, :, target] = buffer[rows, :, source]  # [B, D+1, Hkv, E]
+
+
+class Window(NamedTuple):
+    """Where the T rows of a step go in the cache, and what they see."""
+
+    slots: Tensor  # [B, T] int64, slot that each row's key and value are written to
+    start: Tensor  # [B] int64, prefix length: every slot below it is visible
+    mask: Tensor  # [B, T, W] bool, which of the slots start .. start+W-1 each row sees besides
+
+
+def causal_window(start: Tensor, rows: int) -> Window:
+    """Window of `rows` consecutive rows from slot `start` on, each seeing those before it. start: [B]."""
+    steps = torch.arange(rows, device=start.device)
+    mask = (steps[None, :] <= steps[:, None]).expand(start.shape[0], rows, rows)  # [B, T, T]
+    return Window(start[:, None] + steps, start, mask)
+
+
+# --------------------------------------------------------------------------------------------- modules
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Inverse wavelengths, [E/2] fp32 (radians per position), with the config's scaling applied.
+
+    Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    freq = 1.0 / config.rope_theta**exponent  # [E/2]
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freq
+    if scaling["rope_type"] == "linear":
+        return freq / scaling["factor"]
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = original * freq / (2 * math.pi)  # rotations within the original context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: long wave, slowed down; 1: short wave, kept
+    return blend * freq + (1 - blend) * freq / scaling["factor"]
+
+
+def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
+    angles = positions[..., None].float() * freq  # [B, T, E/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype."""
+    cos, sin = rope
+    wide = x.float()
+    left, right = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with fp32 statistics. Source: arXiv 1910.07467."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with fused projections; `in_dim` differs from `dim` only in EAGLE-3 heads."""
+
+    def __init__(self, config: ModelConfig, in_dim: int | None = None):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.wqkv = nn.Linear(in_dim or config.dim, width, bias=config.qkv_bias)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, F]
+        rope: tuple[Tensor, Tensor],
+        kv: tuple[Tensor, Tensor] | None = None,  # this layer's buffers, [B, Hkv, S, E] each
+        window: Window | None = None,
+    ) -> Tensor:
+        """Attend to the cache through `window`; without a cache, causally among the T rows themselves.
+
+        Writes: k and v at `window.slots`. Returns: [B, T, F].
+        """
+        B, T, _ = x.shape
+        qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        q, k = rotate(q, rope), rotate(k, rope)
+        if kv is None:
+            y = F.scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+            )  # [B, H, T, E]
+            return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+        rows = torch.arange(B, device=x.device)[:, None]  # [B, 1]
+        kv[0][rows, :, window.slots] = k  # [B, T, Hkv, E]
+        kv[1][rows, :, window.slots] = v
+        return self.wo(kernels.tree_attention(q, kv[0], kv[1], window.start, window.mask))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU with gate and up projections fused."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
+        gate, up = self.w13(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, rope, kv=None, window=None) -> Tensor:  # see Attention.forward
+        x = x + self.attention(self.attention_norm(x), rope, kv, window)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """The target model: embedding, blocks, final norm, LM head."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        self.register_buffer("rope_freq", rope_frequencies(config), persistent=False)  # [E/2] fp32
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, T] int64
+        positions: Tensor,  # [B, T] int64, RoPE positions
+        cache: KVCache | None = None,
+        window: Window | None = None,
+        capture: tuple[int, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the layers over T rows.
+
+        capture: layers whose input hidden state is also wanted (EAGLE-3 fuses three of them)
+        Returns: features after the final norm, [B, T, F]; captured inputs, len(capture) x [B, T, F].
+        Writes: the cache at `window.slots`.
+        """
+        x = self.embedding(tokens)  # [B, T, F]
+        rope = rope_angles(self.rope_freq, positions)
+        captured = []
+        for i, layer in enumerate(self.layers):
+            if i in capture:
+                captured.append(x)
+            kv = (cache.k[i], cache.v[i]) if cache is not None else None
+            x = layer(x, rope, kv, window)
+        return self.norm(x), captured
+
+    def logits(self, features: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
+        return self.lm_head(features).float()
+
+
+# --------------------------------------------------------------------------------------------- loading
+
+
+def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Our parameter name -> the Hugging Face tensors that it stacks along its rows."""
+    names = {"embedding.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
+    if not config.tie_embeddings:
+        names["lm_head.weight"] = ("lm_head.weight",)
+    for i in range(config.n_layers):
+        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config)
+    return names
+
+
+def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The names of one LLaMA layer, from prefix to prefix (heads share them)."""
+    kinds = {"weight": (True, True, True), "bias": (config.qkv_bias, config.o_bias, config.mlp_bias)}
+    names = {
+        ours + "attention_norm.weight": (theirs + "input_layernorm.weight",),
+        ours + "ffn_norm.weight": (theirs + "post_attention_layernorm.weight",),
+    }
+    for kind, (qkv, out, mlp) in kinds.items():
+        if qkv:
+            names[f"{ours}attention.wqkv.{kind}"] = tuple(f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv")
+        if out:
+            names[f"{ours}attention.wo.{kind}"] = (f"{theirs}self_attn.o_proj.{kind}",)
+        if mlp:
+            names[f"{ours}ffn.w13.{kind}"] = tuple(f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up"))
+            names[f"{ours}ffn.w2.{kind}"] = (f"{theirs}mlp.down_proj.{kind}",)
+    return names
+
+
+class WeightFiles:
+    """The tensors of a model directory by name, read lazily from memory-mapped files."""
+
+    def __init__(self, path: Path):
+        """Find the weight files. Raises: ValueError when there are none or one is corrupt."""
+        self.path = path
+        self.readers: dict[str, Callable[[], Tensor]] = {}
+        files = self._shards()
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{path}: the index names {file.name}, which is missing; download it again")
+            open_file = self._open_safetensors if file.suffix == ".safetensors" else self._open_bin
+            try:
+                open_file(file)
+            except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, struct.error) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{file} is corrupt or truncated ({reason}); download it again") from None
+
+    def _shards(self) -> list[Path]:
+        for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+            index = self.path / f"{stem}{suffix}.index.json"
+            if index.is_file():
+                names = read_json(index).get("weight_map")
+                if not isinstance(names, dict) or not names:
+                    raise ValueError(f"{index} has no weight_map; download it again")
+                return [self.path / name for name in sorted(set(names.values()))]
+            if (self.path / f"{stem}{suffix}").is_file():
+                return [self.path / f"{stem}{suffix}"]
+        raise ValueError(f"{self.path} has neither model.safetensors nor pytorch_model.bin (single or sharded)")
+
+    def _open_safetensors(self, file: Path) -> None:
+        handle = safe_open(file, framework="pt")
+        for name in handle.keys():
+            self.readers[name] = lambda name=name: handle.get_tensor(name)
+
+    def _open_bin(self, file: Path) -> None:
+        for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+            self.readers[name] = lambda tensor=tensor: tensor
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, backed by the file until it is copied. Raises: ValueError when it is missing."""
+        if name not in self.readers:
+            raise ValueError(f"{self.path}: the weight {name} is missing")
+        return self.readers[name]()
+
+
+def load_weights(
+    model: nn.Module,
+    files: WeightFiles,
+    names: dict[str, tuple[str, ...]],
+    dtype: torch.dtype,
+    device: str,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> Iterator[str]:
+    """Fill a model made on the meta device, one parameter at a time, yielding each name as it is loaded.
+
+    names: our parameter -> the tensors it stacks; ignored: which further tensors in the files may stay unused
+    Raises: ValueError that names every missing, unexpected or mis-shaped weight.
+    Writes: the parameters. At most one parameter exists twice at any moment.
+    """
+    params = dict(model.named_parameters())
+    assert set(names) == set(params), set(names) ^ set(params)
+    wanted = {theirs for parts in names.values() for theirs in parts}
+    missing = sorted(wanted - set(files.readers))
+    unexpected = sorted(n for n in set(files.readers) - wanted if not ignored(n))
+    for what, which in (("missing", missing), ("unexpected", unexpected)):
+        if which:
+            raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; does config.json fit?")
+    for ours, theirs in names.items():
+        shape = params[ours].shape
+        parts = [files.read(n) for n in theirs]
+        rows = sum(p.shape[0] for p in parts)
+        if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
+            got = " + ".join(str(list(p.shape)) for p in parts)
+            raise ValueError(
+                f"{files.path}: {' + '.join(theirs)} has shape {got}, but config.json asks for {list(shape)} in all"
+            )
+        value = torch.empty(shape, dtype=dtype, device=device)
+        for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
+            target.copy_(part)
+        owner, _, leaf = ours.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+        yield ours
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Transformer:
+    """Load a Hugging Face LLaMA-family directory.
+
+    dtype: None keeps the checkpoint's own
+    Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model.
+    Raises: ValueError for anything wrong with the directory.
+    """
+    config = ModelConfig.from_dir(path)
+    if dtype is None:
+        if config.dtype not in DTYPES:
+            raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
+        dtype = DTYPES[config.dtype]
+    with torch.device("meta"):
+        model = Transformer(config)
+    files = WeightFiles(path)
+    for _ in load_weights(model, files, weight_names(config), dtype, device, _ignored(config)):
+        pass
+    if config.tie_embeddings:
+        model.lm_head.weight = model.embedding.weight
+    model.rope_freq = rope_frequencies(config, device)
+    return model.eval()
+
+
+def _ignored(config: ModelConfig) -> Callable[[str], bool]:
+    # old LLaMA files carry RoPE tables; files of tied models may repeat the embedding as LM head
+    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")

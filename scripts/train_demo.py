@@ -1,0 +1,391 @@
+"""Train the bundled demo: a small LLaMA on the CPython standard library and worked sums.
+
+    python scripts/train_demo.py --out checkpoints/demo            # about 80 minutes on 4 cores
+    python scripts/train_demo.py --out checkpoints/demo --resume   # goes on from the last saved step
+
+How it works:
+1. The standard library (without its tests) and GSM8K's training split are read; about 4 % of the Python files
+   and 400 sums are held out, chosen by hash, so that the split never depends on the order of anything.
+2. A sentencepiece BPE of 4096 pieces is trained on the training part: byte fallback, whitespace kept exactly.
+3. Documents are `<s> text </s>`. Some top-level Python definitions start with `<s>` as well, so that a prompt
+   which begins in the middle of a module is nothing new to the model.
+4. Muon updates the layers' matrices, AdamW the embedding, the LM head and the norms; bf16 autocast, compiled.
+   The last part trains on longer sequences.
+5. The result is written in Hugging Face layout (bf16 safetensors), with the held-out loss curve as a picture.
+
+Source of the optimizer: Keller Jordan et al., Muon (2024), as `torch.optim.Muon`.
+Not here: the draft head (scripts/train_eagle.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import sentencepiece as spm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from model import ModelConfig, Transformer, weight_names  # noqa: E402
+
+BOS, EOS = 1, 2
+
+
+@dataclass
+class TrainConfig:
+    out: str = "checkpoints/demo"  # directory to write; holds the resume state while training
+    sums: str = "data/train/gsm8k_train_clean.jsonl"  # worked sums, JSONL with `turns` and `answers`
+    resume: bool = False  # go on from the last saved step
+    dim: int = 256
+    n_layers: int = 8
+    ffn_dim: int = 768
+    vocab_size: int = 4096
+    tokens: float = 20e6  # training tokens in all
+    batch_tokens: int = 4096  # tokens per step
+    seq_len: int = 512  # tokens per sequence at first
+    long_seq_len: int = 2048  # tokens per sequence in the last part
+    long_share: float = 0.12  # share of the steps trained on long sequences
+    optimizer: str = "muon"  # muon or adamw, for the layers' matrices
+    lr: float = 2e-3  # peak learning rate of AdamW's part; Muon's is matched to its update size
+    muon_lr: float = 4e-3  # peak learning rate of Muon's part
+    weight_decay: float = 0.1
+    warmup: int = 100  # steps
+    eval_every: int = 400  # steps between held-out losses and saved states
+    seed: int = 0
+    threads: int = 0  # CPU threads; 0 leaves torch's default
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def held_out(name: str, share: float) -> bool:
+    """Whether a document belongs to the held-out part, by the hash of its name alone."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < share * 2**32
+
+
+def read_python() -> dict[str, list[str]]:
+    """The standard library as {"train": [...], "held_out": [...]}, without tests and tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__", "lib2to3"}
+    parts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        if skip & set(name.parts):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few files declare another encoding
+            continue
+        if text.strip():
+            parts["held_out" if held_out(str(name), 0.04) else "train"].append(text)
+    return parts
+
+
+def read_sums(path: Path) -> dict[str, list[str]]:
+    """Worked sums as `Question: ...\\nAnswer: ...`, split like `read_python`."""
+    parts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        text = f"Question: {row['turns'][0]}\nAnswer: {row['answers'][0]}"
+        parts["held_out" if held_out(row["turns"][0], 0.055) else "train"].append(text)
+    return parts
+
+
+def train_tokenizer(documents: list[str], out: Path, vocab_size: int) -> spm.SentencePieceProcessor:
+    """Train a BPE that keeps every character, and write `tokenizer.model`."""
+    temporary = out / "tokenizer.tmp"
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=(d for d in documents),
+        model_prefix=str(temporary),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.9995,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        user_defined_symbols=["\n"],
+        max_sentence_length=10_000_000,
+        unk_id=0,
+        bos_id=BOS,
+        eos_id=EOS,
+        minloglevel=2,
+    )
+    os.replace(f"{temporary}.model", out / "tokenizer.model")
+    os.remove(f"{temporary}.vocab")
+    return spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+
+
+def encode_documents(documents: list[str], tok: spm.SentencePieceProcessor, cut_share: float) -> list[list[int]]:
+    """Encode to `<s> text </s>`; a share of the top-level definitions gets a `<s>` of its own."""
+    rng = random.Random(0)
+    encoded = []
+    for text in documents:
+        pieces = re.split(r"(?m)(?=^(?:def |class |@|async def ))", text)
+        chunks = [pieces[0]]
+        for piece in pieces[1:]:
+            if rng.random() < cut_share:
+                chunks.append(piece)
+            else:
+                chunks[-1] += piece
+        ids = [i for chunk in chunks if chunk for i in (BOS, *tok.encode(chunk))]
+        encoded.append([*ids, EOS])
+    return encoded
+
+
+class Stream:
+    """Endless shuffled epochs of documents, laid end to end. State: epoch number and offset."""
+
+    def __init__(self, documents: list[list[int]], seed: int):
+        self.documents, self.seed = documents, seed
+        self.epoch, self.offset = -1, 0
+        self.data = torch.empty(0, dtype=torch.long)
+
+    def seek(self, tokens: int) -> None:
+        """Move to `tokens` from the very start (used to resume)."""
+        size = sum(map(len, self.documents))
+        self._load(tokens // size)
+        self.offset = tokens % size
+
+    def _load(self, epoch: int) -> None:
+        order = list(range(len(self.documents)))
+        random.Random(self.seed * 1000 + epoch).shuffle(order)
+        self.data = torch.tensor([i for d in order for i in self.documents[d]])
+        self.epoch, self.offset = epoch, 0
+
+    def take(self, rows: int, length: int) -> Tensor:
+        """The next rows x (length + 1) tokens; consecutive rows overlap by one token. Returns: int64."""
+        need = rows * length + 1
+        if self.offset + need > len(self.data):
+            self._load(self.epoch + 1)
+        flat = self.data[self.offset : self.offset + need]
+        self.offset += rows * length
+        return flat.unfold(0, length + 1, length)  # [rows, length + 1]
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+def loss_of(model: Transformer, batch: Tensor) -> Tensor:
+    """Mean cross-entropy (nats per token) of a [rows, length + 1] batch."""
+    positions = torch.arange(batch.shape[1] - 1, device=batch.device).expand(batch.shape[0], -1)
+    features, _ = model(batch[:, :-1], positions)
+    return F.cross_entropy(model.logits(features).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def init_weights(model: Transformer) -> None:
+    """GPT-2 style: N(0, 0.02), smaller where a layer writes into the residual stream."""
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            scale = 1 / math.sqrt(2 * model.config.n_layers) if name.endswith(("wo.weight", "w2.weight")) else 1.0
+            torch.nn.init.normal_(p, std=0.02 * scale)
+
+
+def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon (or AdamW) for the layers' matrices, AdamW for everything else."""
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("layers.")]
+    tables = [p for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith("layers.")]
+    norms = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": tables, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    if config.optimizer == "adamw":
+        groups.append({"params": matrices, "weight_decay": config.weight_decay})
+        return [torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)]
+    muon = torch.optim.Muon(
+        matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True), muon]
+
+
+def lr_share(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, then cosine down to 4 %."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@torch.no_grad()
+def evaluate(model, batches: list[Tensor], device: str) -> float:
+    """Mean held-out loss, nats per token."""
+    with torch.autocast(device.split(":")[0], torch.bfloat16):
+        return sum(loss_of(model, b.to(device)).item() for b in batches) / len(batches)
+
+
+def replace_file(path: Path, write) -> None:
+    """Write to a temporary name, then rename, so that a kill leaves the old file whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
+    """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
+    out, c = Path(config.out), model.config
+    tensors = {}
+    for ours, theirs in weight_names(c).items():
+        value = model.get_parameter(ours).detach().to("cpu", torch.bfloat16)
+        rows = [value.shape[0]]
+        if len(theirs) == 3:
+            rows = [c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim]
+        elif len(theirs) == 2:
+            rows = [c.ffn_dim, c.ffn_dim]
+        tensors |= {n: part.contiguous() for n, part in zip(theirs, value.split(rows))}
+    raw = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
+        "max_position_embeddings": c.max_context, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, "bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    replace_file(out / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
+    replace_file(out / "training.json", lambda p: p.write_text(json.dumps(info, indent=1) + "\n"))
+
+
+def plot_curve(info: dict, path: Path) -> None:
+    """Draw held-out loss against training tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4))
+    tokens = [row["tokens"] / 1e6 for row in info["curve"]]
+    for key, label in (("python", "Python (held-out files)"), ("sums", "worked sums (held out)"), ("train", "training")):
+        axis.plot(tokens, [row[key] for row in info["curve"]], label=label, lw=1 if key == "train" else 2)
+    axis.set(xlabel="training tokens (million)", ylabel="loss (nats per token)", title="Demo target model")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")
+    plt.close(figure)
+
+
+def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[str, float]]:
+    """Read the data, train or load the tokenizer.
+
+    Returns: the training stream; held-out batches by domain; bytes per token by domain.
+    """
+    out = Path(config.out)
+    sums = Path(config.sums)
+    if not sums.is_file():
+        raise ValueError(f"--sums: no such file: {sums}; it ships in data/train")
+    domains = {"python": read_python(), "sums": read_sums(sums)}
+    if config.resume and (out / "tokenizer.model").is_file():
+        tok = spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+    else:
+        documents = domains["python"]["train"] + domains["sums"]["train"]
+        tok = train_tokenizer(documents, out, config.vocab_size)
+    training, held, ratio = [], {}, {}
+    for name, parts in domains.items():
+        training += encode_documents(parts["train"], tok, cut_share=0.25)
+        for text in parts["held_out"]:
+            assert tok.decode(tok.encode(text)) == text, "the tokenizer must round-trip exactly"
+        encoded = encode_documents(parts["held_out"], tok, cut_share=0.0)
+        flat = torch.tensor([i for d in encoded for i in d])
+        rows = min(96, (len(flat) - 1) // config.seq_len)
+        held[name] = list(flat[: rows * config.seq_len + 1].unfold(0, config.seq_len + 1, config.seq_len).split(8))
+        held[name] = [b for b in held[name] if len(b) == 8]  # one shape, one compilation
+        ratio[name] = sum(len(t.encode()) for t in parts["held_out"]) / len(flat)
+    size = sum(map(len, training))
+    print(f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()}))
+    return Stream(training, config.seed), held, ratio
+
+
+def train(config: TrainConfig) -> None:
+    """Run the whole recipe. Writes: `config.out`."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    stream, held, ratio = prepare(config)
+    torch.manual_seed(config.seed)
+    model = Transformer(
+        ModelConfig(
+            dim=config.dim, n_layers=config.n_layers, n_heads=config.dim // 32, n_kv_heads=config.dim // 64,
+            head_dim=32, ffn_dim=config.ffn_dim, vocab_size=config.vocab_size, max_context=config.long_seq_len,
+        )
+    )  # fmt: skip
+    init_weights(model)
+    model.to(config.device)
+    optimizers = make_optimizers(model, config)
+    peaks = [[g["lr"] for g in o.param_groups] for o in optimizers]
+    steps = int(config.tokens // config.batch_tokens)
+    info = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters()), "curve": []}
+    first, state_file = 0, out / "resume.pt"
+    if config.resume and state_file.is_file():
+        state = torch.load(state_file, map_location=config.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        first, info["curve"] = state["step"], json.loads(state["curve"])
+    stream.seek(first * config.batch_tokens)
+    compiled = torch.compile(loss_of)
+    bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
+    begin, recent = time.time(), []
+    for step in bar:
+        length = config.long_seq_len if step >= steps * (1 - config.long_share) else config.seq_len
+        for optimizer, rates in zip(optimizers, peaks):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * lr_share(step, steps, config.warmup)
+        batch = stream.take(config.batch_tokens // length, length).to(config.device)
+        with torch.autocast(config.device.split(":")[0], torch.bfloat16):
+            loss = compiled(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent.append(loss.item())
+        done = step + 1
+        if done % config.eval_every == 0 or done == steps:
+            row = {"tokens": done * config.batch_tokens, "train": sum(recent) / len(recent)}
+            row |= {name: evaluate(model, batches, config.device) for name, batches in held.items()}
+            row |= {f"{n}_bpb": row[n] / math.log(2) / ratio[n] for n in held}
+            row["seconds"] = time.time() - begin
+            info["curve"].append(row)
+            recent = []
+            bar.write(json.dumps({k: round(v, 4) for k, v in row.items()}))
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done}
+            state["curve"] = json.dumps(info["curve"])
+            replace_file(state_file, lambda p, state=state: torch.save(state, p))
+            save_checkpoint(model, config, info)
+            replace_file(out / "curve.png", lambda p: plot_curve(info, p))
+    state_file.unlink(missing_ok=True)
+    print(f"wrote {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in fields(TrainConfig):
+        if f.type == "bool":
+            parser.add_argument(f"--{f.name}", action="store_true")
+        else:
+            parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default)
+    config = TrainConfig(**vars(parser.parse_args()))
+    try:
+        train(config)
+    except ValueError as error:
+        print(f"train_demo.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
