@@ -81,24 +81,21 @@ def accept(tree: DraftTree, choice: Tensor, depth: int) -> Accepted:
     matches = tree.valid & (tree.tokens == choice.gather(1, tree.parents))
     matches[:, 0] = True
     accepted = ~(tree.mask & ~matches[:, None]).any(-1)  # [B, N]: the node and all its ancestors match
-    return follow(tree, _deepest(tree, accepted), choice, depth)
-
-
-def _deepest(tree: DraftTree, accepted: Tensor) -> Tensor:
     N = accepted.shape[1]
-    order = tree.depths * N + torch.arange(N - 1, -1, -1, device=accepted.device)  # unique keys: no ties
-    return torch.where(accepted, order, -1).argmax(-1)  # [B]
+    order = tree.depths * N + torch.arange(N - 1, -1, -1, device=choice.device)  # unique keys: no ties
+    node = torch.where(accepted, order, -1).argmax(-1)  # [B]
+    path, length = path_to(tree, node, depth)
+    return Accepted(path, length, choice.gather(1, path))
 
 
-def follow(tree: DraftTree, node: Tensor, choice: Tensor, depth: int) -> Accepted:
-    """The path from the root to `node`, and the tokens decided along it. node: [B] int64; choice: [B, N]."""
+def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The nodes from the root to `node`. node: [B]. Returns: path [B, D+1], zero-padded; length [B]."""
     length = tree.depths.gather(1, node[:, None]).squeeze(1)  # [B]
     index = node[:, None, None].expand(-1, 1, tree.mask.shape[2])
     on_path = tree.mask.gather(1, index)  # [B, 1, N]: the node's ancestors and itself
     levels = torch.arange(depth + 1, device=node.device)[:, None]  # [D+1, 1]
     hit = on_path & (tree.depths[:, None] == levels)  # [B, D+1, N], at most one per depth
-    path = hit.int().argmax(-1)  # [B, D+1], 0 where there is none
-    return Accepted(path, length, choice.gather(1, path))
+    return hit.int().argmax(-1), length  # 0 where a depth has none
 
 
 def compaction(accepted: Accepted) -> Tensor:
@@ -138,7 +135,9 @@ def first_level(tokens: Tensor, scores: Tensor) -> tuple[Candidates, Frontier]:
     return Candidates(tokens, scores, torch.full_like(tokens, -1)), Frontier(rank, tokens, scores, rank)
 
 
-def expand(pool: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor, by: str) -> tuple[Candidates, Frontier]:
+def expand(
+    pool: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor, by: str
+) -> tuple[Candidates, Frontier]:
     """Add the children of the frontier to the pool and choose the next frontier.
 
     tokens, scores: [B, K, K], children of each frontier node and their scores, best first
@@ -189,7 +188,33 @@ def rerank(root: Tensor, pool: Candidates, size: int, depth: int, by_value: bool
 EAGLE1_PATHS = tuple(
     tuple(map(int, path))
     for path in (
-        "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
+        [
+            "0",
+            "1",
+            "2",
+            "3",
+            "00",
+            "01",
+            "02",
+            "10",
+            "11",
+            "20",
+            "21",
+            "30",
+            "000",
+            "001",
+            "002",
+            "010",
+            "011",
+            "020",
+            "021",
+            "100",
+            "0000",
+            "0001",
+            "0002",
+            "00000",
+            "00001",
+        ]
     )
 )
 

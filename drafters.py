@@ -4,7 +4,7 @@ A drafter owns a state (a NamedTuple of tensors), fills it with the rows that th
 proposes a tree (`draft`). Both are pure steps with static shapes, compiled `fullgraph=True`. Whatever a drafter
 proposes, the output stays the target's own.
 
-To add one: write a class with the five members of `Drafter` and enter its loader in `DRAFTERS`.
+To add one: write a class with the members of `Drafter` and enter its loader in `DRAFTERS`.
 Here: `RootOnly`, which proposes nothing; vanilla decoding is its verification.
 """
 
@@ -31,7 +31,7 @@ class Root(NamedTuple):
 
     token: Tensor  # [B] int64
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
-    fresh: Tensor | None = None  # [B, N, V] fp32 Gumbel noise of its own per node, for sampled children
+    fresh: Tensor | None = None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
 
 
 class Drafter(Protocol):
@@ -39,13 +39,17 @@ class Drafter(Protocol):
 
     depth: int  # D, drafted levels at most
     size: int  # N, nodes of its tree, root included
-    samples: bool  # children are sampled from q (residual rule), and the tree carries q
+    width: int  # children of a node at most
+    fresh_rows: int  # rows of noise of its own that it samples children with (residual rule), else 0
 
     def init(self, batch: int, slots: int) -> Any:
         """An empty state for `batch` rows with `slots` target positions each."""
 
     def extend(self, state: Any, rows: Rows) -> Any:
         """Take in confirmed rows. Writes: the drafter's own cache."""
+
+    def rewind(self, state: Any, length: Tensor) -> Any:
+        """Forget all but the first `length` rows ([B] int64); at least one row follows before the next draft."""
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree below the root. Writes: scratch slots of the drafter's cache."""
@@ -54,12 +58,15 @@ class Drafter(Protocol):
 class RootOnly:
     """Proposes nothing, so that every verification decides one token."""
 
-    depth, size, samples = 0, 1, False
+    depth, size, width, fresh_rows = 0, 1, 0, 0
 
     def init(self, batch: int, slots: int) -> tuple:
         return ()
 
     def extend(self, state: tuple, rows: Rows) -> tuple:
+        return state
+
+    def rewind(self, state: tuple, length: Tensor) -> tuple:
         return state
 
     def draft(self, state: tuple, root: Root) -> DraftTree:

@@ -165,8 +165,7 @@ class KVCache(NamedTuple):
         """Allocate zeroed buffers for `batch` rows of `slots` slots."""
         shape = (batch, config.n_kv_heads, slots, config.head_dim)
         k, v = (
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers))
-            for _ in range(2)
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)) for _ in range(2)
         )
         return KVCache(k, v)
 
@@ -502,4 +501,6 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu"
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:
     # old LLaMA files carry RoPE tables; files of tied models may repeat the embedding as LM head
-    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+    return lambda name: (
+        name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+    )

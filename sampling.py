@@ -123,7 +123,7 @@ class Residual(NamedTuple):
     p: Tensor  # [B, V] fp32, distribution of the token after it
 
 
-def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int) -> Residual:
+def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, width: int) -> Residual:
     """Multi-round rejection sampling down the tree.
 
     At each node its children are tried in node order: accept with min(1, p/q); after a rejection p becomes
@@ -132,20 +132,24 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int) -> 
 
     p: [B, N, V] fp32, the target's distribution after each node
     uniform: [B, U] fp32, consumed in order; U at least the number of children tried
+    depth, width: bounds on the depth of the tree and on the children of a node
     Returns: where the walk ended and the distribution of the next token.
     Source: EAGLE-1 (arXiv 2401.15077) Algorithm 1; SpecInfer (arXiv 2305.09781).
     """
-    B, N, V = p.shape
-    node = torch.zeros(B, dtype=torch.long, device=p.device)
+    numbers = torch.arange(tree.tokens.shape[1], device=p.device)  # [N]
+    siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (numbers > 0)  # [B, N, N]
+    rank = (siblings & (numbers < numbers[:, None])).sum(-1)  # [B, N], place among the parent's children
+    node = torch.zeros(p.shape[0], dtype=torch.long, device=p.device)  # [B]
     used = torch.zeros_like(node)
-    current = p[:, 0]
-    for level in range(1, depth + 1):
-        proposal = _at(tree.q, node) if tree.q is not None else None  # [B, V]
+    current = p[:, 0]  # [B, V]
+    for _ in range(depth):
         parent, moved = node, torch.zeros_like(node, dtype=torch.bool)
-        for child in range(1, N):
-            trying = ~moved & tree.valid[:, child] & (tree.parents[:, child] == parent)
-            trying &= tree.depths[:, child] == level
-            token = tree.tokens[:, child, None]  # [B, 1]
+        proposal = _at(tree.q, parent) if tree.q is not None else None  # [B, V]
+        for r in range(width):
+            child_here = (tree.parents == parent[:, None]) & (rank == r) & (numbers > 0) & tree.valid  # [B, N]
+            child = child_here.int().argmax(-1, keepdim=True)  # [B, 1]
+            trying = child_here.any(-1) & ~moved
+            token = tree.tokens.gather(1, child)  # [B, 1]
             p_x = current.gather(1, token).squeeze(1)
             q_x = proposal.gather(1, token).squeeze(1) if proposal is not None else torch.ones_like(p_x)
             u = uniform.gather(1, used[:, None]).squeeze(1)
@@ -153,9 +157,9 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int) -> 
             taken = trying & (q_x > 0) & (u * q_x <= p_x)
             rejected = (trying & ~taken & (q_x > 0))[:, None]
             current = torch.where(rejected, _residual(current, proposal, token), current)
-            if proposal is not None:  # every tried token leaves the proposal of its later siblings
+            if proposal is not None:  # a tried token leaves the proposal of its later siblings
                 proposal = torch.where(trying[:, None], _normalise(proposal.scatter(1, token, 0.0)), proposal)
-            node = torch.where(taken, child, node)
+            node = torch.where(taken, child.squeeze(1), node)
             moved = moved | taken
         current = torch.where(moved[:, None], _at(p, node), current)
     return Residual(node, current)

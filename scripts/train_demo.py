@@ -268,7 +268,11 @@ def plot_curve(info: dict, path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7, 4))
     tokens = [row["tokens"] / 1e6 for row in info["curve"]]
-    for key, label in (("python", "Python (held-out files)"), ("sums", "worked sums (held out)"), ("train", "training")):
+    for key, label in (
+        ("python", "Python (held-out files)"),
+        ("sums", "worked sums (held out)"),
+        ("train", "training"),
+    ):
         axis.plot(tokens, [row[key] for row in info["curve"]], label=label, lw=1 if key == "train" else 2)
     axis.set(xlabel="training tokens (million)", ylabel="loss (nats per token)", title="Demo target model")
     axis.grid(alpha=0.3)
@@ -305,7 +309,9 @@ def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[
         held[name] = [b for b in held[name] if len(b) == 8]  # one shape, one compilation
         ratio[name] = sum(len(t.encode()) for t in parts["held_out"]) / len(flat)
     size = sum(map(len, training))
-    print(f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()}))
+    print(
+        f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()})
+    )
     return Stream(training, config.seed), held, ratio
 
 

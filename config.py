@@ -1,0 +1,180 @@
+"""Every option, once: a field is a default, a help text and a command-line flag.
+
+`parse` turns the command line into a `GenerateConfig`; `GenerateConfig.check` refuses what cannot work, so that
+Python callers and the command line get the same messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from sampling import Sampling
+
+DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None, **extra: Any) -> Any:
+    """A dataclass field that is also a flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, **extra})
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Options of a run. Units and effects are in the help texts."""
+
+    checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
+    draft: str = option(
+        "", "who drafts; default: eagle when a head is given or bundled, else none", ("none", "eagle")
+    )
+    eagle: str = option(
+        "", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists"
+    )
+    tree: str = option("", "shape of the draft tree; default: dynamic", ("dynamic", "static", "chain"))
+    tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]")
+    tree_depth: int = option(6, "drafted levels (dynamic, chain)")
+    tree_topk: int = option(10, "children kept per node, and nodes expanded per level (dynamic)")
+    tree_size: int = option(60, "verified nodes, root included (dynamic)")
+    expand_by: str = option("value", "what picks the nodes to expand (dynamic)", ("value", "confidence"))
+    no_rerank: bool = option(False, "verify the first levels whole instead of the best nodes (dynamic)")
+    children: str = option(
+        "",
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared noise, or sampled "
+        "without replacement; default: noise, and with --accept residual sampled (topk on dynamic trees)",
+        ("topk", "noise", "sampled"),
+    )
+    sharpness: float = option(0.0, "c in a child's score log softmax(c z); 0: what the head was fitted with")
+    accept: str = option(
+        "exact", "exact: the same tokens as vanilla; residual: the papers' rule", ("exact", "residual")
+    )
+    prompt: str | None = option(None, "text to continue; the demo has a default")
+    prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
+    prompt_ids: str = option("", "token ids to continue, as 5,17,3; needs no tokenizer")
+    interactive: bool = option(False, "chat on the terminal")
+    chat: str | None = option(None, "apply a chat template: the model's, or the one named", optional=True)
+    max_new_tokens: int = option(128, "tokens to generate per prompt")
+    temperature: float = option(0.0, "0 is greedy")
+    top_k: int = option(0, "sample among the k most likely tokens; 0: all")
+    top_p: float = option(1.0, "sample among the most likely tokens that hold this mass")
+    seed: int = option(0, "of the sampling noise; the same seed gives the same tokens for every drafter and tree")
+    ignore_eos: bool = option(False, "go on after an end-of-sequence token")
+    num_samples: int = option(1, "continuations per prompt")
+    batch_size: int = option(1, "sequences decoded together")
+    context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096")
+    compile: bool = option(False, "compile the steps of a cycle")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
+    compare: bool = option(False, "also decode without drafting, check that the tokens agree, print the speedup")
+    json: str = option("", "write results to this file; - is standard output")
+    trace: str = option("", "write one JSON line per cycle and row; - is standard output")
+    profile: str = option("", "write a profiler trace of the decoding (chrome://tracing)")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How logits become a distribution."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    def check(self) -> None:
+        """Raises: ValueError for a value or a combination that cannot work."""
+        for name in ("tree_depth", "tree_topk", "max_new_tokens", "num_samples", "batch_size"):
+            _rule(getattr(self, name) >= 1, f"--{name} must be at least 1; it is {getattr(self, name)}")
+        _rule(2 <= self.tree_size <= 64, f"--tree_size must be 2 to 64, root included; it is {self.tree_size}")
+        _rule(self.temperature >= 0, f"--temperature must not be negative; it is {self.temperature}")
+        _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
+        _rule(self.top_k >= 0, f"--top_k must not be negative; it is {self.top_k}")
+        _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
+        _rule(self.context >= 0, f"--context must be positive, or 0 for the model's own; it is {self.context}")
+        _rule(self.sharpness >= 0, f"--sharpness must not be negative; it is {self.sharpness}")
+        sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
+        given = [f"--{s}" for s in sources if getattr(self, s) not in (None, "", False)]
+        _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
+        _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
+        _rule(
+            not (self.chat is not None and self.prompt_ids), "--chat renders text; it cannot go with --prompt_ids"
+        )
+        one = "--interactive is one conversation; it cannot go with"
+        for name, plain in (("batch_size", 1), ("num_samples", 1), ("json", ""), ("compare", False)):
+            _rule(not self.interactive or getattr(self, name) == plain, f"{one} --{name}")
+        self._check_tree()
+
+    def _check_tree(self) -> None:
+        _rule(not (self.draft == "none" and self.eagle), "--draft none drafts nothing; it cannot go with --eagle")
+        _rule(
+            not (self.tree_file and self.tree in ("dynamic", "chain")),
+            f"--tree_file is a static tree, not {self.tree}",
+        )
+        dynamic = not self.tree_file and self.tree in ("", "dynamic")
+        if dynamic:
+            _rule(
+                self.children != "sampled", "--children sampled would make a dynamic tree lossy; use --tree static"
+            )
+        else:
+            for name in ("expand_by", "no_rerank", "tree_topk", "tree_size"):
+                default = next(f.default for f in fields(self) if f.name == name)
+                _rule(getattr(self, name) == default, f"--{name} belongs to --tree dynamic")
+        if self.accept == "residual":
+            lossy = "--accept residual needs a draft that does not read the target's noise; use"
+            _rule(self.children != "noise", f"{lossy} --children {'topk' if dynamic else 'sampled'}")
+            sampled = dynamic or self.children != "topk"
+            _rule(sampled, "--accept residual samples the children of static trees; drop --children topk")
+
+
+def _rule(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # one line, no usage block
+        fail(f"{message}; see --help")
+
+
+def fail(message: str) -> NoReturn:
+    """End the program on a user's mistake: one line, exit status 2."""
+    print(f"generate.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def add_flags(parser: argparse.ArgumentParser, options: list[Field]) -> None:
+    """Make a flag of every field."""
+    kinds = {"int": int, "float": float}
+    for f in options:
+        assert f.default is not MISSING, f.name
+        extra: dict[str, Any] = {"help": f.metadata["help"], "default": f.default}
+        if f.type == "bool":
+            extra["action"] = "store_true"
+        else:
+            extra |= {"type": kinds.get(str(f.type), str), "choices": f.metadata["choices"]}
+        if f.metadata.get("optional"):
+            extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
+        parser.add_argument(f"--{f.name}", **extra)
+
+
+def parse(argv: list[str] | None = None) -> GenerateConfig:
+    """Read the command line. Exits with status 2 on a mistake."""
+    parser = _Parser(
+        prog="generate.py", description="Generate text, exactly, with draft trees.", allow_abbrev=False
+    )
+    add_flags(parser, list(fields(GenerateConfig)))
+    return GenerateConfig(**vars(parser.parse_args(argv)))
+
+
+def pick_device(name: str) -> str:
+    """Check a device name, or choose one. Raises: ValueError when it is not to be had."""
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    _rule(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
+    _rule(
+        kind == "cpu" or torch.cuda.is_available(),
+        f"--device {name}: this machine or this torch has no CUDA device",
+    )
+    return name

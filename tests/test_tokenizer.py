@@ -1,0 +1,571 @@
+"""Tokenizers against sentencepiece, tokenizers and transformers on files trained here; chat templates against
+literal texts and the checkpoints' own Jinja."""
+
+import builtins
+import io
+import json
+import random
+import re
+
+import pytest
+import sentencepiece as spm
+
+import tokenizer as ours
+from tokenizer import CHAT_TEMPLATES, SYSTEM, Tokenizer, chat_template
+
+LINES = [
+    "the quick brown fox jumps over the lazy dog",
+    "def f(x):\n\treturn x  # twice    the spaces",
+    "hello there, hello world; 1234567890",
+    "naïve café, Größe, señor, 你好世界 and 🙂🙃",
+    "[INST] a question [/INST] an answer USER: ASSISTANT: <|x|> </s>",
+]
+TEXTS = [
+    "hello world",
+    "  two leading spaces, trailing  ",
+    "tabs\tand\nnewlines\n\n\r\n",
+    "emoji 🙂🙃👩‍👩‍👧 and 🇩🇪",
+    "中文 你好世界，混合 text",
+    "ÄÖÜ naïve señor \u0301 combining, ﷺ, \U0001f9ff",
+    "<0x0A> [INST] <|x|> ▁ low line ▁▁",
+    "a",
+    " ",
+    "",
+]
+CONTROLS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+def write(directory, name, value):
+    (directory / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return directory
+
+
+def train_sp(directory, **options):
+    """A sentencepiece BPE with byte fallback, as `tokenizer.model`."""
+    out = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 4), model_writer=out, vocab_size=400, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+        unk_id=0, bos_id=1, eos_id=2, minloglevel=2, **options,
+    )  # fmt: skip
+    (directory / "tokenizer.model").write_bytes(out.getvalue())
+    return directory
+
+
+def build_json(directory, specials=CONTROLS, bos=True):
+    """A byte-level BPE in LLaMA-3's manner, as `tokenizer.json`; one added token is no control token."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Backend
+
+    tok = Backend(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tok.train_from_iterator(LINES * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tok.add_special_tokens(specials)
+    tok.add_tokens([AddedToken("工具 tool", normalized=False)])
+    if bos:
+        pair = [(specials[0], tok.token_to_id(specials[0]))]
+        tok.post_processor = processors.TemplateProcessing(single=f"{specials[0]} $A", special_tokens=pair)
+    tok.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session", params=["sp_prefix", "sp_plain", "json"])
+def directory(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "json":
+        config = {"bos_token": CONTROLS[0], "eos_token": {"content": CONTROLS[1]}}
+        return write(build_json(path), "tokenizer_config.json", config)
+    return train_sp(path, add_dummy_prefix=request.param == "sp_prefix")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(directory):
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="session")
+def sp_dir(tmp_path_factory):
+    return train_sp(tmp_path_factory.mktemp("sp"))
+
+
+@pytest.fixture(scope="session")
+def json_dir(tmp_path_factory):
+    return build_json(tmp_path_factory.mktemp("json"))
+
+
+def with_files(source, target, **files):
+    """A copy of a tokenizer directory with further files; `name__json="..."` writes `name.json`."""
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    for name, value in files.items():
+        write(target, name.replace("__", "."), value)
+    return target
+
+
+# ------------------------------------------------------------------------------------- text and ids
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip(tokenizer, text):
+    # U+2581 is sentencepiece's own space: the one character that it does not give back
+    expected = text if isinstance(tokenizer, ours.JsonTokenizer) else text.replace("▁", " ")
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == expected
+    assert tokenizer.decode(tokenizer.encode(text, bos=False)) == expected
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_bos_and_eos(tokenizer):
+    plain = tokenizer.encode("hello", bos=False)
+    assert tokenizer.bos_id is not None and tokenizer.bos_id not in plain
+    assert tokenizer.encode("hello") == [tokenizer.bos_id, *plain]
+    assert tokenizer.encode("") == [tokenizer.bos_id]
+    assert tokenizer.encode("", bos=False) == []
+    assert len(tokenizer.eos_ids) == 1 and tokenizer.eos_ids != (tokenizer.bos_id,)
+    assert tokenizer.decode([tokenizer.bos_id, *plain, *tokenizer.eos_ids]) == "hello"
+
+
+def test_control_tokens_are_parsed_on_request_only(tokenizer):
+    controls = [name for name, token in tokenizer._added.items() if token.control]
+    assert len(controls) >= 3
+    for control in controls:
+        text = f"one {control}two{control}"
+        plain, parsed = tokenizer.encode(text, bos=False), tokenizer.encode(text, bos=False, special=True)
+        assert not set(plain) & tokenizer._hidden, control
+        assert tokenizer.decode(plain) == text
+        assert parsed.count(tokenizer.id_of(control)) == 2 and parsed[-1] == tokenizer.id_of(control)
+        assert re.sub(" +", " ", tokenizer.decode(parsed)) in ("one two", "one  two")
+
+
+def test_bos_is_never_doubled(tokenizer):
+    bos = next(name for name in ("<s>", CONTROLS[0]) if tokenizer.id_of(name) is not None)
+    ids = tokenizer.encode(f"{bos}hello", special=True)
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    assert ids == tokenizer.encode(f"{bos}hello", bos=False, special=True)
+
+
+def test_ids_beyond_the_vocabulary_are_silent(tokenizer):
+    ids = tokenizer.encode("hello")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, tokenizer.vocab_size + 1000]) == "hello"
+
+
+# ---------------------------------------------------------------------------------------- streaming
+
+
+def stream(tokenizer, ids, sizes):
+    """Push `ids` in parts of the given sizes. Returns: what each push gave, and the flush last."""
+    decoder, parts = tokenizer.stream(), []
+    while ids:
+        n = next(sizes)
+        parts.append(decoder.push(ids[:n]))
+        ids = ids[n:]
+    return [*parts, decoder.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streaming_text_never_shows_half_a_character(tokenizer, text):
+    ids = tokenizer.encode(text)
+    parts = stream(tokenizer, ids, iter(lambda: 1, 0))
+    assert "".join(parts) == tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(parts) and parts[-1] == ""
+
+
+def test_streaming_random_ids_equals_decoding(tokenizer):
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(tokenizer.vocab_size + 3) for _ in range(rng.randrange(40))]
+        whole = tokenizer.decode(ids)
+        assert "".join(stream(tokenizer, ids, iter(lambda: 1, 0))) == whole, ids
+        assert "".join(stream(tokenizer, ids, iter(lambda: rng.randrange(4), -1))) == whole, ids
+
+
+def test_stream_holds_an_unfinished_character_until_the_flush(tokenizer):
+    ids = [i for i in tokenizer.encode("🧿", bos=False) if tokenizer.piece(i) != b" "]
+    assert len(ids) > 1  # spelled in bytes
+    decoder = tokenizer.stream()
+    assert [decoder.push([i]) for i in ids[:-1]] == [""] * (len(ids) - 1)
+    assert decoder.flush() == "\ufffd"
+
+
+def test_stream_is_linear(tokenizer):
+    """Bytes that never become a character must not be decoded again and again: each piece is read once."""
+    broken = next(i for i in range(tokenizer.vocab_size) if tokenizer.piece(i) == b"\xff")
+    calls = []
+    decoder = tokenizer.stream()
+    decoder._piece = lambda i: calls.append(i) or tokenizer.piece(i)
+    assert "".join(decoder.push([broken]) for _ in range(500)) + decoder.flush() == "\ufffd" * 500
+    assert len(calls) == 500
+
+
+# ------------------------------------------------------------------------- against the originals
+
+
+def squeeze(text):  # libraries differ in how many U+FFFD stand for a broken sequence
+    return re.sub("\ufffd+", "\ufffd", text)
+
+
+def test_sentencepiece_parity(sp_dir):
+    sp, tok = spm.SentencePieceProcessor(model_file=str(sp_dir / "tokenizer.model")), Tokenizer.load(sp_dir)
+    space, rng = sp.piece_to_id("<0x20>"), random.Random(1)
+    for text in TEXTS:
+        assert tok.encode(text) == [sp.bos_id(), *sp.encode(text)]
+    for _ in range(300):
+        ids = [rng.randrange(3, len(sp)) for _ in range(30)]  # control pieces do not cut a character in ours
+        if ids[0] != space:
+            assert squeeze(tok.decode(ids)) == squeeze(sp.decode(ids)), ids
+
+
+MIXED = ["hello <s>there", "<s>hello</s><s>there</s>", "</s>", "hello</s> there", "<s><s> a <unk>b"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_legacy_parity_with_transformers(tmp_path, prefix):
+    """A space after every control token, as the official runs have it: transformers' sentencepiece classes."""
+    backend = pytest.importorskip("transformers.tokenization_utils_sentencepiece").SentencePieceBackend
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    train_sp(tmp_path, add_dummy_prefix=prefix)
+    reference = backend(vocab_file=str(tmp_path / "tokenizer.model"), legacy=True, **names)
+    default = Tokenizer.load(tmp_path)
+    explicit = Tokenizer.load(write(tmp_path, "tokenizer_config.json", {"legacy": True}))
+    for text in MIXED + TEXTS:
+        expected = reference.convert_tokens_to_ids(reference.tokenize(text))
+        assert default.encode(text, bos=False, special=True) == expected, text
+        assert explicit.encode(text, bos=False, special=True) == expected, text
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_parity_with_llama_tokenizer(sp_dir, tmp_path, legacy):
+    llama = pytest.importorskip("transformers").LlamaTokenizer
+    from transformers.tokenization_utils_sentencepiece import SentencePieceExtractor
+
+    vocab, _, merges = SentencePieceExtractor(str(sp_dir / "tokenizer.model")).extract()
+    reference = llama(vocab=vocab, merges=merges, legacy=legacy)
+    tok = Tokenizer.load(with_files(sp_dir, tmp_path, tokenizer_config__json={"legacy": legacy}))
+    for text in MIXED + TEXTS:
+        if text.startswith((" ", "▁")) or "</s> " in text or "<s> " in text:
+            continue  # version 5 does not double a space that is there, sentencepiece and version 4 do
+        assert tok.encode(text, bos=False, special=True) == reference(text, add_special_tokens=False).input_ids, (
+            text
+        )
+        ids = tok.encode(text)
+        assert tok.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+def test_json_parity_with_transformers(json_dir):
+    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    reference, tok = fast(tokenizer_file=str(json_dir / "tokenizer.json")), Tokenizer.load(json_dir)
+    assert len(reference) == tok.vocab_size
+    for text in [*TEXTS, "one<|eot_id|>two 工具 tool.", "<|begin_of_text|><|eot_id|> \n"]:
+        ids = tok.encode(text, bos=False, special=True)
+        assert ids == reference(text, add_special_tokens=False).input_ids, text
+        if not text.startswith(CONTROLS[0]):
+            assert tok.encode(text, special=True) == reference(text).input_ids, text
+    rng = random.Random(2)
+    for _ in range(300):
+        ids = [rng.randrange(tok.vocab_size) for _ in range(30)]
+        assert tok.decode(ids) == reference.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+@pytest.mark.parametrize("style", ["LLaMA-2", "Metaspace"])
+def test_sentencepiece_style_json(sp_dir, tmp_path, style):
+    """A `tokenizer.json` converted from a sentencepiece model gives the ids and texts of that model."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    extractor = pytest.importorskip("transformers.tokenization_utils_sentencepiece").SentencePieceExtractor
+    vocab, _, merges = extractor(str(sp_dir / "tokenizer.model")).extract()
+    tok = Backend(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
+    strip = decoders.Strip(content=" ", left=1)
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    if style == "LLaMA-2":
+        tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tok.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    converted = Tokenizer.load(write(tmp_path, "tokenizer_config.json", config))
+    original = Tokenizer.load(sp_dir)
+    assert (converted.bos_id, converted.eos_ids) == (1, (2,))
+    for text in TEXTS:
+        if text and not (style == "Metaspace" and text.startswith(" ")):
+            ids = original.encode(text)
+            assert converted.encode(text) == ids, text
+            assert converted.decode(ids) == original.decode(ids)
+            assert converted.decode(ids) == tok.decode(ids[1:])  # <s> is plain vocabulary to `tok`
+
+
+# ------------------------------------------------------------------------------ configuration files
+
+
+def test_added_tokens_of_a_sentencepiece_model(sp_dir, tmp_path):
+    size = Tokenizer.load(sp_dir).vocab_size
+    decoder = {
+        str(size): {"content": "<|im_end|>", "special": True},
+        str(size + 1): {"content": "<tool>", "special": False},
+        str(size + 3): {"content": "<tool>+", "special": False},
+    }
+    config = {"added_tokens_decoder": decoder, "eos_token": "<|im_end|>", "bos_token": None}
+    files = {"tokenizer_config__json": config, "added_tokens__json": {"<pad>": size + 2}}
+    tok = Tokenizer.load(with_files(sp_dir, tmp_path, **files))
+    assert (tok.vocab_size, tok.eos_ids, tok.bos_id) == (size + 4, (size,), 1)
+    text = "a<tool>+b<pad><|im_end|><tool>"
+    parsed = tok.encode(text, special=True)
+    assert [i for i in parsed if i >= size] == [size + 3, size + 2, size, size + 1]
+    assert [i for i in tok.encode(text) if i >= size] == [size + 3, size + 1]  # no control tokens
+    assert tok.decode(tok.encode("a<tool>", special=True)) == "a<tool>"
+    assert "<pad>" not in tok.decode(parsed) and "<|im_end|>" not in tok.decode(parsed)
+
+
+@pytest.mark.parametrize("kind", ["sp_dir", "json_dir"])
+@pytest.mark.parametrize("add", [True, False, None])
+def test_add_bos_token(request, tmp_path, kind, add):
+    config = {"add_bos_token": add}
+    tok = Tokenizer.load(with_files(request.getfixturevalue(kind), tmp_path, tokenizer_config__json=config))
+    assert (tok.encode("a")[0] == tok.bos_id) == (add is not False)
+
+
+def test_json_without_bos(tmp_path):
+    """Qwen-2's manner: nothing is put before the text, whatever `bos` says, until the config asks for it."""
+    tok = Tokenizer.load(build_json(tmp_path, bos=False))
+    assert (tok.bos_id, tok.eos_ids, tok.encode("a")) == (None, (), tok.encode("a", bos=False))
+    tok = Tokenizer.load(write(tmp_path, "tokenizer_config.json", {"bos_token": CONTROLS[0]}))
+    assert tok.bos_id is not None and tok.encode("a") == tok.encode("a", bos=False)
+    config = {"bos_token": CONTROLS[0], "add_bos_token": True}
+    tok = Tokenizer.load(write(tmp_path, "tokenizer_config.json", config))
+    assert tok.encode("a") == [tok.bos_id, *tok.encode("a", bos=False)]
+
+
+def test_limits_saved_in_the_file_do_not_cut_the_prompt(tmp_path):
+    from tokenizers import Tokenizer as Backend
+
+    file = build_json(tmp_path) / "tokenizer.json"
+    backend = Backend.from_file(str(file))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(file))
+    text = "hello there " * 20
+    assert Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode(text)) == text
+    assert len(Tokenizer.load(tmp_path).encode("a")) == 2
+
+
+def test_sentencepiece_comes_first(sp_dir, tmp_path, capsys):
+    build_json(with_files(sp_dir, tmp_path))
+    assert isinstance(Tokenizer.load(tmp_path), ours.SentencePieceTokenizer)
+    assert capsys.readouterr().err == ""
+    write(tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n")  # tiktoken's format
+    assert isinstance(Tokenizer.load(tmp_path), ours.JsonTokenizer)
+    assert "is not a sentencepiece model" in capsys.readouterr().err  # and it says so
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def one_line(caught):
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_tokenizer(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="neither tokenizer.model nor tokenizer.json.*--prompt_ids") as caught:
+            Tokenizer.load(path)
+        one_line(caught)
+
+
+@pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", b"version https://git-lfs", b"\x0a\x05abc", None])
+def test_corrupt_sentencepiece_model(sp_dir, tmp_path, content):
+    model = (sp_dir / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model[: len(model) // 2] if content is None else content)
+    with pytest.raises(ValueError, match="tokenizer.model is not a sentencepiece model.*--prompt_ids") as caught:
+        Tokenizer.load(tmp_path)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', None])
+def test_corrupt_tokenizer_json(json_dir, tmp_path, content):
+    whole = (json_dir / "tokenizer.json").read_text(encoding="utf-8")
+    write(tmp_path, "tokenizer.json", whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(ValueError, match="tokenizer.json is corrupt") as caught:
+        Tokenizer.load(tmp_path)
+    one_line(caught)
+
+
+def test_unknown_decoder(tmp_path):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders
+
+    file = build_json(tmp_path) / "tokenizer.json"
+    for decoder in (decoders.WordPiece(), None):
+        backend = Backend.from_file(str(file))
+        backend.decoder = decoder
+        backend.save(str(file))
+        with pytest.raises(ValueError, match="decoder must be ByteLevel.*not (WordPiece|none)") as caught:
+            Tokenizer.load(tmp_path)
+        one_line(caught)
+
+
+def test_missing_package(json_dir, monkeypatch):
+    original = builtins.__import__
+
+    def no_tokenizers(name, *args, **kwargs):
+        if name == "tokenizers":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_tokenizers)
+    with pytest.raises(ValueError, match="pip install tokenizers") as caught:
+        Tokenizer.load(json_dir)
+    one_line(caught)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config__json", "{"),
+        ("tokenizer_config__json", "[]"),
+        ("added_tokens__json", "{"),
+        ("tokenizer_config__json", {"added_tokens_decoder": {"x": {"content": "<a>"}}}),
+        ("tokenizer_config__json", {"added_tokens_decoder": ["<a>"]}),
+        ("added_tokens__json", {"<a>": "many"}),
+    ],
+)
+def test_malformed_configuration(sp_dir, tmp_path, name, content):
+    with pytest.raises(ValueError, match=str(tmp_path)) as caught:
+        Tokenizer.load(with_files(sp_dir, tmp_path, **{name: content}))
+    one_line(caught)
+
+
+# ----------------------------------------------------------------------------------- chat templates
+
+SYSTEM_MESSAGE = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.  "
+    "Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal content. "
+    "Please ensure that your responses are socially unbiased and positive in nature.\n\nIf a question does not make "
+    "any sense, or is not factually coherent, explain why instead of answering something not correct. If you don't "
+    "know the answer to a question, please don't share false information."
+)  # fmt: skip
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. USER: q1 ASSISTANT:"
+)  # fmt: skip
+LLAMA2 = f"[INST] <<SYS>>\n{SYSTEM_MESSAGE}\n<</SYS>>\n\nq1 [/INST] "
+LLAMA3 = (
+    f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+LLAMA3_SECOND = (
+    "a1<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("llama2", LLAMA2, LLAMA2 + "a1 </s><s>[INST] q2 [/INST] "),
+        ("vicuna", VICUNA, VICUNA + " a1</s>USER: q2 ASSISTANT:"),
+        ("llama3", LLAMA3, LLAMA3 + LLAMA3_SECOND),
+        ("mistral", "[INST] q1 [/INST]", "[INST] q1 [/INST] a1</s>[INST] q2 [/INST]"),
+    ],
+)
+def test_rendered_text(name, first, second):
+    template = CHAT_TEMPLATES[name]
+    assert template.render(["q1"], []) == first
+    assert template.render(["q1", "q2"], ["a1"]) == second
+    assert template.render(["q1", "q2"], ["\n a1 "]) == second  # answers are stripped
+    with pytest.raises(ValueError):
+        template.render(["q1", "q2"], [])
+
+
+# as published in the checkpoints' tokenizer_config.json
+JINJA = {
+    "llama3": (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' "
+        "+ message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 "
+        "== 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
+        "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
+        "eos_token}}{% endif %}{% endfor %}"
+    ),
+    "llama2": (
+        "{% for message in messages %}{% if loop.index0 == 0 and system_message != false %}{% set content = "
+        "'<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% endif %}"
+        "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% endfor %}"
+    ),
+    "vicuna": "{% for m in messages %}{% if m.role == 'user' %}USER: {% else %}ASSISTANT: {% endif %}{% endfor %}",
+}
+
+
+def test_rendered_text_against_jinja():
+    jinja2 = pytest.importorskip("jinja2")
+    turns, answers = ["  first\n", "second?", "third"], ["one", "two"]
+
+    def reference(name, messages, answer_prefix=""):
+        rows = [{"role": "user", "content": turn} for turn in turns]
+        for n, answer in enumerate(answers):
+            rows.insert(2 * n + 1, {"role": "assistant", "content": answer_prefix + answer})
+        names = {"bos_token": "<|begin_of_text|>" if name == "llama3" else "<s>", "eos_token": "</s>"}
+        return jinja2.Template(JINJA[name]).render(messages=messages + rows, add_generation_prompt=True, **names)
+
+    system = [{"role": "system", "content": SYSTEM}]
+    assert CHAT_TEMPLATES["llama3"].render(turns, answers) == reference("llama3", system)
+    # the official EAGLE runs put a space before Mixtral's answers, its own template does not; BOS comes from encode
+    assert "<s>" + CHAT_TEMPLATES["mistral"].render(turns, answers) == reference("mistral", [], " ")
+
+
+@pytest.mark.parametrize("name", ["llama2", "vicuna", "mistral"])
+def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
+    tok, template = Tokenizer.load(sp_dir), CHAT_TEMPLATES[name]
+    ids = tok.encode(template.render(["q1", "q2"], ["a1"]), special=True)
+    assert ids[0] == tok.bos_id and ids[1] != tok.bos_id
+    assert (ids.count(1), ids.count(2)) == ((2 if name == "llama2" else 1), 1)
+    assert template.stop_ids(tok) == tok.eos_ids == (2,)
+
+
+def test_llama3_chat(json_dir, tmp_path):
+    tok = Tokenizer.load(with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]}))
+    template = CHAT_TEMPLATES["llama3"]
+    ids = tok.encode(template.render(["q1", "q2"], ["a1"]), special=True)
+    assert ids[0] == tok.bos_id and ids.count(tok.bos_id) == 1
+    assert ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
+    assert template.stop_ids(tok) == (tok.id_of("<|end_of_text|>"), tok.id_of("<|eot_id|>"))
+    eot = with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": "<|eot_id|>"})  # LLaMA-3 Instruct
+    assert template.stop_ids(Tokenizer.load(eot)) == (tok.id_of("<|eot_id|>"),)
+
+
+def test_template_of_another_vocabulary(sp_dir, json_dir):
+    for path, name, token in ((sp_dir, "llama3", "<|begin_of_text|>"), (json_dir, "llama2", "</s>")):
+        with pytest.raises(ValueError, match="use another --chat: ") as caught:
+            CHAT_TEMPLATES[name].stop_ids(Tokenizer.load(path))
+        assert token in one_line(caught)
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_template_is_recognised(tmp_path, name):
+    write(tmp_path, "tokenizer_config.json", {"chat_template": JINJA[name]})
+    assert chat_template(tmp_path).name == name
+    named = [{"name": "default", "template": JINJA[name]}, {"name": "other", "template": "{{ bos_token }}"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": named})
+    assert chat_template(tmp_path).name == name
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "<|im_start|>"})
+    write(tmp_path, "chat_template.jinja", JINJA[name])  # the newer place, which comes first
+    assert chat_template(tmp_path).name == name
+
+
+def test_template_is_not_guessed(tmp_path):
+    assert chat_template(tmp_path, "vicuna").name == "vicuna"
+    for config in ({}, {"chat_template": None}, {"chat_template": "<|im_start|>{{ messages }}"}):
+        write(tmp_path, "tokenizer_config.json", config)
+        with pytest.raises(ValueError, match="--chat NAME with one of llama3, llama2, mistral, vicuna") as caught:
+            chat_template(tmp_path)
+        one_line(caught)
+    with pytest.raises(ValueError, match="must be one of llama3, llama2, mistral, vicuna; got alpaca") as caught:
+        chat_template(tmp_path, "alpaca")
+    one_line(caught)
