@@ -29,12 +29,8 @@ class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
-    draft: str = option(
-        "", "who drafts; default: eagle when a head is given or bundled, else none", ("none", "eagle")
-    )
-    eagle: str = option(
-        "", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists"
-    )
+    draft: str = option("", "who drafts; default: eagle when a head is given or bundled, else none", ("none", "eagle"))
+    eagle: str = option("", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists")
     tree: str = option("", "shape of the draft tree; default: dynamic", ("dynamic", "static", "chain"))
     tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]")
     tree_depth: int = option(6, "drafted levels (dynamic, chain)")
@@ -94,9 +90,7 @@ class GenerateConfig:
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, "", False)]
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
-        _rule(
-            not (self.chat is not None and self.prompt_ids), "--chat renders text; it cannot go with --prompt_ids"
-        )
+        _rule(not (self.chat is not None and self.prompt_ids), "--chat renders text; it cannot go with --prompt_ids")
         one = "--interactive is one conversation; it cannot go with"
         for name, plain in (("batch_size", 1), ("num_samples", 1), ("json", ""), ("compare", False)):
             _rule(not self.interactive or getattr(self, name) == plain, f"{one} --{name}")
@@ -110,9 +104,7 @@ class GenerateConfig:
         )
         dynamic = not self.tree_file and self.tree in ("", "dynamic")
         if dynamic:
-            _rule(
-                self.children != "sampled", "--children sampled would make a dynamic tree lossy; use --tree static"
-            )
+            _rule(self.children != "sampled", "--children sampled would make a dynamic tree lossy; use --tree static")
         else:
             for name in ("expand_by", "no_rerank", "tree_topk", "tree_size"):
                 default = next(f.default for f in fields(self) if f.name == name)
@@ -157,9 +149,7 @@ def add_flags(parser: argparse.ArgumentParser, options: list[Field]) -> None:
 
 def parse(argv: list[str] | None = None) -> GenerateConfig:
     """Read the command line. Exits with status 2 on a mistake."""
-    parser = _Parser(
-        prog="generate.py", description="Generate text, exactly, with draft trees.", allow_abbrev=False
-    )
+    parser = _Parser(prog="generate.py", description="Generate text, exactly, with draft trees.", allow_abbrev=False)
     add_flags(parser, list(fields(GenerateConfig)))
     return GenerateConfig(**vars(parser.parse_args(argv)))
 

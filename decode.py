@@ -147,9 +147,7 @@ def _accept_residual(
     return Accepted(path, length, emitted)
 
 
-def _advance(
-    state: DecodeState, accepted: Accepted, features: Tensor, ends: Tensor
-) -> tuple[DecodeState, Verified]:
+def _advance(state: DecodeState, accepted: Accepted, features: Tensor, ends: Tensor) -> tuple[DecodeState, Verified]:
     """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens."""
     emitted = accepted.emitted  # [B, D+1]
     steps = torch.arange(emitted.shape[1], device=emitted.device)
@@ -166,9 +164,7 @@ def _advance(
     rows = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
     confirmed = Rows(emitted, features.gather(1, rows), count)
     report = torch.cat((emitted, torch.stack((count, accepted.length, done.long()), 1)), 1)  # [B, D+4]
-    return state._replace(pos=pos, draws=state.draws + count, done=done), Verified(
-        confirmed, accepted.path, report
-    )
+    return state._replace(pos=pos, draws=state.draws + count, done=done), Verified(confirmed, accepted.path, report)
 
 
 # ------------------------------------------------------------------------------------------------ stats

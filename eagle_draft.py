@@ -133,17 +133,13 @@ def load_head(path: Path, target: Transformer, dtype: torch.dtype | None = None)
     config = EagleConfig.from_dir(path)
     files = WeightFiles(path)
     if "midlayer.hidden_norm.weight" in files.readers or "d2t" in files.readers:
-        raise ValueError(
-            f"{path} holds an EAGLE-3 head, which is not supported yet; use an EAGLE-1 or EAGLE-2 head"
-        )
+        raise ValueError(f"{path} holds an EAGLE-3 head, which is not supported yet; use an EAGLE-1 or EAGLE-2 head")
     for what, ours, theirs in (
         ("hidden_size", config.model.dim, target.config.dim),
         ("vocab_size", config.model.vocab_size, target.config.vocab_size),
     ):
         if ours != theirs:
-            raise ValueError(
-                f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target"
-            )
+            raise ValueError(f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target")
     weight = target.embedding.weight
     with torch.device("meta"):
         head = EagleHead(config)
@@ -250,9 +246,7 @@ class EagleDrafter:
         best, tokens = scores.topk(k, dim=-1)
         return tokens, best - scores.logsumexp(-1, keepdim=True)
 
-    def _level(
-        self, state: EagleState, tokens: Tensor, hidden: Tensor, level: int, mask: Tensor, slot: int
-    ) -> Tensor:
+    def _level(self, state: EagleState, tokens: Tensor, hidden: Tensor, level: int, mask: Tensor, slot: int) -> Tensor:
         """Run the head over the drafted nodes of one level.
 
         tokens: [B, R]; hidden: [B, R, F], outputs of their parents; level: 1 for the root's children
@@ -339,9 +333,7 @@ class StaticPlan(NamedTuple):
             levels.append(
                 StaticLevel(
                     nodes=torch.tensor(nodes, device=device),
-                    parent_rows=torch.tensor(
-                        [above.index(tree.parents[n]) for n in nodes if depth], device=device
-                    ),
+                    parent_rows=torch.tensor([above.index(tree.parents[n]) for n in nodes if depth], device=device),
                     mask=torch.tensor([[[a in lineage[n] for a in inner[1:]] for n in nodes]], device=device),
                     picks=torch.tensor([row * k + rank for _, row, rank in tree.children(depth)], device=device),
                     k=k,

@@ -73,15 +73,14 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     tokenizer = Tokenizer.load(path) if needs_text or _has_tokenizer(path) else None
     template = chat_template(path, config.chat or None) if config.chat is not None else None
     stop_ids = template.stop_ids(tokenizer) if template else ()
+    own_eos = tokenizer.eos_ids if tokenizer else ()
     context = config.context or min(target.config.max_context, MAX_DEFAULT_CONTEXT)
     if context > target.config.max_context:
-        raise ValueError(
-            f"--context {context} is beyond the model's {target.config.max_context} positions; lower it"
-        )
+        raise ValueError(f"--context {context} is beyond the model's {target.config.max_context} positions; lower it")
     config = _resolve_draft(config, path)
     engine = Engine(
         config, target, DRAFTERS[config.draft](target, config), context,
-        eos_ids=tuple(dict.fromkeys((*target.config.eos_ids, *stop_ids))), tokenizer=tokenizer, template=template,
+        eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))), tokenizer=tokenizer, template=template,
         load_s=time.perf_counter() - began,
     )  # fmt: skip
     return warm_up(with_steps(engine))
@@ -183,9 +182,7 @@ class Collector:
         )
 
 
-def generate(
-    engine: Engine, prompts: list[str | Conversation], watch: Watcher | None = None, **options: Any
-) -> Result:
+def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher | None = None, **options: Any) -> Result:
     """Decode prompts, `batch_size` rows at a time, `num_samples` times each.
 
     prompts: texts, lists of turns, or lists of token ids
@@ -302,9 +299,7 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
             turns = json.loads(line)["turns"]
             assert turns and all(isinstance(t, str) and t for t in turns)
         except (json.JSONDecodeError, KeyError, TypeError, AssertionError):
-            raise ValueError(
-                f'--prompt_file: {path} line {number} must be like {{"turns": ["text", ...]}}'
-            ) from None
+            raise ValueError(f'--prompt_file: {path} line {number} must be like {{"turns": ["text", ...]}}') from None
         conversations.append(turns)
     return conversations
 
@@ -406,9 +401,7 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.trace, "\n".join(json.dumps(row) for row in result.trace))
     if config.json:
         document = {k: v for k, v in asdict(result).items() if k != "trace"}
-        write_text(
-            config.json, json.dumps(document | {"config": asdict(config), "environment": environment(engine)})
-        )
+        write_text(config.json, json.dumps(document | {"config": asdict(config), "environment": environment(engine)}))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +39,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = {  # -> the keys that its scaling needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -125,13 +130,15 @@ def rope_parameters(raw: dict) -> tuple[float, dict | None]:
     """Read RoPE base and scaling from either generation of Hugging Face keys.
 
     Returns: (theta, scaling dict with a checked `rope_type`, or None).
+    Raises: ValueError for an unknown type, KeyError for a key that the type needs.
     """
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; config.json says {kind}")
     theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    return theta, None if kind == "default" else {**params, "rope_type": kind}
+    scaling = {key: params[key] for key in ROPE_TYPES[kind]}
+    return theta, {"rope_type": kind, **scaling} if scaling else None
 
 
 def read_json(path: Path) -> dict:
@@ -164,9 +171,7 @@ class KVCache(NamedTuple):
     def empty(config: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device: str) -> KVCache:
         """Allocate zeroed buffers for `batch` rows of `slots` slots."""
         shape = (batch, config.n_kv_heads, slots, config.head_dim)
-        k, v = (
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)) for _ in range(2)
-        )
+        k, v = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)) for _ in range(2))
         return KVCache(k, v)
 
     def compact(self, start: Tensor, path: Tensor) -> None:
@@ -403,14 +408,14 @@ class WeightFiles:
                 open_file(file)
             except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, struct.error) as error:
                 reason = str(error).splitlines()[0]
-                raise ValueError(f"{file} is corrupt or truncated ({reason}); download it again") from None
+                raise ValueError(f"{file} is corrupt, truncated or no weights ({reason}); download it again") from None
 
     def _shards(self) -> list[Path]:
         for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
             index = self.path / f"{stem}{suffix}.index.json"
             if index.is_file():
                 names = read_json(index).get("weight_map")
-                if not isinstance(names, dict) or not names:
+                if not isinstance(names, dict) or not names or not all(isinstance(f, str) for f in names.values()):
                     raise ValueError(f"{index} has no weight_map; download it again")
                 return [self.path / name for name in sorted(set(names.values()))]
             if (self.path / f"{stem}{suffix}").is_file():
@@ -419,11 +424,17 @@ class WeightFiles:
 
     def _open_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")
-        for name in handle.keys():
+        for name in handle.keys():  # noqa: SIM118  (not a dict)
             self.readers[name] = lambda name=name: handle.get_tensor(name)
 
     def _open_bin(self, file: Path) -> None:
-        for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+        try:
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError:  # its text advises to load the file without this protection
+            raise ValueError("its pickle holds more than tensors") from None
+        if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+            raise ValueError("it does not hold tensors by name")
+        for name, tensor in content.items():
             self.readers[name] = lambda tensor=tensor: tensor
 
     def read(self, name: str) -> Tensor:
@@ -458,7 +469,7 @@ def load_weights(
     for ours, theirs in names.items():
         shape = params[ours].shape
         parts = [files.read(n) for n in theirs]
-        rows = sum(p.shape[0] for p in parts)
+        rows = sum(p.shape[0] for p in parts if p.dim())
         if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
             got = " + ".join(str(list(p.shape)) for p in parts)
             raise ValueError(
@@ -474,6 +485,20 @@ def load_weights(
 
 def _some(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def export_weights(
+    model: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The inverse of `load_weights`: tensors under their Hugging Face names, on the CPU."""
+    kv_rows = config.n_kv_heads * config.head_dim
+    rows = {3: [config.n_heads * config.head_dim, kv_rows, kv_rows], 2: [config.ffn_dim, config.ffn_dim]}
+    tensors = {}
+    for ours, theirs in names.items():
+        value = model.get_parameter(ours).detach().to("cpu", dtype)
+        parts = value.split(rows.get(len(theirs), [value.shape[0]]))
+        tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
+    return tensors
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Transformer:
@@ -501,6 +526,4 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu"
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:
     # old LLaMA files carry RoPE tables; files of tied models may repeat the embedding as LM head
-    return lambda name: (
-        name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
-    )
+    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")

@@ -7,7 +7,7 @@ How it works:
    `special=True` only, which is for rendered chats: a plain prompt can never inject one.
 3. Every token stands for a fixed string of bytes, so decoding is joining bytes and reading them as UTF-8, and
    streaming is the same with an incremental UTF-8 decoder: exact, and O(1) per token.
-4. A chat template is five strings around the turns; the model's own is recognised by its markers.
+4. A chat template is four strings around the turns; the model's own is recognised by its markers.
 
 After a control token in the text, a `tokenizer.model` that adds a dummy prefix space adds another one, as the
 official EAGLE runs and transformers 4 do, unless the checkpoint's config says `"legacy": false`.
@@ -75,7 +75,7 @@ class Tokenizer:
                 sp = SentencePieceProcessor(model_proto=model.read_bytes())
                 return SentencePieceTokenizer(sp, config, _added_tokens(path, config))
             except RuntimeError as error:
-                reason = f"{model} is not a sentencepiece model ({_first_line(error)})"
+                reason = f"{model} is not a sentencepiece model ({error})"
                 if not fast.is_file():
                     raise ValueError(f"{reason}; download it again, or use --prompt_ids") from None
                 print(f"{reason}; using {fast.name}", file=sys.stderr)
@@ -179,7 +179,7 @@ class JsonTokenizer(Tokenizer):
         try:
             self._tok = tok = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more specific
-            raise ValueError(f"{path} is corrupt ({_first_line(error)}); download it again") from None
+            raise ValueError(f"{path} is corrupt ({error}); download it again") from None
         tok.no_truncation()  # the file may keep the limits of the last training run
         tok.no_padding()
         names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
@@ -189,8 +189,8 @@ class JsonTokenizer(Tokenizer):
         has_bos = probe.special_tokens_mask[:1] == [1]
         defaults = {"bos_token": probe.tokens[0] if has_bos else None, "add_bos_token": has_bos}
         self._byte_level = _is_byte_level(tok, path)
-        first = tok.encode("a", add_special_tokens=False).tokens[:1]
-        prefixed = not self._byte_level and any(token.startswith("▁") for token in first)
+        # the byte alphabet has no U+2581, so this is about sentencepiece's manner only
+        prefixed = any(token.startswith("▁") for token in tok.encode("a", add_special_tokens=False).tokens[:1])
         super().__init__(added, tok.get_vocab_size(), {**defaults, **config}, prefixed)
 
     def _encode(self, text: str, special: bool) -> list[int]:
@@ -258,10 +258,6 @@ def _token_text(config: dict, key: str) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 # -------------------------------------------------------------------------------------- chat templates
 
 
@@ -279,14 +275,15 @@ class ChatTemplate:
     trim_turns: bool = False  # whether white space around a turn is dropped; around an answer it always is
 
     def render(self, turns: list[str], answers: list[str]) -> str:
-        """The prompt for the answer to the last turn, for `encode(..., special=True)`.
-
-        turns: the user's messages, the last one unanswered; answers: the model's, one fewer
-        """
+        """The text of the prompt for the next answer. answers: one fewer than turns."""
         *earlier, last = (turn.strip() for turn in turns) if self.trim_turns else turns
         pairs = zip(earlier, answers, strict=True)
         past = "".join(turn + self.ask + self.reply + answer.strip() + self.next for turn, answer in pairs)
         return self.start + past + last + self.ask
+
+    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
+        """Token ids of the prompt for the next answer, BOS included; control tokens in a turn are parsed too."""
+        return tokenizer.encode(self.render(turns, answers), special=True)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The ids that end an answer. Raises: ValueError when the tokenizer lacks one of the template's tokens."""
@@ -313,23 +310,29 @@ VICUNA_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n".format
-USER, ASSISTANT = f"<|eot_id|>{HEADER('user')}", f"<|eot_id|>{HEADER('assistant')}"
 # LLaMA-3's text begins with its own BOS; for the others `encode` adds it
-LLAMA3_START = f"<|begin_of_text|>{HEADER('system')}{SYSTEM}{USER}"
 CHAT_TEMPLATES = {
     template.name: template
     for template in (  # in the order in which markers are looked for
-        # LLaMA-3's; that of 3.1 also puts two lines with dates before the system message
-        ChatTemplate("llama3", LLAMA3_START, ASSISTANT, "", USER, ("<|start_header_id|>",), ("<|eot_id|>",), True),
-        ChatTemplate(
-            "llama2", f"[INST] <<SYS>>\n{SYSTEM}\n<</SYS>>\n\n", " [/INST] ", "", " </s><s>[INST] ", ("<<SYS>>",)
+        ChatTemplate(  # LLaMA-3.1's own also puts two lines with dates before the system message
+            name="llama3",
+            start=f"<|begin_of_text|>{HEADER('system')}{SYSTEM}<|eot_id|>{HEADER('user')}",
+            ask=f"<|eot_id|>{HEADER('assistant')}", reply="", next=f"<|eot_id|>{HEADER('user')}",
+            markers=("<|start_header_id|>",), stops=("<|eot_id|>",), trim_turns=True,
         ),
-        ChatTemplate("mistral", "[INST] ", " [/INST]", " ", "</s>[INST] ", ("[INST]",)),  # Mixtral too
         ChatTemplate(
-            "vicuna", f"{VICUNA_SYSTEM} USER: ", " ASSISTANT:", " ", "</s>USER: ", ("USER:", "ASSISTANT:")
+            name="llama2", start=f"[INST] <<SYS>>\n{SYSTEM}\n<</SYS>>\n\n",
+            ask=" [/INST] ", reply="", next=" </s><s>[INST] ", markers=("<<SYS>>",),
+        ),
+        ChatTemplate(  # Mixtral's too
+            name="mistral", start="[INST] ", ask=" [/INST]", reply=" ", next="</s>[INST] ", markers=("[INST]",),
+        ),
+        ChatTemplate(
+            name="vicuna", start=f"{VICUNA_SYSTEM} USER: ",
+            ask=" ASSISTANT:", reply=" ", next="</s>USER: ", markers=("USER:", "ASSISTANT:"),
         ),
     )
-}
+}  # fmt: skip
 
 
 def chat_template(path: Path, name: str | None = None) -> ChatTemplate:
@@ -346,7 +349,7 @@ def chat_template(path: Path, name: str | None = None) -> ChatTemplate:
     if jinja.is_file():
         text = jinja.read_text(encoding="utf-8", errors="replace")
     else:  # one template, or a list of named ones
-        text = json.dumps(_optional_json(path / "tokenizer_config.json").get("chat_template", ""))
+        text = str(_optional_json(path / "tokenizer_config.json").get("chat_template"))
     for template in CHAT_TEMPLATES.values():
         if all(marker in text for marker in template.markers):
             return template

@@ -29,7 +29,8 @@ import re
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 
 import sentencepiece as spm
@@ -40,7 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import ModelConfig, Transformer, weight_names  # noqa: E402
+from model import ModelConfig, Transformer, export_weights, weight_names  # noqa: E402
 
 BOS, EOS = 1, 2
 
@@ -133,7 +134,7 @@ def train_tokenizer(documents: list[str], out: Path, vocab_size: int) -> spm.Sen
     return spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
 
 
-def encode_documents(documents: list[str], tok: spm.SentencePieceProcessor, cut_share: float) -> list[list[int]]:
+def encode_documents(documents: list[str], encode: Callable[[str], list[int]], cut_share: float) -> list[list[int]]:
     """Encode to `<s> text </s>`; a share of the top-level definitions gets a `<s>` of its own."""
     rng = random.Random(0)
     encoded = []
@@ -145,7 +146,7 @@ def encode_documents(documents: list[str], tok: spm.SentencePieceProcessor, cut_
                 chunks.append(piece)
             else:
                 chunks[-1] += piece
-        ids = [i for chunk in chunks if chunk for i in (BOS, *tok.encode(chunk))]
+        ids = [i for chunk in chunks if chunk for i in (BOS, *encode(chunk))]
         encoded.append([*ids, EOS])
     return encoded
 
@@ -237,15 +238,7 @@ def replace_file(path: Path, write) -> None:
 def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
     """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
     out, c = Path(config.out), model.config
-    tensors = {}
-    for ours, theirs in weight_names(c).items():
-        value = model.get_parameter(ours).detach().to("cpu", torch.bfloat16)
-        rows = [value.shape[0]]
-        if len(theirs) == 3:
-            rows = [c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim]
-        elif len(theirs) == 2:
-            rows = [c.ffn_dim, c.ffn_dim]
-        tensors |= {n: part.contiguous() for n, part in zip(theirs, value.split(rows))}
+    tensors = export_weights(model, weight_names(c), c, torch.bfloat16)
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
@@ -299,19 +292,17 @@ def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[
         tok = train_tokenizer(documents, out, config.vocab_size)
     training, held, ratio = [], {}, {}
     for name, parts in domains.items():
-        training += encode_documents(parts["train"], tok, cut_share=0.25)
+        training += encode_documents(parts["train"], tok.encode, cut_share=0.25)
         for text in parts["held_out"]:
             assert tok.decode(tok.encode(text)) == text, "the tokenizer must round-trip exactly"
-        encoded = encode_documents(parts["held_out"], tok, cut_share=0.0)
+        encoded = encode_documents(parts["held_out"], tok.encode, cut_share=0.0)
         flat = torch.tensor([i for d in encoded for i in d])
         rows = min(96, (len(flat) - 1) // config.seq_len)
         held[name] = list(flat[: rows * config.seq_len + 1].unfold(0, config.seq_len + 1, config.seq_len).split(8))
         held[name] = [b for b in held[name] if len(b) == 8]  # one shape, one compilation
         ratio[name] = sum(len(t.encode()) for t in parts["held_out"]) / len(flat)
     size = sum(map(len, training))
-    print(
-        f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()})
-    )
+    print(f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()}))
     return Stream(training, config.seed), held, ratio
 
 
@@ -378,19 +369,29 @@ def train(config: TrainConfig) -> None:
     print(f"wrote {out}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in fields(TrainConfig):
+def add_flags(parser: argparse.ArgumentParser, options: tuple[Field, ...], choices: dict[str, tuple]) -> None:
+    """Make a flag of every field of a config dataclass."""
+    for f in options:
         if f.type == "bool":
             parser.add_argument(f"--{f.name}", action="store_true")
         else:
-            parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default)
-    config = TrainConfig(**vars(parser.parse_args()))
+            parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, choices=choices.get(f.name))
+
+
+def run_or_fail(name: str, body: Callable[[], None]) -> None:
+    """Run a script's body; a user's mistake becomes one line and exit status 2."""
     try:
-        train(config)
+        body()
     except ValueError as error:
-        print(f"train_demo.py: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, fields(TrainConfig), {"optimizer": ("muon", "adamw")})
+    config = TrainConfig(**vars(parser.parse_args()))
+    run_or_fail("train_demo.py", lambda: train(config))
 
 
 if __name__ == "__main__":

@@ -246,9 +246,8 @@ def test_parity_with_llama_tokenizer(sp_dir, tmp_path, legacy):
     for text in MIXED + TEXTS:
         if text.startswith((" ", "▁")) or "</s> " in text or "<s> " in text:
             continue  # version 5 does not double a space that is there, sentencepiece and version 4 do
-        assert tok.encode(text, bos=False, special=True) == reference(text, add_special_tokens=False).input_ids, (
-            text
-        )
+        expected = reference(text, add_special_tokens=False).input_ids
+        assert tok.encode(text, bos=False, special=True) == expected, text
         ids = tok.encode(text)
         assert tok.decode(ids) == reference.decode(ids, skip_special_tokens=True)
 
@@ -262,12 +261,10 @@ def test_json_parity_with_transformers(json_dir):
         assert ids == reference(text, add_special_tokens=False).input_ids, text
         if not text.startswith(CONTROLS[0]):
             assert tok.encode(text, special=True) == reference(text).input_ids, text
-    rng = random.Random(2)
+    rng, options = random.Random(2), {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     for _ in range(300):
         ids = [rng.randrange(tok.vocab_size) for _ in range(30)]
-        assert tok.decode(ids) == reference.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        assert tok.decode(ids) == reference.decode(ids, **options)
 
 
 @pytest.mark.parametrize("style", ["LLaMA-2", "Metaspace"])
@@ -442,16 +439,16 @@ def test_malformed_configuration(sp_dir, tmp_path, name, content):
 # ----------------------------------------------------------------------------------- chat templates
 
 SYSTEM_MESSAGE = (
-    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.  "
-    "Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal content. "
-    "Please ensure that your responses are socially unbiased and positive in nature.\n\nIf a question does not make "
-    "any sense, or is not factually coherent, explain why instead of answering something not correct. If you don't "
-    "know the answer to a question, please don't share false information."
-)  # fmt: skip
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
+    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, "
+    "or illegal content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering "
+    "something not correct. If you don't know the answer to a question, please don't share false information."
+)
 VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the user's questions. USER: q1 ASSISTANT:"
-)  # fmt: skip
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the user's questions. USER: q1 ASSISTANT:"
+)
 LLAMA2 = f"[INST] <<SYS>>\n{SYSTEM_MESSAGE}\n<</SYS>>\n\nq1 [/INST] "
 LLAMA3 = (
     f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>"
@@ -484,10 +481,11 @@ def test_rendered_text(name, first, second):
 # as published in the checkpoints' tokenizer_config.json
 JINJA = {
     "llama3": (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' "
-        "+ message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 "
-        "== 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
+        "'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
     "mistral": (
         "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
@@ -516,15 +514,16 @@ def test_rendered_text_against_jinja():
 
     system = [{"role": "system", "content": SYSTEM}]
     assert CHAT_TEMPLATES["llama3"].render(turns, answers) == reference("llama3", system)
-    # the official EAGLE runs put a space before Mixtral's answers, its own template does not; BOS comes from encode
+    # the official EAGLE runs put a space before Mixtral's answers, which its own template does not
     assert "<s>" + CHAT_TEMPLATES["mistral"].render(turns, answers) == reference("mistral", [], " ")
 
 
 @pytest.mark.parametrize("name", ["llama2", "vicuna", "mistral"])
 def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
     tok, template = Tokenizer.load(sp_dir), CHAT_TEMPLATES[name]
-    ids = tok.encode(template.render(["q1", "q2"], ["a1"]), special=True)
+    ids = template.encode(tok, ["q1", "q2"], ["a1"])
     assert ids[0] == tok.bos_id and ids[1] != tok.bos_id
+    assert ids[1:] == tok.encode(template.render(["q1", "q2"], ["a1"]), bos=False, special=True)
     assert (ids.count(1), ids.count(2)) == ((2 if name == "llama2" else 1), 1)
     assert template.stop_ids(tok) == tok.eos_ids == (2,)
 
@@ -532,7 +531,7 @@ def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
 def test_llama3_chat(json_dir, tmp_path):
     tok = Tokenizer.load(with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]}))
     template = CHAT_TEMPLATES["llama3"]
-    ids = tok.encode(template.render(["q1", "q2"], ["a1"]), special=True)
+    ids = template.encode(tok, ["q1", "q2"], ["a1"])
     assert ids[0] == tok.bos_id and ids.count(tok.bos_id) == 1
     assert ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
     assert template.stop_ids(tok) == (tok.id_of("<|end_of_text|>"), tok.id_of("<|eot_id|>"))

@@ -1,0 +1,120 @@
+"""Download a model or an EAGLE head from the Hugging Face hub into a directory that generate.py reads as it is.
+
+    python scripts/download.py meta-llama/Llama-2-7b-chat-hf
+    python scripts/download.py yuhuili/EAGLE-llama2-chat-7B --out heads/llama2
+
+How it works:
+1. The repository's file list is read at one commit, and `wanted` picks the configuration, the tokenizer and one
+   copy of the weights: safetensors, or `.bin` files where there are none.
+2. The optional package huggingface_hub fetches them; what is there already is not fetched again.
+3. The command to run next is printed.
+
+A gated repository needs an access token: `hf auth login`, or the environment variable HF_TOKEN.
+Not here: converting anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
+
+
+@dataclass
+class DownloadConfig:
+    repo: str  # hub id, OWNER/NAME
+    out: str = ""  # directory to write; the default is checkpoints/OWNER/NAME
+    revision: str = "main"  # branch, tag or commit
+
+
+def wanted(repo: str, names: list[str]) -> list[str]:
+    """The files to fetch from a repository's list of paths: top-level ones only, and one format of the weights.
+
+    Raises: ValueError when there are no weights in Hugging Face layout.
+    """
+    top = sorted(name for name in names if "/" not in name)  # original/ and onnx/ hold the same weights again
+    safetensors = [name for name in top if re.fullmatch(r"model.*\.safetensors", name)]
+    weights = safetensors or [name for name in top if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    if not weights:
+        raise ValueError(
+            f"{repo} has neither model*.safetensors nor pytorch_model*.bin; choose one in Hugging Face layout"
+        )
+    unused = "pytorch_model.bin.index.json" if safetensors else "model.safetensors.index.json"
+    texts = [name for name in top if name.endswith((".json", ".jinja")) and name != unused]
+    return [*texts, *(name for name in top if name == "tokenizer.model"), *weights]
+
+
+def explain(error: Exception, config: DownloadConfig) -> str:
+    """What went wrong, and the remedy, in one line."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: the package moves its classes around
+    if "HFValidationError" in kinds:
+        return f"{config.repo} is not a hub id; write OWNER/NAME"
+    if "GatedRepoError" in kinds:
+        return f"{config.repo} is gated; accept its licence on its hub page, then run: hf auth login"
+    if "RepositoryNotFoundError" in kinds:
+        return f"the hub has no {config.repo}; check the spelling, or, if it is private, run: hf auth login"
+    if "RevisionNotFoundError" in kinds:
+        return f"{config.repo} has no revision {config.revision}; leave out --revision for its main branch"
+    reason = next(iter(str(error).splitlines()), "").strip()
+    return (
+        f"could not download {config.repo} ({type(error).__name__}: {reason}); check the network and the free "
+        "disk space, then run it again: finished files are kept"
+    )
+
+
+def next_command(out: Path, names: list[str]) -> str:
+    """The command that uses the download; a repository without a tokenizer is a draft head."""
+    if any(name in names for name in TOKENIZERS):
+        return f'python generate.py --checkpoint {out} --prompt "..."'
+    return f'python generate.py --checkpoint TARGET --eagle {out} --prompt "..."'
+
+
+def download(config: DownloadConfig) -> tuple[Path, list[str]]:
+    """Fetch the wanted files. Returns: the directory and the file names. Writes: `config.out`.
+
+    Raises: ValueError for a bad id, a missing package, and whatever goes wrong on the way.
+    """
+    if not HUB_ID.fullmatch(config.repo):
+        raise ValueError(f"{config.repo} is not a hub id; write OWNER/NAME, as in meta-llama/Llama-2-7b-chat-hf")
+    out = Path(config.out or f"checkpoints/{config.repo}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a directory")
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+    except ImportError:
+        raise ValueError("this needs the package huggingface_hub; run: pip install huggingface_hub") from None
+    try:
+        info = HfApi().model_info(config.repo, revision=config.revision)
+        present = [file.rfilename for file in info.siblings]
+    except Exception as error:  # its transport, and so its errors, differ between versions
+        raise ValueError(explain(error, config)) from None
+    names = wanted(config.repo, present)
+    try:
+        snapshot_download(config.repo, revision=info.sha, local_dir=out, allow_patterns=names)
+    except Exception as error:  # as above
+        raise ValueError(explain(error, config)) from None
+    return out, names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in fields(DownloadConfig):
+        if f.default is MISSING:
+            parser.add_argument(f.name)
+        else:
+            parser.add_argument(f"--{f.name}", default=f.default)
+    try:
+        out, names = download(DownloadConfig(**vars(parser.parse_args())))
+    except ValueError as error:
+        print(f"download.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"wrote {len(names)} files to {out}\nnext: {next_command(out, names)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What several test files share: engines made from parts, the golden traces, recorded calls, a chi-square test."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from config import GenerateConfig
+from decode import Engine, Session, with_steps
+from drafters import Drafter
+from eagle_draft import EagleHead, load_head
+from model import Transformer, load_model
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+# --------------------------------------------------------------------------------------------- engines
+
+
+def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
+    """An engine on the CPU from a model and a drafter in memory; its sessions keep their trace.
+
+    options: fields of GenerateConfig; end-of-sequence ids are the target's own
+    """
+    config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
+    context = config.context or min(target.config.max_context, 512)
+    return with_steps(Engine(config, target, drafter, context, target.config.eos_ids))
+
+
+def decode(engine: Engine, *prompts: list[int]) -> Session:
+    """Decode one turn of the prompts, row by row, to the end. Row i reads the noise of prompt i."""
+    session = Session(engine, [(i, 0) for i in range(len(prompts))])
+    for _ in session.run(list(prompts)):
+        pass
+    return session
+
+
+# ---------------------------------------------------------------------------------------------- golden
+
+
+@cache
+def golden_case(name: str) -> dict:
+    """The discrete trace of a golden case. Shared between tests: do not change it."""
+    return json.loads((GOLDEN / name / "golden.json").read_text(encoding="utf-8"))
+
+
+@cache
+def golden_floats(name: str) -> dict[str, Tensor]:
+    """The tensors that a golden case recorded in its first run."""
+    return load_file(GOLDEN / name / "trace_run0.safetensors")
+
+
+@cache
+def golden_target(name: str = "models/target_llama_mha") -> Transformer:
+    """A golden target in fp32. Shared between tests: do not change it."""
+    return load_model(GOLDEN / name, torch.float32)
+
+
+def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | None = None) -> EagleHead:
+    """A golden head in fp32, loaded anew."""
+    return load_head(GOLDEN / name, target or golden_target())
+
+
+# ----------------------------------------------------------------------------------------------- tools
+
+
+class Call(NamedTuple):
+    """A recorded call."""
+
+    args: tuple
+    kwargs: dict
+    result: Any
+
+
+def record(monkeypatch, owner: Any, name: str) -> list[Call]:
+    """Let every call of `owner.name` also be entered in the list that is returned."""
+    original, calls = getattr(owner, name), []
+
+    def wrapper(*args, **kwargs):
+        calls.append(Call(args, kwargs, original(*args, **kwargs)))
+        return calls[-1].result
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return calls
+
+
+def chi_square(counts: Tensor, p: Tensor) -> float:
+    """The odds of counts at least as far from p as these, if they were drawn from p.
+
+    counts, p: [C]; cells that expect fewer than 5 are pooled, cells with p = 0 must be empty
+    Returns: 0 when a cell with p = 0 is not empty.
+    """
+    counts, p = counts.double().flatten(), p.double().flatten()
+    if counts[p == 0].any():
+        return 0.0
+    expected = p / p.sum() * counts.sum()
+    small = expected < 5
+    counts = torch.cat((counts[~small], counts[small].sum()[None]))
+    expected = torch.cat((expected[~small], expected[small].sum()[None]))
+    used = expected > 0
+    statistic = ((counts - expected)[used] ** 2 / expected[used]).sum()
+    return float(torch.special.gammaincc((used.sum() - 1) / 2, statistic / 2))  # tail of chi-square

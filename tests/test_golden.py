@@ -1,0 +1,358 @@
+"""The official EAGLE code's recorded runs (golden/README.md), reproduced by whole decoding sessions in fp32.
+
+Greedy runs must agree by themselves. In sampled runs the noise is replaced by noise that makes every draw come out
+as recorded: drafts, acceptance and residual distributions are then ours and must agree with the record.
+`differences` names what disagrees; the last tests make sure that it can.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import eagle_draft
+import model
+import sampling
+from decode import NODE_STRIDE
+from draft_tree import EAGLE1_PATHS, StaticTree, build_tree, path_to
+from drafters import RootOnly
+from eagle_draft import DynamicTree, EagleDrafter
+from helpers import decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
+from sampling import Sampling
+
+GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha"]
+SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
+MIXTRAL = pytest.param(
+    "eagle2_mixtral_k4_d3_t12",
+    marks=pytest.mark.skipif(
+        "MixtralForCausalLM" not in model.ARCHITECTURES, reason="needs a Mixtral target, not supported yet"
+    ),
+)
+TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
+
+
+# ----------------------------------------------------------------------------------------------- replay
+
+
+def drafter_of(case, head=None, **tree):
+    """The drafter that the official settings mean. tree: changes to a dynamic tree."""
+    target = golden_target(case["target"])
+    head = head or golden_head(case["head"], target)
+    if case["algorithm"] == "EAGLE-2":
+        official = case["official_args"]  # its depth counts the passes after the first level
+        shape = DynamicTree(official["depth"] + 1, official["top_k"], official["total_token"], **tree)
+    else:
+        shape = StaticTree.chain(5) if "chain" in case["case"] else StaticTree(EAGLE1_PATHS)
+    children = "topk" if case["algorithm"] == "EAGLE-2" else "sampled"
+    return EagleDrafter(head, target, shape, Sampling(case["temperature"]), children, sharpness=1.0)
+
+
+def replay(case, run, monkeypatch, drafter=None):
+    """Decode as many tokens as the official run did. Returns: the session."""
+    if case["temperature"]:
+        force(monkeypatch, run)
+    tokens = 1 + sum(a + 1 for a in run["accept_lengths"])  # the first root, then accepted and bonus
+    target, drafter = golden_target(case["target"]), drafter or drafter_of(case)
+    options = {"temperature": case["temperature"], "accept": "residual" if case["temperature"] else "exact"}
+    engine = engine_for(target, drafter, max_new_tokens=tokens, ignore_eos=True, **options)
+    return decode(engine, run["prompt"])
+
+
+def force(monkeypatch, run):
+    """Replace the noise, so that roots and sampled children come out as recorded, and replay the uniforms."""
+    cycles, draw = {}, 1  # the first root was draw 0
+    for cycle in run["cycles"]:
+        cycles[draw] = cycle
+        draw += cycle["accept_length"] + 1
+
+    def gumbel(key, draws, vocab, domain=sampling.CHOICE):
+        noise, first = torch.zeros(*draws.shape, vocab), int(draws[0, 0])
+        if domain == sampling.DRAFT:
+            for row, tokens in enumerate(cycles[first // NODE_STRIDE]["sampled_topk_tokens"]):
+                noise[:, row, tokens] = 1e4 * torch.arange(len(tokens), 0, -1)
+        else:
+            noise[:, :, cycles[first]["next_root_token"] if first else run["first_root_token"]] = 1e4
+        return noise
+
+    def uniforms(key, draws, count, domain):
+        assert domain == sampling.ACCEPT
+        return padded(cycles[int(draws[0, 0])]["uniform_draws"], count)[:, None]
+
+    monkeypatch.setattr(sampling, "gumbel", gumbel)
+    monkeypatch.setattr(sampling, "uniforms", uniforms)
+
+
+def padded(uniforms, count):
+    """[1, count]; NaN behind the recorded ones, so that drawing too many is noticed."""
+    return torch.tensor([uniforms + [float("nan")] * (count - len(uniforms))])
+
+
+def differences(session, case, run):
+    """What the trace of a session and the record disagree on, as `cycle: field`."""
+    tree = case.get("static_tree", {})
+    found = [] if len(session.trace) == len(run["cycles"]) else ["number of cycles"]
+    for number, (ours, cycle) in enumerate(zip(session.trace, run["cycles"])):
+        theirs = {
+            "pos": cycle["input_len"],
+            "root": cycle["root_token"],
+            "draft_tokens": cycle["draft_tokens"][1:],
+            "parents": tree.get("parents", cycle.get("parents"))[1:],
+            "depths": tree.get("tree_position_ids", cycle.get("tree_position_ids"))[1:],
+            "accept_length": cycle["accept_length"],
+            "path": cycle["select_indices_in_tree"][1:],
+            "emitted": cycle["accepted_tokens"][1:] + [cycle["next_root_token"]],
+        }
+        found += [f"{number}: {field}" for field, value in theirs.items() if ours[field] != value]
+    if session.history[0] != run["final_sequence"] + [run["cycles"][-1]["next_root_token"]]:
+        found.append("tokens")
+    return found
+
+
+def recorders(monkeypatch):
+    """Record what the target and the head compute."""
+    return SimpleNamespace(
+        target=record(monkeypatch, model.Transformer, "forward"),
+        logits=record(monkeypatch, model.Transformer, "logits"),
+        head=record(monkeypatch, eagle_draft.EagleHead, "forward"),
+    )
+
+
+def largest_error(calls, case, run):
+    """The largest difference between recorded calls of the first run and the official floats.
+
+    The calls of a session in order: the target and the head on the prompt (one chunk); then per cycle the head on
+    the levels of the tree, the target on the tree, and the head on the confirmed rows with padding behind.
+    """
+    floats, errors = golden_floats(case["case"]), {}
+
+    def compare(name, ours):
+        errors[name] = (ours - floats[name]).abs().max()
+
+    compare("prefill.features", calls.target[0].result[0][0])
+    compare("prefill.last_logits", calls.logits[0].result[0, 0])
+    passes, rows = iter(calls.head), len(run["prompt"])
+    for c in range(2):
+        for s in range(len(run["cycles"][c]["draft_forward_calls"])):
+            call = next(passes)
+            assert call.result.shape[1] >= floats[f"draft{c}.step{s}.out_hidden"].shape[0]
+            rows = rows if s == 0 else call.result.shape[1]
+            compare(f"draft{c}.step{s}.in_hidden", call.args[2][0, :rows])
+            compare(f"draft{c}.step{s}.out_hidden", call.result[0, :rows])
+        compare(f"verify{c}.features", calls.target[c + 1].result[0][0])
+        compare(f"verify{c}.logits", calls.logits[c + 1].result[0])
+        rows = run["cycles"][c]["accept_length"] + 1
+    assert set(errors) == {n for n in floats if not n.startswith("cycle")}  # nothing recorded is left unchecked
+    return float(max(errors.values()))
+
+
+# ------------------------------------------------------------------------------------------------ tests
+
+
+@pytest.mark.parametrize("run", range(3))
+@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED, MIXTRAL])
+def test_vanilla(name, run):
+    case = golden_case(name)
+    expected, prompt = (case["runs"][run][key] for key in ("vanilla_greedy_sequence", "prompt"))
+    target = golden_target(case["target"])
+    engine = engine_for(target, RootOnly(), max_new_tokens=len(expected) - len(prompt), ignore_eos=True)
+    session = decode(engine, prompt)
+    assert session.history[0] == expected
+    assert set(session.stats.accept_lengths) == {0}
+
+
+@pytest.mark.parametrize("run", range(3))
+@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED, MIXTRAL])
+def test_cycles(name, run, monkeypatch):
+    case = golden_case(name)
+    recorded = case["runs"][run]
+    logits = record(monkeypatch, model.Transformer, "logits")
+    session = replay(case, recorded, monkeypatch)
+    assert differences(session, case, recorded) == []
+    assert session.stats.accept_lengths == recorded["accept_lengths"]
+    for call, cycle in zip(logits[1:], recorded["cycles"]):  # [0] is the prompt's
+        assert call.result[0].argmax(-1).tolist() == cycle["target_argmax_per_node"]
+    if not case["temperature"]:
+        assert session.history[0] == recorded["vanilla_greedy_sequence"][:-1]
+
+
+@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED, MIXTRAL])
+def test_floats(name, monkeypatch):
+    case = golden_case(name)
+    calls = recorders(monkeypatch)
+    replay(case, case["runs"][0], monkeypatch)
+    assert largest_error(calls, case, case["runs"][0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("run", range(3))
+@pytest.mark.parametrize("name", SAMPLED)
+def test_residual_distributions(name, run, monkeypatch):
+    """Where the walk ended, what is left of p, and q, in whole sampled runs."""
+    case = golden_case(name)
+    recorded = case["runs"][run]
+    calls = record(monkeypatch, sampling, "residual_accept")
+    replay(case, recorded, monkeypatch)
+    assert len(calls) == len(recorded["cycles"])
+    for number, (call, cycle) in enumerate(zip(calls, recorded["cycles"])):
+        assert call.result.node.item() == cycle["select_indices_in_tree"][-1]
+        assert (call.result.p[0] - torch.tensor(cycle["sample_p"])).abs().max() < TOLERANCE
+        if case["algorithm"] == "EAGLE-2":
+            assert call.args[0].q is None
+            continue
+        q = call.args[0].q[0, inner_nodes(case)]  # [11, V]
+        if run == 0 and number < 6:
+            assert (q - proposals(case, number)).abs().max() < TOLERANCE
+        drawn = q.gather(1, torch.tensor(cycle["sampled_topk_tokens"])).double()  # [11, 10]
+        left = 1 - (drawn.cumsum(1) - drawn)
+        conditional = torch.tensor(cycle["sampled_topk_condprobs"], dtype=torch.double)
+        # the official quotient loses digits as the mass that is left shrinks
+        assert (((drawn / left).clamp(0, 1) - conditional).abs() * left).max() < TOLERANCE
+
+
+def inner_nodes(case):
+    return sorted(set(case["static_tree"]["parents"][1:]))
+
+
+def proposals(case, cycle):
+    """Recorded proposal distributions of the expanded nodes, [11, V]."""
+    floats = golden_floats(case["case"])
+    return torch.cat([floats[f"cycle{cycle}.op{level}"] for level in range(5)])
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("name", SAMPLED)
+def test_residual_on_recorded_data(name, number):
+    """The residual rule alone: every input is the official one."""
+    case = golden_case(name)
+    cycle = case["runs"][0]["cycles"][number]
+    shape = case.get("static_tree", cycle)
+    parents, N = [0, *shape["parents"][1:]], len(shape["parents"])
+    rows = golden_floats(name)[f"cycle{number}.verify_row_logits"]  # [rows, width, V]
+    p = torch.zeros(1, N, rows.shape[2])
+    for row, nodes in enumerate(shape["retrieve_indices"]):
+        for column, node in enumerate(nodes):
+            if node >= 0:
+                p[0, node] = rows[row, column].softmax(-1)
+    q = None
+    if case["algorithm"] == "EAGLE-1":
+        q = torch.zeros_like(p)
+        q[0, inner_nodes(case)] = proposals(case, number)
+    tokens = torch.tensor([cycle["draft_tokens"]])
+    tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N, q)
+    width = max(parents.count(node) for node in parents) + 1
+    result = sampling.residual_accept(tree, p, padded(cycle["uniform_draws"], N), 6, width)
+    path, length = path_to(tree, result.node, 6)
+    assert path[0, : length.item() + 1].tolist() == cycle["select_indices_in_tree"]
+    assert (result.p[0] - torch.tensor(cycle["sample_p"])).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_n_alpha(run, monkeypatch):
+    """The official counters: i predicted features were fed, was the next token accepted?"""
+    case = golden_case("eagle1_chain5_mha_alpha")
+    recorded = case["runs"][run]
+    session = replay(case, recorded, monkeypatch)
+    alpha, tried = [0] * 5, [0] * 5
+    for cycle in session.trace:
+        a = cycle["accept_length"]
+        entries = sum(token != 0 for token in (cycle["root"], *cycle["draft_tokens"]))  # 0 is their padding
+        for i in range(5):
+            alpha[i] += i < a
+            tried[i] += i <= a and i < entries
+    assert (alpha, tried) == (recorded["alpha"], recorded["alpha_num"])
+
+
+@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED])
+def test_tree_masks(name):
+    """Masks, depths and positions that follow from the parents."""
+    case = golden_case(name)
+    for cycle in (c for run in case["runs"] for c in run["cycles"]):
+        shape = case.get("static_tree", cycle)
+        parents = torch.tensor([[0, *shape["parents"][1:]]])
+        tree = build_tree(parents, parents, parents >= 0, max(shape["tree_position_ids"]))
+        assert ["".join(str(int(x)) for x in row) for row in tree.mask[0]] == shape["tree_mask"]
+        assert (tree.depths[0] + cycle["input_len"]).tolist() == cycle["position_ids"]
+
+
+def shuffled_tree():
+    # of the root's children only the second has grandchildren: official code misplaces such trees
+    return StaticTree(((0,), (1,), (2,), (1, 1), (2, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)))
+
+
+def test_part_of_a_static_tree():
+    """A node's token follows from its rank path, whatever else the tree holds."""
+    target, head, prompt = golden_target(), golden_head(), golden_case(GREEDY[1])["runs"][0]["prompt"]
+    whole = StaticTree(
+        tuple(
+            tuple(rank)
+            for depth, width in ((1, 3), (2, 3), (3, 2), (4, 1))
+            for rank in torch.cartesian_prod(*[torch.arange(r) for r in (3, 3, 2, 1)[:depth]]).view(-1, depth).tolist()
+            if width
+        )
+    )
+    drafted = []
+    for tree in (whole, shuffled_tree()):
+        session = decode(
+            engine_for(target, EagleDrafter(head, target, tree, Sampling()), max_new_tokens=3, ignore_eos=True),
+            prompt,
+        )
+        drafted.append(dict(zip(tree.order[1:], session.trace[0]["draft_tokens"])))
+    assert drafted[1].items() <= drafted[0].items()
+
+
+# -------------------------------------------------------------------- the comparisons above can fail
+
+
+def wrong_level_position(monkeypatch):
+    forward = eagle_draft.EagleHead.forward
+
+    def shifted(self, embedded, features, positions, cache, window):  # levels of the tree only
+        return forward(self, embedded, features, positions + (positions is not window.slots), cache, window)
+
+    monkeypatch.setattr(eagle_draft.EagleHead, "forward", shifted)
+
+
+def swapped_inputs(monkeypatch):
+    forward = eagle_draft.EagleHead.forward
+    swapped = lambda self, embedded, features, *rest: forward(self, features, embedded, *rest)  # noqa: E731
+    monkeypatch.setattr(eagle_draft.EagleHead, "forward", swapped)
+
+
+def slots_as_positions(monkeypatch):
+    forward = model.Transformer.forward
+    wrong = lambda self, tokens, positions, cache, window: forward(self, tokens, window.slots, cache, window)  # noqa: E731
+    monkeypatch.setattr(model.Transformer, "forward", wrong)
+
+
+def late_features(monkeypatch):
+    extend = EagleDrafter.extend
+
+    def late(self, state, rows):
+        return extend(self, state, rows._replace(features=rows.features.roll(1, dims=1)))
+
+    monkeypatch.setattr(EagleDrafter, "extend", late)
+
+
+@pytest.mark.parametrize("defect", [wrong_level_position, swapped_inputs, late_features, slots_as_positions])
+def test_a_defect_is_noticed(defect, monkeypatch):
+    case = golden_case(GREEDY[0])
+    defect(monkeypatch)
+    found = differences(replay(case, case["runs"][0], monkeypatch), case, case["runs"][0])
+    field = "emitted" if defect is slots_as_positions else "draft_tokens"
+    assert any(f.endswith(field) for f in found)
+
+
+def test_another_expansion_is_noticed(monkeypatch):
+    case = golden_case(GREEDY[0])
+    session = replay(case, case["runs"][0], monkeypatch, drafter_of(case, expand_by="confidence"))
+    assert any(f.endswith("draft_tokens") for f in differences(session, case, case["runs"][0]))
+
+
+def test_the_wrong_eps_is_noticed(monkeypatch):
+    case = golden_case(GREEDY[0])
+    head = golden_head(case["head"], golden_target(case["target"]))
+    target_eps = golden_target(case["target"]).config.norm_eps
+    assert head.layers[0].ffn_norm.eps != target_eps
+    head.layers[0].ffn_norm.eps = target_eps
+    calls = recorders(monkeypatch)
+    replay(case, case["runs"][0], monkeypatch, drafter_of(case, head))
+    assert largest_error(calls, case, case["runs"][0]) > TOLERANCE

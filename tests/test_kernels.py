@@ -1,0 +1,168 @@
+"""The attention operator against its plain reference, over shapes, starts and what lies in slots nobody may see."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import kernels
+from kernels import tree_attention, tree_attention_reference, visible_slots
+
+E = 16  # head dim
+ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
+STARTS = {1: [37], 2: [37, 11], 3: [5, 0, 37]}  # per batch size
+
+
+def inputs(heads, starts, rows, window, spare=5, dtype=torch.float32, seed=0):
+    """Random arguments of the operator. spare: slots beyond the longest row's window."""
+    g = torch.Generator().manual_seed(seed)
+    H, kv_heads = heads
+    B, S = len(starts), max(starts) + window + spare
+    q = torch.randn(B, rows, H, E, generator=g)
+    k, v = (torch.randn(B, kv_heads, S, E, generator=g) for _ in range(2))
+    mask = torch.rand(B, rows, window, generator=g) < 0.4
+    mask |= torch.arange(window) == torch.arange(rows)[:, None]  # a row sees itself
+    return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor(starts), mask
+
+
+def close(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    torch.testing.assert_close(a.float(), b.float(), atol=ATOL[a.dtype], rtol=0)
+
+
+def by_loops(q, k, v, start, mask):
+    """A third opinion, a row and a head at a time; no slot is touched that is not visible."""
+    y = torch.empty(q.shape)
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            window = torch.nonzero(mask[b, t]).flatten() + start[b]
+            seen = torch.cat((torch.arange(int(start[b])), window))
+            for h in range(q.shape[2]):
+                group = h * k.shape[1] // q.shape[2]
+                weights = (k[b, group, seen] @ q[b, t, h] / E**0.5).softmax(0)
+                y[b, t, h] = weights @ v[b, group, seen]
+    return y.flatten(2)
+
+
+# ----------------------------------------------------------------------------------------- reference
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_reference_is_attention_over_the_visible_slots(heads):
+    args = inputs(HEADS[heads], STARTS[3], 7, 9)
+    close(tree_attention_reference(*args), by_loops(*args))
+
+
+def test_visible_slots():
+    start = torch.tensor([2, 0])
+    mask = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [1, 0]]]).bool()
+    expected = [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]]
+    assert visible_slots(start, mask, 5).int().tolist() == expected
+
+
+# ------------------------------------------------------------------------------------------ operator
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 60])
+@pytest.mark.parametrize("batch", STARTS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", ATOL, ids=str)
+def test_operator(heads, batch, rows, dtype):
+    for window in (rows, rows + 13):  # beyond the rows: scratch slots of a draft head
+        args = inputs(HEADS[heads], STARTS[batch], rows, window, dtype=dtype)
+        close(tree_attention(*args), tree_attention_reference(*args))
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 0], [1], [64, 64]])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_first_rows_and_a_full_cache(starts, rows):
+    args = inputs(HEADS["gqa"], starts, rows, rows, spare=0)
+    assert args[1].shape[2] == max(starts) + rows
+    close(tree_attention(*args), tree_attention_reference(*args))
+
+
+@pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (7, 20)])
+@pytest.mark.parametrize("heads", HEADS)
+def test_slots_beyond_the_window_do_not_matter(heads, rows, window):
+    q, k, v, start, mask = inputs(HEADS[heads], [37], rows, window, spare=9)
+    expected = tree_attention_reference(q, k, v, start, mask)
+    for cache in (k, v):
+        cache[:, :, 37 + window :] = float("nan")
+    close(tree_attention(q, k, v, start, mask), expected)
+
+
+@pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (7, 20)])
+def test_hidden_slots_do_not_matter(rows, window):
+    """What a shorter row of the batch, or an earlier draft, has left behind is finite, and never counts."""
+    q, k, v, start, mask = inputs(HEADS["gqa"], [5, 0, 37], rows, window, spare=9)
+    expected = tree_attention_reference(q, k, v, start, mask)
+    seen = visible_slots(start, mask, k.shape[2]).any(1)  # [B, S]
+    assert not seen.all()
+    for cache in (k, v):
+        cache.copy_(torch.where(seen[:, None, :, None], cache, 1e4))
+        cache[:, :, 37 + window :] = float("nan")  # beyond every row
+    close(tree_attention(q, k, v, start, mask), expected)
+
+
+def test_rows_do_not_see_each_others_sequences():
+    args = inputs(HEADS["gqa"], STARTS[3], 7, 9)
+    together = tree_attention(*args)
+    for row in range(3):
+        alone = tree_attention(*(a[row : row + 1] for a in args))
+        close(together[row : row + 1], alone)
+
+
+def test_inputs_are_not_changed():
+    args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
+    before = [a.clone() for a in args]
+    tree_attention(*args)
+    assert all(torch.equal(a, b) for a, b in zip(args, before))
+
+
+def test_the_cuda_rule_on_this_device():
+    """On CUDA the whole capacity is masked: the same function, but unused slots must be finite there."""
+    for batch, starts in STARTS.items():
+        args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
+        close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
+
+
+# ------------------------------------------------------------------------------------------- capture
+
+
+def test_registration():
+    """Schema, shapes and dtypes of the operator's stand-in under tracing agree with what it computes."""
+    for heads, starts, rows, window in (("gqa", [5, 0], 7, 9), ("mha", [3], 1, 1), ("gqa", [3], 1, 4)):
+        for dtype in ATOL:
+            args = inputs(HEADS[heads], starts, rows, window, dtype=dtype)
+            torch.library.opcheck(
+                torch.ops.gpt_eagle.tree_attention.default, args, test_utils=("test_schema", "test_faketensor")
+            )
+
+
+def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
+    """What a layer does with its cache. Writes: the caches."""
+    batch = torch.arange(q.shape[0])[:, None]
+    k_cache[batch, :, slots] = k
+    v_cache[batch, :, slots] = v
+    return tree_attention(q, k_cache, v_cache, start, mask) * 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_every_start(backend):
+    """The used length is data: no start, nor a longer batch of them, may become a shape of the graph."""
+    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    step = torch.compile(write_and_attend, backend=counter, fullgraph=True, dynamic=False)
+    g = torch.Generator().manual_seed(0)
+    B, T, S, (H, kv_heads) = 2, 3, 32, HEADS["gqa"]
+    mask = torch.ones(T, T).tril().bool().expand(B, T, T)
+    ours, theirs = ([torch.zeros(B, kv_heads, S, E) for _ in range(2)] for _ in range(2))
+    for starts in ([0, 0], [3, 3], [6, 4], [9, 7], [29, 10], [12, 0]):
+        start = torch.tensor(starts)
+        q = torch.randn(B, T, H, E, generator=g)
+        k, v = (torch.randn(B, T, kv_heads, E, generator=g) for _ in range(2))
+        slots = start[:, None] + torch.arange(T)
+        y = step(q, k, v, *ours, slots, start, mask)
+        close(y, write_and_attend(q, k, v, *theirs, slots, start, mask))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))  # written in place, nothing else touched
+    assert counter.frame_count == 1

@@ -1,0 +1,529 @@
+"""The model against Hugging Face, tree masks against plain causal passes, and loading: every layout, every mistake.
+
+The reference models are tiny and random in every parameter: Hugging Face starts biases at zero and norms at one,
+where a forgotten bias or a swapped norm would not show.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from model import (
+    KVCache,
+    ModelConfig,
+    WeightFiles,
+    Window,
+    causal_window,
+    export_weights,
+    load_model,
+    weight_names,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS = 24  # per test sequence
+
+# wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ...: this keeps one, blends one and slows the others down
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
+CASES = {
+    "mha": ("Llama", {"num_key_value_heads": 4}),
+    "gqa": ("Llama", {}),
+    "head_dim": ("Llama", {"head_dim": 16}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "linear": ("Llama", {"rope_parameters": LINEAR}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+}
+CHUNKS = {"one": [TOKENS], "several": [1, 7, 2, 14], "single": [1] * TOKENS}
+
+
+class Reference(NamedTuple):
+    """A Hugging Face model that was saved, and what it computes."""
+
+    directory: Path
+    tokens: torch.Tensor  # [2, T] int64
+    logits: torch.Tensor  # [2, T, V]
+    hidden: tuple[torch.Tensor, ...]  # layer inputs, then the output of the final norm; [2, T, F] each
+
+
+def build_reference(directory, family="Llama", **options):
+    """Save a random model with `save_pretrained` and run it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        **{
+            "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        } | options  # fmt: skip
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if "norm" in name else 0.0, 0.15)
+        tokens = torch.randint(0, 97, (2, TOKENS))
+        out = model(tokens, output_hidden_states=True)
+    model.save_pretrained(directory)
+    return Reference(directory, tokens, out.logits, out.hidden_states)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def reference(request, tmp_path_factory):
+    family, options = CASES[request.param]
+    return build_reference(tmp_path_factory.mktemp(request.param), family, **options)
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory):
+    return build_reference(tmp_path_factory.mktemp("plain"))
+
+
+def empty_cache(model, batch, slots):
+    return KVCache.empty(model.config, batch, slots, torch.float32, "cpu")
+
+
+@torch.no_grad()
+def feed(model, cache, tokens, start):
+    """Run consecutive tokens from slot `start` ([B]) on. Returns: features [B, T, F]."""
+    window = causal_window(start, tokens.shape[1])
+    return model(tokens, window.slots, cache, window)[0]
+
+
+@torch.no_grad()
+def causal(model, tokens):
+    """Features of a pass without a cache. tokens: [T]. Returns: [T, F]."""
+    return model(tokens[None], torch.arange(len(tokens))[None])[0][0]
+
+
+def close(a, b, atol):
+    torch.testing.assert_close(a, b, atol=atol, rtol=0)
+
+
+# ------------------------------------------------------------------------------- against Hugging Face
+
+
+def test_without_a_cache(reference):
+    model, count = load_model(reference.directory), len(reference.hidden) - 1
+    positions = torch.arange(TOKENS).expand(2, -1)
+    with torch.no_grad():
+        features, captured = model(reference.tokens, positions, capture=tuple(range(count)))
+        logits = model.logits(features)
+    assert reference.logits.std() > 0.3  # else the bound below would hold for anything
+    close(logits, reference.logits, 1e-4)
+    close(features, reference.hidden[-1], 1e-4)
+    for ours, theirs in zip(captured, reference.hidden[:count], strict=True):
+        close(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_through_the_cache(reference, chunks):
+    model = load_model(reference.directory)
+    cache, begin, features = empty_cache(model, 2, TOKENS), 0, []  # exactly full at the end
+    for part in reference.tokens.split(CHUNKS[chunks], dim=1):
+        features.append(feed(model, cache, part, torch.full((2,), begin)))
+        begin += part.shape[1]
+    close(model.logits(torch.cat(features, 1)).detach(), reference.logits, 1e-4)
+
+
+def test_rows_with_different_starts(reference):
+    model = load_model(reference.directory)
+    cache = empty_cache(model, 2, TOKENS)
+    feed(model, cache, reference.tokens[:, :10], torch.zeros(2, dtype=torch.long))
+    start = torch.tensor([3, 10])  # what row 0 has cached above slot 3 must not be seen
+    rows = torch.stack([reference.tokens[row, s : s + 6] for row, s in enumerate(start)])
+    logits = model.logits(feed(model, cache, rows, start)).detach()
+    for row, s in enumerate(start):
+        close(logits[row], reference.logits[row, s : s + 6], 1e-4)
+
+
+@torch.no_grad()
+def test_captured_inputs_of_a_few_layers(gqa):
+    model = load_model(gqa.directory)
+    cache, window = empty_cache(model, 2, TOKENS), causal_window(torch.zeros(2, dtype=torch.long), TOKENS)
+    _, captured = model(gqa.tokens, window.slots, cache, window, capture=(0, 2))
+    close(captured[0], gqa.hidden[0], 1e-4)
+    close(captured[1], gqa.hidden[2], 1e-4)
+    assert len(captured) == 2
+
+
+# ------------------------------------------------------------------------------------------- config
+
+
+def old_form(raw):
+    """config.json as transformers before version 5 wrote it."""
+    raw = dict(raw)
+    rope = dict(raw.pop("rope_parameters"))
+    raw["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    raw["rope_scaling"] = None if kind == "default" else {**rope, "rope_type": kind}
+    raw["torch_dtype"] = raw.pop("dtype")
+    return raw
+
+
+def test_both_forms_of_config_json_mean_the_same(reference):
+    raw = json.loads((reference.directory / "config.json").read_text())
+    assert "rope_parameters" in raw and "dtype" in raw
+    new = ModelConfig.from_dir(reference.directory)
+    assert ModelConfig.from_dict(old_form(raw), raw["architectures"][0]) == new
+
+
+OLD = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "torch_dtype": "float16", "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+def test_older_configs():
+    c = ModelConfig.from_dict(OLD | {"rope_theta": 5e5}, "LlamaForCausalLM")
+    assert (c.n_kv_heads, c.head_dim, c.norm_eps, c.dtype) == (4, 16, 1e-5, "float16")
+    assert (c.rope_theta, c.rope_scaling, c.max_context) == (5e5, None, 512)
+    assert (c.bos_id, c.eos_ids, c.tie_embeddings) == (1, (2,), False)
+    assert ModelConfig.from_dict(OLD, "LlamaForCausalLM").rope_theta == 10000.0
+    c = ModelConfig.from_dict(OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "LlamaForCausalLM")
+    assert c.rope_scaling["rope_type"] == "linear" and c.rope_scaling["factor"] == 4.0
+    c = ModelConfig.from_dict(OLD | {"num_key_value_heads": None, "head_dim": None}, "LlamaForCausalLM")
+    assert (c.n_kv_heads, c.head_dim) == (4, 16)
+
+
+def test_sliding_windows_bound_the_context():
+    assert ModelConfig.from_dict(OLD | {"sliding_window": 128}, "MistralForCausalLM").max_context == 128
+    assert ModelConfig.from_dict(OLD | {"sliding_window": 4096}, "MistralForCausalLM").max_context == 512
+    assert ModelConfig.from_dict(OLD | {"sliding_window": None}, "MistralForCausalLM").max_context == 512
+    unused = {"sliding_window": 128, "use_sliding_window": False}
+    assert ModelConfig.from_dict(OLD | unused, "Qwen2ForCausalLM").max_context == 512
+
+
+def test_ids_that_end_a_sequence(gqa, tmp_path):
+    raw = json.loads((gqa.directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": [7, 0]}))
+    assert ModelConfig.from_dir(tmp_path).eos_ids == (7, 0)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
+    assert ModelConfig.from_dir(tmp_path).eos_ids == (7, 0, 9)
+
+
+# -------------------------------------------------------------------------------------------- trees
+
+PARENTS = [[0, 0, 0, 1, 1, 2, 4, 0], [0, 0, 1, 2, 3, 4, 1, 6]]  # one bushy tree, one with a path of six nodes
+PREFIX = [9, 5]  # tokens before the root
+
+
+def ancestry(parents, node):
+    """The nodes from the root to `node`."""
+    path = [node]
+    while path[0] != 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+class Verification(NamedTuple):
+    """Two prefixes and a tree below each, run in one pass."""
+
+    cache: KVCache
+    features: torch.Tensor  # [2, N, F]
+    prompts: list[torch.Tensor]
+    tokens: torch.Tensor  # [2, N]
+
+
+@torch.no_grad()
+def verify_trees(model):
+    """Prefill both rows, then run both trees: node i in slot start + i, at position start + depth."""
+    torch.manual_seed(1)
+    N, start = len(PARENTS[0]), torch.tensor(PREFIX)
+    prompts = [torch.randint(0, 97, (n,)) for n in PREFIX]
+    tokens = torch.randint(0, 97, (2, N))
+    mask, depths = torch.zeros(2, N, N, dtype=torch.bool), torch.zeros(2, N, dtype=torch.long)
+    for row, parents in enumerate(PARENTS):
+        for node in range(N):
+            path = ancestry(parents, node)
+            mask[row, node, path] = True
+            depths[row, node] = len(path) - 1
+    cache = empty_cache(model, 2, max(PREFIX) + N)
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    feed(model, cache, padded, torch.zeros(2, dtype=torch.long))
+    window = Window(start[:, None] + torch.arange(N), start, mask)
+    features, _ = model(tokens, start[:, None] + depths, cache, window)
+    return Verification(cache, features, prompts, tokens)
+
+
+def test_a_tree_equals_its_paths(gqa):
+    model = load_model(gqa.directory)
+    _, features, prompts, tokens = verify_trees(model)
+    for row, parents in enumerate(PARENTS):
+        for node in range(len(parents)):
+            path = ancestry(parents, node)
+            alone = causal(model, torch.cat((prompts[row], tokens[row, path])))
+            close(features[row, path], alone[PREFIX[row] :], 1e-5)
+
+
+# accepted nodes per row (root first), and the offsets that they are compacted from: past the path rows stay put
+ACCEPTED = {
+    "deep": ([[0, 1, 4, 6], [0, 1, 2, 3, 4, 5]], [[0, 1, 4, 6, 4, 5], [0, 1, 2, 3, 4, 5]]),
+    "jumps": ([[0, 2, 5], [0, 1, 6, 7]], [[0, 2, 5, 3, 4, 5], [0, 1, 6, 7, 4, 5]]),
+    "rejected": ([[0], [0, 1]], [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]),
+    "leaf": ([[0, 7], [0]], [[0, 7, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]),
+}
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED)
+def test_decoding_goes_on_after_compaction(gqa, accepted):
+    model, (paths, offsets) = load_model(gqa.directory), ACCEPTED[accepted]
+    cache, _, prompts, tokens = verify_trees(model)
+    cache.compact(torch.tensor(PREFIX), torch.tensor(offsets))
+    kept = [torch.cat((prompts[row], tokens[row, path])) for row, path in enumerate(paths)]
+    for row, sequence in enumerate(kept):
+        clean = empty_cache(model, 1, len(sequence))
+        feed(model, clean, sequence[None], torch.zeros(1, dtype=torch.long))
+        for ours, theirs in zip((*cache.k, *cache.v), (*clean.k, *clean.v), strict=True):
+            close(ours[row, :, : len(sequence)], theirs[0], 1e-5)
+    start = torch.tensor([len(s) for s in kept])
+    more = torch.randint(0, 97, (2, 2))
+    features = feed(model, cache, more, start)
+    for row, sequence in enumerate(kept):
+        close(features[row], causal(model, torch.cat((sequence, more[row])))[-2:], 1e-5)
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def read_weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def write_model(directory, weights, layout="safetensors", config=None):
+    """Write a directory. layout: `safetensors` or `bin`, with `-sharded` in two files and an index."""
+    suffix, _, sharded = layout.partition("-")
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    save = save_file if suffix == "safetensors" else torch.save
+    directory.mkdir(exist_ok=True)
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    if not sharded:
+        save(weights, directory / f"{stem}.{suffix}")
+        return directory
+    names, index = sorted(weights), {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"{stem}-0000{number}-of-00002.{suffix}"
+        save({n: weights[n] for n in part}, directory / file)
+        index |= dict.fromkeys(part, file)
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    return directory
+
+
+@pytest.fixture
+def parts(gqa):
+    """The config and weights of a good model, to be spoilt."""
+    return json.loads((gqa.directory / "config.json").read_text()), read_weights(gqa.directory)
+
+
+def same_parameters(a, b):
+    theirs = dict(b.named_parameters())
+    return all(torch.equal(p, theirs.pop(name)) for name, p in a.named_parameters()) and not theirs
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "safetensors-sharded", "bin", "bin-sharded"])
+def test_every_layout_loads_the_same(gqa, parts, tmp_path, layout):
+    config, weights = parts
+    other = load_model(write_model(tmp_path, weights, layout, config))
+    assert same_parameters(other, load_model(gqa.directory))
+    assert not any(p.requires_grad or p.is_meta for p in other.parameters())
+
+
+def test_shards_as_hugging_face_writes_them(gqa, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(gqa.directory)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert same_parameters(load_model(tmp_path), load_model(gqa.directory))
+
+
+def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, tmp_path):
+    config, weights = parts
+    half = {name: w.bfloat16() for name, w in weights.items()}
+    write_model(tmp_path, half, config=config | {"dtype": "bfloat16"})
+    assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
+    wide = load_model(tmp_path, torch.float32)
+    assert wide.norm.weight.dtype == torch.float32 and wide.rope_freq.dtype == torch.float32
+    assert torch.equal(wide.norm.weight, half["model.norm.weight"].float())
+
+
+def test_known_leftovers_are_not_unexpected(parts, tmp_path):
+    config, weights = parts
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    load_model(write_model(tmp_path, weights | table, config=config))
+    # files of tied models may repeat the embedding as LM head: it is not a second matrix
+    model = load_model(write_model(tmp_path, weights, config=config | {"tie_word_embeddings": True}))
+    assert model.lm_head.weight is model.embedding.weight
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BAD_CONFIGS = {
+    "architecture": ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
+    "model_type": ({"architectures": None, "model_type": "gpt_neox"}, "gpt_neox"),
+    "rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    "old rope": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "rope key": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    "activation": ({"hidden_act": "gelu"}, "gelu"),
+    "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    "shape": ({"intermediate_size": 88}, "gate_proj"),
+    "layers": ({"num_hidden_layers": 4}, "model.layers.3."),
+}
+
+
+def refused(directory):
+    """Load what cannot be loaded. Returns: the message, which must be one line."""
+    with pytest.raises(ValueError) as caught:
+        load_model(directory)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("mistake", BAD_CONFIGS)
+def test_a_config_that_cannot_work_is_refused_by_name(parts, tmp_path, mistake):
+    config, weights = parts
+    change, name = BAD_CONFIGS[mistake]
+    assert name in refused(write_model(tmp_path, weights, config=config | change))
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
+def test_a_missing_key_is_named(parts, tmp_path, key):
+    config, weights = parts
+    assert key in refused(write_model(tmp_path, weights, config={k: v for k, v in config.items() if k != key}))
+
+
+def test_a_missing_directory_or_file_is_named(parts, tmp_path):
+    config, weights = parts
+    assert "nowhere" in refused(tmp_path / "nowhere")
+    assert "config.json" in refused(write_model(tmp_path / "a", weights))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    assert "model.safetensors" in refused(tmp_path / "b")
+
+
+@pytest.mark.parametrize("text", ["{'hidden_size': 1}", '{"hidden_size": ', "", "[1]", "\xff"])
+def test_broken_json_is_named(parts, tmp_path, text):
+    config, weights = parts
+    write_model(tmp_path, weights, config=config)
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    assert "config.json" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["safetensors-sharded", "bin"])
+def test_weights_that_do_not_fit_are_named(parts, tmp_path, layout):
+    config, weights = parts
+    bad = {
+        "missing": {n: w for n, w in weights.items() if n != Q},
+        "unexpected": weights | {"model.layers.1.self_attn.q_norm.weight": torch.ones(12)},
+        "rows": weights | {Q: weights[Q][:-1].clone()},
+        "columns": weights | {Q: weights[Q][:, :-1].clone()},
+        "flat": weights | {Q: weights[Q].flatten()},
+        "scalar": weights | {Q: torch.tensor(1.0)},
+    }
+    for what, tensors in bad.items():
+        message = refused(write_model(tmp_path / what, tensors, layout, config))
+        assert (Q if what != "unexpected" else "q_norm") in message, (what, message)
+
+
+def damage(file, how):
+    """Spoil a file in place."""
+    data = file.read_bytes()
+    spoilt = {
+        "half": data[: len(data) // 2], "last byte": data[:-1], "empty": b"", "few bytes": data[:5],
+        "text": b"<html>not found</html>\n" * 9, "pointer": b"version https://git-lfs.github.com/spec/v1\noid\n",
+    }  # fmt: skip
+    file.write_bytes(spoilt[how])
+
+
+@pytest.mark.parametrize("how", ["half", "last byte", "empty", "few bytes", "text", "pointer"])
+@pytest.mark.parametrize("layout", ["safetensors", "safetensors-sharded", "bin", "bin-sharded"])
+def test_a_damaged_file_is_named(parts, tmp_path, layout, how):
+    config, weights = parts
+    write_model(tmp_path, weights, layout, config)
+    file = sorted(tmp_path.glob(f"*.{layout.partition('-')[0]}"))[-1]
+    damage(file, how)
+    assert file.name in refused(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["safetensors-sharded", "bin-sharded"])
+def test_a_bad_index_is_named(parts, tmp_path, layout):
+    config, weights = parts
+    write_model(tmp_path, weights, layout, config)
+    index = next(tmp_path.glob("*.index.json"))
+    shard = sorted(tmp_path.glob("*-00002*"))[0]
+    shard.rename(tmp_path / "elsewhere")
+    assert shard.name in refused(tmp_path)
+    for text in ("{", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}'):
+        index.write_text(text)
+        assert index.name in refused(tmp_path)
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.file}'",)
+
+
+def test_a_pickle_that_runs_code_is_refused(parts, tmp_path):
+    config, weights = parts
+    touched = tmp_path / "touched"
+    write_model(tmp_path, weights | {"x": Payload(touched)}, "bin", config)
+    assert "pytorch_model.bin" in refused(tmp_path)
+    assert not touched.exists()
+    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert touched.exists()  # the payload works, where it is let
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": {"a": 1}}, {"x": 3}, torch.ones(2)])
+def test_a_bin_file_without_tensors_by_name_is_refused(parts, tmp_path, content):
+    config, _ = parts
+    write_model(tmp_path, content, "bin", config)
+    assert str(tmp_path) in refused(tmp_path)
+
+
+def test_a_weight_is_read_by_name(gqa):
+    files = WeightFiles(gqa.directory)
+    assert torch.equal(files.read(Q), read_weights(gqa.directory)[Q])
+    with pytest.raises(ValueError, match="no.such.weight"):
+        files.read("no.such.weight")
+
+
+def test_exporting_is_the_inverse_of_loading(reference):
+    model = load_model(reference.directory)
+    exported = export_weights(model, weight_names(model.config), model.config, torch.float32)
+    weights = read_weights(reference.directory)
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], w) for name, w in weights.items())
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+def test_loading_needs_little_more_than_the_model(tmp_path):
+    from bench_target import Shape, write_random_model
+
+    shape = Shape(dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
+    size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=100_000_000)
+    assert size > 180e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
+    code = "import sys, bench_target; print(*bench_target.loading_memory(sys.argv[1]))"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak_bytes, model_bytes = map(int, done.stdout.split())
+    assert model_bytes == size
+    assert 0.9 <= peak_bytes / model_bytes <= 1.2  # less than the model itself would mean nothing was measured
