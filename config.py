@@ -91,6 +91,9 @@ class GenerateConfig:
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
         _rule(not (self.chat is not None and self.prompt_ids), "--chat renders text; it cannot go with --prompt_ids")
+        for name in ("json", "trace", "profile"):  # before anything is computed, so that nothing is lost
+            parent = Path(getattr(self, name)).parent
+            _rule(parent.is_dir(), f"--{name}: cannot write {getattr(self, name)}; there is no directory {parent}")
         one = "--interactive is one conversation; it cannot go with"
         for name, plain in (("batch_size", 1), ("num_samples", 1), ("json", ""), ("compare", False)):
             _rule(not self.interactive or getattr(self, name) == plain, f"{one} --{name}")
@@ -103,6 +106,9 @@ class GenerateConfig:
             f"--tree_file is a static tree, not {self.tree}",
         )
         dynamic = not self.tree_file and self.tree in ("", "dynamic")
+        shape = "--tree static" if self.tree == "static" else "--tree_file"
+        fixed = bool(self.tree_file) or self.tree == "static"
+        _rule(not fixed or self.tree_depth == 6, f"--tree_depth belongs to dynamic trees and chains, not to {shape}")
         if dynamic:
             _rule(self.children != "sampled", "--children sampled would make a dynamic tree lossy; use --tree static")
         else:

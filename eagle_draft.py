@@ -198,6 +198,10 @@ class EagleDrafter:
         """
         if children == "sampled" and isinstance(tree, DynamicTree):
             raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
+        vocab = target.config.vocab_size
+        self.width = tree.topk if isinstance(tree, DynamicTree) else max(map(tree.ranks, range(tree.depth)))
+        if self.width > vocab:
+            raise ValueError(f"a node cannot have {self.width} ranked children of a vocabulary of {vocab}; lower the ranks")
         self.head, self.embedding, self.lm_head = head, target.embedding, target.lm_head
         self.tree, self.rule = tree, rule
         self.children = children if rule.temperature > 0 else "topk"
@@ -205,7 +209,6 @@ class EagleDrafter:
         self.depth, self.size = tree.depth, tree.size
         if isinstance(tree, StaticTree):
             self.plan = StaticPlan.of(tree, target.embedding.weight.device)
-        self.width = tree.topk if isinstance(tree, DynamicTree) else max(level.k for level in self.plan.levels)
         self.fresh_rows = len(self.plan.inner) if self.children == "sampled" else 0
 
     def init(self, batch: int, slots: int) -> EagleState:

@@ -325,7 +325,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        # zeros until loaded or initialized: normal_ on the meta device would import all of torch.compile (1 s, 70 MB)
+        self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.dim), freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)

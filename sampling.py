@@ -131,7 +131,7 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, wid
     certain (q = 1): accept with p, and a rejected token leaves p. One uniform is used per child tried.
 
     p: [B, N, V] fp32, the target's distribution after each node
-    uniform: [B, U] fp32, consumed in order; U at least the number of children tried
+    uniform: [B, U] fp32, consumed in order; U more than the number of children tried
     depth, width: bounds on the depth of the tree and on the children of a node
     Returns: where the walk ended and the distribution of the next token.
     Source: EAGLE-1 (arXiv 2401.15077) Algorithm 1; SpecInfer (arXiv 2305.09781).
@@ -141,6 +141,7 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, wid
     rank = (siblings & (numbers < numbers[:, None])).sum(-1)  # [B, N], place among the parent's children
     node = torch.zeros(p.shape[0], dtype=torch.long, device=p.device)  # [B]
     used = torch.zeros_like(node)
+    walking = torch.ones_like(node, dtype=torch.bool)  # [B], a node that rejected all its children ends the walk
     current = p[:, 0]  # [B, V]
     for _ in range(depth):
         parent, moved = node, torch.zeros_like(node, dtype=torch.bool)
@@ -148,7 +149,7 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, wid
         for r in range(width):
             child_here = (tree.parents == parent[:, None]) & (rank == r) & (numbers > 0) & tree.valid  # [B, N]
             child = child_here.int().argmax(-1, keepdim=True)  # [B, 1]
-            trying = child_here.any(-1) & ~moved
+            trying = child_here.any(-1) & walking & ~moved
             token = tree.tokens.gather(1, child)  # [B, 1]
             p_x = current.gather(1, token).squeeze(1)
             q_x = proposal.gather(1, token).squeeze(1) if proposal is not None else torch.ones_like(p_x)
@@ -162,6 +163,7 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, wid
             node = torch.where(taken, child.squeeze(1), node)
             moved = moved | taken
         current = torch.where(moved[:, None], _at(p, node), current)
+        walking = moved
     return Residual(node, current)
 
 

@@ -44,6 +44,7 @@ from model import DTYPES, KVCache, Transformer, Window, export_weights, load_mod
 from tokenizer import CHAT_TEMPLATES, Tokenizer, chat_template  # noqa: E402
 
 INPUTS = ("feature&shifted", "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
+OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 ALPHAS = 5  # chain steps that are evaluated
 
 
@@ -152,7 +153,7 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
         ids = to_example(turns[:1], answers[:1], engine.tokenizer, template).ids
         text = template.render(turns[:1], []) if turns else ""
         prompts.append(engine.tokenizer.encode(text, special=True) if turns else ids[: len(ids) // 2 or 1])
-    return examples, [p for p in prompts if len(p) < config.seq_len // 2]
+    return examples, prompts
 
 
 def _is_chat(config: TrainConfig) -> bool:
@@ -404,12 +405,14 @@ def train(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)
     target = load_model(path, torch.float32 if config.device == "cpu" else None, config.device)
     options = GenerateConfig(checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device)
-    context = min(config.seq_len, target.config.max_context)
+    context = min(2048, target.config.max_context)
     tokenizer = Tokenizer.load(path)
     engine = with_steps(Engine(options, target, RootOnly(), context, target.config.eos_ids, tokenizer=tokenizer))
     examples, prompts = load_data(config, engine)
     out.mkdir(parents=True, exist_ok=True)
-    sequences = own_sequences(engine, prompts, min(128, context // 2))
+    prompts = [p for p in prompts if len(p) + OWN_TOKENS < context]
+    fitting = replace(engine, context=max(map(len, prompts)) + OWN_TOKENS)
+    sequences = own_sequences(fitting, prompts, OWN_TOKENS)
     head = make_head(config, target)
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True

@@ -105,4 +105,5 @@ def chi_square(counts: Tensor, p: Tensor) -> float:
     expected = torch.cat((expected[~small], expected[small].sum()[None]))
     used = expected > 0
     statistic = ((counts - expected)[used] ** 2 / expected[used]).sum()
-    return float(torch.special.gammaincc((used.sum() - 1) / 2, statistic / 2))  # tail of chi-square
+    freedom = used.sum() - 1
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom else 1.0  # tail of chi-square

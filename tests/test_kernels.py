@@ -1,5 +1,7 @@
 """The attention operator against its plain reference, over shapes, starts and what lies in slots nobody may see."""
 
+import shutil
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -8,7 +10,7 @@ import kernels
 from kernels import tree_attention, tree_attention_reference, visible_slots
 
 E = 16  # head dim
-ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: (1e-5, 0), torch.bfloat16: (1e-2, 2e-2)}  # absolute, relative; bf16 keeps 8 bits
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 STARTS = {1: [37], 2: [37, 11], 3: [5, 0, 37]}  # per batch size
 
@@ -27,7 +29,8 @@ def inputs(heads, starts, rows, window, spare=5, dtype=torch.float32, seed=0):
 
 def close(a, b):
     assert a.dtype == b.dtype and a.shape == b.shape
-    torch.testing.assert_close(a.float(), b.float(), atol=ATOL[a.dtype], rtol=0)
+    atol, rtol = TOLERANCE[a.dtype]
+    torch.testing.assert_close(a.float(), b.float(), atol=atol, rtol=rtol)
 
 
 def by_loops(q, k, v, start, mask):
@@ -66,7 +69,7 @@ def test_visible_slots():
 @pytest.mark.parametrize("rows", [1, 2, 7, 60])
 @pytest.mark.parametrize("batch", STARTS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("dtype", ATOL, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_operator(heads, batch, rows, dtype):
     for window in (rows, rows + 13):  # beyond the rows: scratch slots of a draft head
         args = inputs(HEADS[heads], STARTS[batch], rows, window, dtype=dtype)
@@ -132,7 +135,7 @@ def test_the_cuda_rule_on_this_device():
 def test_registration():
     """Schema, shapes and dtypes of the operator's stand-in under tracing agree with what it computes."""
     for heads, starts, rows, window in (("gqa", [5, 0], 7, 9), ("mha", [3], 1, 1), ("gqa", [3], 1, 4)):
-        for dtype in ATOL:
+        for dtype in TOLERANCE:
             args = inputs(HEADS[heads], starts, rows, window, dtype=dtype)
             torch.library.opcheck(
                 torch.ops.gpt_eagle.tree_attention.default, args, test_utils=("test_schema", "test_faketensor")
@@ -147,7 +150,10 @@ def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
     return tree_attention(q, k_cache, v_cache, start, mask) * 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
 def test_one_graph_for_every_start(backend):
     """The used length is data: no start, nor a longer batch of them, may become a shape of the graph."""
     counter = CompileCounterWithBackend(backend)

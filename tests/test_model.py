@@ -6,8 +6,6 @@ where a forgotten bias or a swapped norm would not show.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +25,6 @@ from model import (
     weight_names,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 24  # per test sequence
 
 # wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ...: this keeps one, blends one and slows the others down
@@ -64,9 +61,15 @@ def build_reference(directory, family="Llama", **options):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
         **{
-            "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-        } | options  # fmt: skip
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+        }
+        | options  # fmt: skip
     )
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -515,15 +518,11 @@ def test_exporting_is_the_inverse_of_loading(reference):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
-    from bench_target import Shape, write_random_model
+    from bench_target import Shape, loading_memory, write_random_model
 
     shape = Shape(dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=100_000_000)
     assert size > 180e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
-    code = "import sys, bench_target; print(*bench_target.loading_memory(sys.argv[1]))"
-    env = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    peak_bytes, model_bytes = map(int, done.stdout.split())
+    peak_bytes, model_bytes = loading_memory(tmp_path)
     assert model_bytes == size
-    assert 0.9 <= peak_bytes / model_bytes <= 1.2  # less than the model itself would mean nothing was measured
+    assert 0.9 <= peak_bytes / model_bytes <= 1.2  # less than the model itself would mean that nothing was measured

@@ -1,0 +1,473 @@
+"""Measure plain decoding on a random model: compiled, eager, and `generate` of Hugging Face transformers.
+
+    python scripts/bench_target.py --shape 0.8b
+    python scripts/bench_target.py --shape 0.8b --memory --peers none --threads 4
+
+How it works:
+1. The read bandwidth of the device is measured first: it is the ceiling, since every step reads every weight once.
+2. A model of random weights is written to a temporary directory in Hugging Face layout, shard by shard; everybody
+   loads the same files. With `--memory` a fresh process loads them and its anonymous memory is sampled.
+3. Speed: the contestants continue the same prompt by the same number of tokens, in turn, run after run. A step is
+   the mean time of a token after the first; ratios are taken within a run, between neighbours in time.
+4. Capacity: the compiled step with a small cache, with a large one and the same text, and with a large one almost
+   full. Where a step reads only the used part of the cache, only the last costs more.
+
+Random weights cost the same time per step as trained ones, since nothing in a plain step depends on their values;
+their text is no text, and ties are near, so bf16 contestants soon part ways (`same tokens` counts until then).
+Not here: drafting, quantization, batches, prompts of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from train_demo import run_or_fail  # noqa: E402
+
+from config import GenerateConfig, add_flags, option, pick_device  # noqa: E402
+from decode import Engine, Session, Stats, peak_memory_bytes, with_steps  # noqa: E402
+from drafters import RootOnly  # noqa: E402
+from generate import warm_up  # noqa: E402
+from model import DTYPES, Transformer, load_model  # noqa: E402
+
+CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
+SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a LLaMA, in model.py's names."""
+
+    dim: int
+    n_layers: int
+    ffn_dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+SHAPES = {  # parameters, embedding and LM head included
+    "tiny": Shape(dim=128, n_layers=2, ffn_dim=256, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=512),  # 0.4 M
+    "0.5b": Shape(dim=1536, n_layers=16, ffn_dim=4096, n_heads=24, n_kv_heads=8, head_dim=64, vocab_size=32000),
+    "0.8b": Shape(dim=2048, n_layers=16, ffn_dim=5632, n_heads=32, n_kv_heads=8, head_dim=64, vocab_size=32000),
+}
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Options. Units and effects are in the help texts."""
+
+    shape: str = option("0.8b", "size of the random model, by parameters", tuple(SHAPES))
+    dtype: str = option("bfloat16", "of weights, activations and cache", tuple(DTYPES))
+    tokens: int = option(48, "new tokens per run, the first (from prefill, not counted in a step) included")
+    runs: int = option(5, "measured runs per contestant, after one to warm up; at least 5")
+    capacity: int = option(4096, "slots of the key-value cache in tokens")
+    used: int = option(300, "prompt tokens")
+    long_used: int = option(3500, "prompt tokens of the run that almost fills the capacity")
+    peers: str = option("transformers", "whom to compare with", ("transformers", "none"))
+    memory: bool = option(False, "measure the peak of anonymous memory while loading (Linux)")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    seed: int = option(0, "of weights and prompts")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        if self.runs < 5:
+            raise ValueError(f"--runs must be at least 5, for a median with a spread; it is {self.runs}")
+        if self.tokens < 2:
+            raise ValueError(f"--tokens must be at least 2: a step is timed after the first; it is {self.tokens}")
+        for name in ("used", "long_used"):
+            if not 1 <= getattr(self, name) <= self.capacity - self.tokens:
+                raise ValueError(
+                    f"--{name} and --tokens must fit --capacity {self.capacity}: 1 to {self.capacity - self.tokens} "
+                    f"with {self.tokens} tokens; it is {getattr(self, name)}"
+                )
+
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        """(capacity, prompt tokens) of the capacity section; the first is the smallest power of two that fits."""
+        small = 1 << (self.used + self.tokens - 1).bit_length()
+        return [(min(small, self.capacity), self.used), (self.capacity, self.used), (self.capacity, self.long_used)]
+
+
+class Series(NamedTuple):
+    """Repeated measurements of one thing, as their median and range."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: list[float]) -> Series:
+        """Sum up measurements."""
+        return Series(statistics.median(values), min(values), max(values))
+
+    def text(self, scale: float, digits: int) -> str:
+        """`median (low-high)`, scaled."""
+        median, low, high = (f"{x * scale:.{digits}f}" for x in self)
+        return f"{median} ({low}-{high})"
+
+
+# ------------------------------------------------------------------------------------- model and memory
+
+
+def write_random_model(
+    path: Path, shape: Shape, dtype: torch.dtype, shard_bytes: int = 500_000_000, seed: int = 0
+) -> int:
+    """Write a LLaMA of random weights in Hugging Face layout. Never more than one shard is in memory.
+
+    shard_bytes: a shard is closed before it would grow beyond this
+    Returns: the bytes of its parameters. Writes: `path`.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.dim, intermediate_size=shape.ffn_dim,
+        num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads, num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=2**17, bos_token_id=None, eos_token_id=None,
+        architectures=["LlamaForCausalLM"], dtype=str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    config.save_pretrained(path)
+    with torch.device("meta"):
+        sizes = {name: p.shape for name, p in LlamaForCausalLM(config).state_dict().items()}
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, size in sizes.items():
+        need = size.numel() * dtype.itemsize
+        if need > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= need
+    generator, index = torch.Generator().manual_seed(seed), {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({n: _random_weight(n, sizes[n], dtype, generator) for n in names}, path / file, {"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    total = sum(size.numel() for size in sizes.values()) * dtype.itemsize
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    (path / "model.safetensors.index.json").write_text(text)
+    return total
+
+
+def _random_weight(name: str, size: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if len(size) == 1:  # norms
+        return torch.ones(size, dtype=dtype)
+    return torch.empty(size, dtype=dtype).normal_(0, 0.02, generator=generator)  # the usual initialization
+
+
+def loading_memory(path: Path) -> tuple[int, int]:
+    """Load a model in a fresh process and watch its anonymous memory (what is not backed by the files). Linux only.
+
+    Returns: peak growth in bytes; bytes of the model.
+    Raises: ValueError when the process fails.
+    """
+    child = "import sys, bench_target; print(*bench_target._watch_loading(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", child, str(path)], cwd=ROOT / "scripts", capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(f"loading {path} failed: {done.stderr.strip().splitlines()[-1]}")
+    peak_bytes, model_bytes = map(int, done.stdout.split())
+    return peak_bytes, model_bytes
+
+
+def _watch_loading(path: str) -> tuple[int, int]:
+    before = _anonymous_bytes()
+    peak, loaded = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not loaded.wait(SAMPLE_S):
+            peak = max(peak, _anonymous_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model = load_model(Path(path))
+    loaded.set()
+    thread.join()
+    peak = max(peak, _anonymous_bytes())
+    return peak - before, sum(p.nbytes for p in model.parameters())
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/self/status has no RssAnon; --memory needs Linux 4.5 or later")
+
+
+# ------------------------------------------------------------------------------------------ contestants
+
+
+class Outcome(NamedTuple):
+    """One run."""
+
+    tokens: list[int]  # new ones
+    first_s: float  # until the first new token is decided
+    step_s: float  # mean of the others
+
+
+Contestant = Callable[[list[int]], Outcome]  # continues a prompt
+
+
+def make_engine(config: BenchConfig, target: Transformer, capacity: int, compile: bool) -> Engine:
+    """Our runtime, warmed up. Raises: ValueError when it cannot compile."""
+    options = GenerateConfig(
+        draft="none", max_new_tokens=config.tokens, ignore_eos=True, context=capacity, compile=compile,
+        device=config.device, dtype=config.dtype,
+    )  # fmt: skip
+    engine = warm_up(with_steps(Engine(options, target, RootOnly(), capacity, eos_ids=())))
+    if engine.config.compile != compile:
+        raise ValueError("torch.compile does not work here; see the note above")
+    return engine
+
+
+def run_session(session: Session, prompt: list[int]) -> Outcome:
+    """Continue a prompt; what the session has cached of it stays cached."""
+    session.stats = Stats()
+    tokens = [token for new in session.run([prompt]) for token in new[0]]
+    stats = session.stats
+    assert stats.tokens == len(tokens) - 1, (stats.tokens, len(tokens))
+    return Outcome(tokens, stats.prefill_s, stats.decode_s / stats.tokens)
+
+
+class TokenClock:
+    """What `generate` calls with the prompt, then with every token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note when a token has reached the host."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def make_transformers(config: BenchConfig, path: Path) -> Contestant:
+    """`generate` of transformers, greedy, with its default cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[config.dtype]).to(config.device).eval()
+
+    def run(prompt: list[int]) -> Outcome:
+        ids, clock = torch.tensor([prompt], device=config.device), TokenClock()
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.tokens, do_sample=False, streamer=clock
+            )
+        tokens, times = out[0, len(prompt) :].tolist(), clock.times[1:]  # the first call brings the prompt
+        assert len(tokens) == len(times) == config.tokens, (len(tokens), len(times))
+        return Outcome(tokens, times[0] - began, (times[-1] - times[0]) / (len(times) - 1))
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------ measurement
+
+
+def read_bandwidth(device: str, runs: int) -> Series:
+    """Bytes per second of summing up a large buffer."""
+    buffer = torch.ones(CEILING_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(runs + 1):
+        began = time.perf_counter()
+        buffer.sum().item()
+        seconds.append(time.perf_counter() - began)
+    return Series.of([buffer.nbytes / s for s in seconds[1:]])
+
+
+def in_turn(contestants: dict[str, Callable[[], Outcome]], runs: int, title: str) -> dict[str, list[Outcome]]:
+    """Run everybody once to warm up, then `runs` rounds of everybody, one after the other."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
+    bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run")
+    for _ in range(runs + 1):
+        for name, run in contestants.items():
+            outcomes[name].append(run())
+            bar.update()
+    bar.close()
+    return {name: done[1:] for name, done in outcomes.items()}
+
+
+def step_bytes(target: Transformer, config: BenchConfig, used: int) -> float:
+    """Bytes that a step reads at least: every weight but the embedding's other rows, and the cached prefix."""
+    c, itemsize = target.config, DTYPES[config.dtype].itemsize
+    weights = sum(p.nbytes for p in target.parameters()) - (c.vocab_size - 1) * c.dim * itemsize
+    return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize * (used + config.tokens / 2)
+
+
+def measure_speed(config: BenchConfig, target: Transformer, path: Path, prompt: list[int]) -> dict[str, Any]:
+    """Time the contestants in turn. Returns: what is known of each; `ratios` of step times; `compile_s`."""
+    engines = {name: make_engine(config, target, config.capacity, name == "compiled") for name in ("eager", "compiled")}
+    contestants = {n: lambda e=engine: run_session(Session(e, [(0, 0)]), prompt) for n, engine in engines.items()}
+    if config.peers == "transformers":
+        peer = make_transformers(config, path)
+        contestants["transformers"] = lambda: peer(prompt)
+    outcomes = in_turn(contestants, config.runs, "speed")
+    steps = {name: [o.step_s for o in done] for name, done in outcomes.items()}
+    reference = outcomes["eager"][0].tokens
+    rows = {
+        name: {
+            "step_s": Series.of(steps[name])._asdict(),
+            "first_s": Series.of([o.first_s for o in done])._asdict(),
+            "tokens_per_s": Series.of([1 / s for s in steps[name]])._asdict(),
+            "same_tokens": _common(reference, done[0].tokens),
+        }
+        for name, done in outcomes.items()
+    }
+    ratios = {
+        name: Series.of([s / ours for s, ours in zip(steps[name], steps["compiled"])])._asdict()
+        for name in steps
+        if name != "compiled"
+    }
+    return {"rows": rows, "compiled_is_faster_by": ratios, "compile_s": engines["compiled"].compile_s}
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def measure_capacity(config: BenchConfig, target: Transformer, prompt: list[int]) -> list[dict[str, Any]]:
+    """Time the compiled step per point of `config.points`; prompts stay cached from run to run."""
+    torch.compiler.reset()  # else every step would first try the graphs of other engines
+    capacities = dict.fromkeys(capacity for capacity, _ in config.points)
+    engines = {capacity: make_engine(config, target, capacity, True) for capacity in capacities}
+    contestants = {}
+    for capacity, used in config.points:
+        session = Session(engines[capacity], [(0, 0)])
+        contestants[f"{capacity}/{used}"] = lambda s=session, n=used: run_session(s, prompt[:n])
+    outcomes = in_turn(contestants, config.runs, "capacity")
+    return [
+        {"capacity": capacity, "used": used, "step_s": Series.of([o.step_s for o in done])._asdict()}
+        for (capacity, used), done in zip(config.points, outcomes.values())
+    ]
+
+
+# ----------------------------------------------------------------------------------------------- report
+
+
+def environment(config: BenchConfig) -> dict[str, Any]:
+    """What a measurement depends on."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        commit = ""
+    versions = {}
+    if config.peers == "transformers":
+        import transformers
+
+        versions["transformers"] = transformers.__version__
+    return {
+        "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else _cpu_name(),
+        "torch": torch.__version__,
+        **versions,
+        "commit": commit or "unknown",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def report_lines(result: dict[str, Any]) -> Iterator[str]:
+    """The tables. Times are medians with their range."""
+    speed = result["speed"]
+    yield f"{'':14}{'ms per token':>24}{'tokens/s':>10}{'of ceiling':>12}{'first token ms':>28}{'same tokens':>13}"
+    for name, row in speed["rows"].items():
+        step, first, rate = Series(**row["step_s"]), Series(**row["first_s"]), Series(**row["tokens_per_s"]).median
+        share = f"{100 * result['step_bytes'] * rate / result['ceiling_bytes_per_s']['median']:.0f} %"
+        same = f"{row['same_tokens']}/{result['config']['tokens']}"
+        yield f"{name:14}{step.text(1e3, 2):>24}{rate:>10.1f}{share:>12}{first.text(1e3, 0):>28}{same:>13}"
+    for name, ratio in speed["compiled_is_faster_by"].items():
+        yield f"compiled is {Series(**ratio).text(1, 2)} times as fast as {name}"
+    yield f"compile {speed['compile_s']:.1f} s, not counted above"
+    yield ""
+    yield f"{'capacity':>8}{'used':>8}{'ms per token':>24}"
+    for row in result["capacity"]:
+        yield f"{row['capacity']:>8}{row['used']:>8}{Series(**row['step_s']).text(1e3, 2):>24}"
+    if "loading" in result:
+        yield ""
+        yield "loading: peak anonymous memory {peak_bytes:,} bytes, {ratio:.3f} of the model".format(
+            **result["loading"]
+        )
+    yield f"peak memory of the whole benchmark {result['peak_memory_bytes'] / 1e9:.2f} GB"
+
+
+def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
+    """What STYLE asks to know before any number."""
+    yield ", ".join(f"{key} {value}" for key, value in machine.items())
+    yield f"dtype {config.dtype}, quantization none, random prompts, B = 1, T = 0, greedy, no drafting"
+    yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
+
+
+def bench(config: BenchConfig) -> None:
+    """Measure and print everything."""
+    config.check()
+    config = BenchConfig(**(asdict(config) | {"device": pick_device(config.device)}))
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    machine, ceiling = environment(config), read_bandwidth(config.device, config.runs)
+    print("\n".join(header_lines(config, machine, ceiling)), flush=True)
+    generator = torch.Generator().manual_seed(config.seed)
+    longest = max(config.used, config.long_used)
+    prompt = torch.randint(0, SHAPES[config.shape].vocab_size, (longest,), generator=generator).tolist()
+    result: dict[str, Any] = {"config": asdict(config), "environment": machine}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        size = write_random_model(path, SHAPES[config.shape], DTYPES[config.dtype], seed=config.seed)
+        print(f"model {config.shape}: {size:,} bytes of random weights\n", flush=True)
+        if config.memory:
+            peak_bytes, model_bytes = loading_memory(path)
+            result["loading"] = {"peak_bytes": peak_bytes, "ratio": peak_bytes / model_bytes}
+        target = load_model(path, device=config.device)
+        result |= {
+            "model_bytes": size,
+            "ceiling_bytes_per_s": ceiling._asdict(),
+            "step_bytes": step_bytes(target, config, config.used),
+            "speed": measure_speed(config, target, path, prompt[: config.used]),
+            "capacity": measure_capacity(config, target, prompt),
+            "peak_memory_bytes": peak_memory_bytes(config.device),
+        }
+    print("\n".join(report_lines(result)))
+    print(json.dumps(result))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_flags(parser, list(fields(BenchConfig)))
+    config = BenchConfig(**vars(parser.parse_args()))
+    run_or_fail("bench_target.py", lambda: bench(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Every tensor step on trees against plain Python on lists, on random trees and on the edges."""
+
+import json
+import random
+
+import pytest
+import torch
+from helpers import golden_case, golden_head, golden_target
+
+import draft_tree
+from draft_tree import (
+    EAGLE1_PATHS,
+    Accepted,
+    StaticTree,
+    accept,
+    build_tree,
+    compaction,
+    expand,
+    first_level,
+    path_to,
+    pool_size,
+    rerank,
+    root_tree,
+)
+from eagle_draft import DynamicTree, EagleDrafter
+from model import KVCache, ModelConfig
+from sampling import Sampling
+
+INF = float("inf")
+
+
+# ------------------------------------------------------------------------------------------ plain Python
+
+
+def ancestors(parents, node):
+    """The node and all above it, root first."""
+    return [*ancestors(parents, parents[node]), node] if node else [0]
+
+
+def accept_reference(tokens, parents, valid, choice):
+    """Returns: path, emitted."""
+    accepted = {0}
+    for node in range(1, len(tokens)):
+        if parents[node] in accepted and valid[node] and tokens[node] == choice[parents[node]]:
+            accepted.add(node)
+    deepest = max(accepted, key=lambda node: (len(ancestors(parents, node)), -node))
+    path = ancestors(parents, deepest)
+    return path, [choice[node] for node in path]
+
+
+def rerank_reference(root, tokens, values, parents, size):
+    """Returns: tokens, parents, valid per node. parents: flat index, -1 for the root."""
+    best = sorted(range(len(tokens)), key=lambda i: (-values[i], i))[: size - 1]
+    chosen = sorted(best)
+    assert all(parents[i] < 0 or parents[i] in chosen for i in chosen)
+    node = {-1: 0} | {flat: number for number, flat in enumerate(chosen, 1)}
+    return (
+        [root] + [tokens[i] for i in chosen],
+        [0] + [node[parents[i]] for i in chosen],
+        [True] + [values[i] > -INF for i in chosen],
+    )
+
+
+def random_trees(rng, batch, size, vocab):
+    """Lists of tokens, parents, valid and choices; few tokens, so that many match."""
+    parents = [[0] + [rng.randrange(node) for node in range(1, size)] for _ in range(batch)]
+    tokens, choice = ([[rng.randrange(vocab) for _ in range(size)] for _ in range(batch)] for _ in range(2))
+    valid = [[True] + [rng.random() < 0.85 for _ in range(1, size)] for _ in range(batch)]
+    return tokens, parents, valid, choice
+
+
+def tree_of(tokens, parents, valid=None):
+    """A tree of one row."""
+    valid = [True] * len(tokens) if valid is None else valid
+    return build_tree(*(torch.tensor([x]) for x in (tokens, parents, valid)), depth=len(tokens))
+
+
+def accepted_row(tokens, parents, choice, valid=None, depth=4):
+    """Returns: path and emitted tokens of one row, cut to their length."""
+    accepted = accept(tree_of(tokens, parents, valid), torch.tensor([choice]), depth)
+    end = accepted.length.item() + 1
+    assert accepted.path.shape == accepted.emitted.shape == (1, depth + 1)
+    assert not accepted.path[0, end:].any()
+    return accepted.path[0, :end].tolist(), accepted.emitted[0, :end].tolist()
+
+
+# --------------------------------------------------------------------------------------------- structure
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9, 26, 64])
+def test_build_tree(size):
+    rng = random.Random(size)
+    tokens, parents, valid, _ = random_trees(rng, 20, size, 5)
+    depth = max(len(ancestors(row, node)) for row in parents for node in range(size)) - 1
+    tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), depth)
+    assert tree.tokens.tolist() == tokens and tree.valid.tolist() == valid and tree.parents.tolist() == parents
+    for b, row in enumerate(parents):
+        for node in range(size):
+            line = ancestors(row, node)
+            assert tree.mask[b, node].nonzero().flatten().tolist() == sorted(line)
+            assert tree.depths[b, node] == len(line) - 1
+
+
+def test_a_chain_of_64():
+    parents = [[0, *range(63)]]
+    tree = build_tree(*(torch.tensor(parents) for _ in range(3)), depth=63)
+    assert torch.equal(tree.mask[0], torch.ones(64, 64).tril().bool())
+    path, length = path_to(tree, torch.tensor([63]), 63)
+    assert path.tolist() == [list(range(64))] and length.tolist() == [63]
+
+
+def test_root_tree():
+    tree = root_tree(torch.tensor([7, 0]))
+    assert tree.tokens.tolist() == [[7], [0]] and tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
+    assert tree.mask.all() and tree.valid.all() and tree.q is None
+
+
+def test_path_to():
+    rng = random.Random(1)
+    tokens, parents, valid, _ = random_trees(rng, 30, 12, 4)
+    tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), 11)
+    for node in range(12):
+        path, length = path_to(tree, torch.full((30,), node), 11)
+        for b in range(30):
+            line = ancestors(parents[b], node)
+            assert path[b].tolist() == line + [0] * (12 - len(line))
+            assert length[b] == len(line) - 1
+
+
+# -------------------------------------------------------------------------------------------- acceptance
+
+
+@pytest.mark.parametrize("size, vocab", [(1, 3), (2, 2), (7, 2), (12, 3), (26, 2), (64, 3)])
+def test_accept(size, vocab):
+    rng = random.Random(size)
+    tokens, parents, valid, choice = random_trees(rng, 60, size, vocab)
+    depth = size  # deeper than any path
+    tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), depth)
+    accepted = accept(tree, torch.tensor(choice), depth)
+    lengths = set()
+    for b in range(60):
+        path, emitted = accept_reference(tokens[b], parents[b], valid[b], choice[b])
+        end = len(path)
+        assert accepted.length[b] == end - 1
+        assert accepted.path[b].tolist() == path + [0] * (depth + 1 - end)
+        assert accepted.emitted[b, :end].tolist() == emitted
+        lengths.add(end)
+    assert len(lengths) > 2 or size < 7  # the trees were not all rejected
+
+
+def test_accept_only_the_root():
+    assert accepted_row([5], [0], [3], depth=0) == ([0], [3])
+    assert accepted_row([5], [0], [0], depth=3) == ([0], [0])
+
+
+def test_accept_nothing():
+    assert accepted_row([1, 2, 3, 4], [0, 0, 0, 1], [9, 4, 9, 9]) == ([0], [9])  # node 3 matches, its parent not
+
+
+def test_accept_everything():
+    assert accepted_row([1, 2, 3, 4], [0, 0, 1, 2], [2, 3, 4, 8]) == ([0, 1, 2, 3], [2, 3, 4, 8])
+
+
+def test_invalid_nodes_are_never_accepted():
+    tokens, parents, choice = [1, 2, 3, 4], [0, 0, 1, 2], [2, 3, 4, 8]
+    assert accepted_row(tokens, parents, choice, [True, False, True, True]) == ([0], [2])
+    assert accepted_row(tokens, parents, choice, [True, True, False, True]) == ([0, 1], [2, 3])
+    # padding shares its token with a real node behind it
+    assert accepted_row([1, 2, 2], [0, 0, 0], [2, 5, 6], [True, False, True]) == ([0, 2], [2, 6])
+
+
+def test_equal_siblings_go_to_the_lowest():
+    assert accepted_row([1, 3, 2, 2, 2], [0, 0, 0, 0, 0], [2, 9, 7, 8, 6]) == ([0, 2], [2, 7])
+
+
+def test_the_deepest_path_wins():
+    # both nodes 1 and 2 hold the chosen token; only below 2 it goes on
+    assert accepted_row([1, 2, 2, 5], [0, 0, 0, 2], [2, 5, 5, 6]) == ([0, 2, 3], [2, 5, 6])
+
+
+def test_token_0_is_a_token():
+    assert accepted_row([0, 0, 0], [0, 0, 1], [0, 0, 0]) == ([0, 1, 2], [0, 0, 0])
+    assert accepted_row([0, 0, 0], [0, 0, 1], [1, 0, 0]) == ([0], [1])
+
+
+def test_compiled_accept():
+    rng = random.Random(3)
+    tokens, parents, valid, choice = (torch.tensor(x) for x in random_trees(rng, 4, 10, 2))
+    tree = build_tree(tokens, parents, valid, 9)
+    compiled = torch.compile(accept, fullgraph=True, dynamic=False)(tree, choice, 9)
+    for ours, eager in zip(compiled, accept(tree, choice, 9)):
+        assert torch.equal(ours, eager)
+
+
+# -------------------------------------------------------------------------------------------- compaction
+
+
+def test_compaction():
+    rng = random.Random(4)
+    config = ModelConfig(dim=8, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=4, ffn_dim=8, vocab_size=8)
+    size, depth, slots, starts = 9, 5, 24, [0, 3, 15, 7, 11]  # 15 + 9 fills the cache exactly
+    parents = [[0] + [max(0, node - rng.randint(1, 3)) for node in range(1, size)] for _ in starts]
+    tree = build_tree(torch.tensor(parents), torch.tensor(parents), torch.tensor(parents) >= 0, size)
+    nodes = torch.tensor([0, 8, 8, 4, 7])
+    nodes = torch.where(tree.depths.gather(1, nodes[:, None])[:, 0] > depth, 0, nodes)
+    path, length = path_to(tree, nodes, depth)
+    assert length[0] == 0 and length.max() > 2 and (path[1:, 1:] > torch.arange(1, depth + 1)).any()
+    cache = KVCache.empty(config, len(starts), slots, torch.float32, "cpu")
+    for buffer in (*cache.k, *cache.v):
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
+    before = [b.clone() for b in (*cache.k, *cache.v)]
+    moves = compaction(Accepted(path, length, path))
+    cache.compact(torch.tensor(starts), moves)
+    for old, new in zip(before, (*cache.k, *cache.v)):
+        for b, start in enumerate(starts):
+            for slot in range(slots):
+                step = slot - start
+                inside = 0 <= step <= length[b]
+                source = start + path[b, step].item() if inside else slot
+                assert torch.equal(new[b, :, slot], old[b, :, source]), (b, slot)
+
+
+# ----------------------------------------------------------------------------------------- dynamic trees
+
+
+def random_scores(rng, shape, cut=0.0):
+    """Scores with many ties and zeros, best first along the last dimension; a share `cut` of them -inf."""
+    values = torch.tensor(rng.choices([0.0, -0.25, -0.5, -1.0, -3.0], k=torch.Size(shape).numel())).view(shape)
+    gone = torch.tensor([rng.random() < cut for _ in range(values.numel())]).view(shape)
+    return values.masked_fill(gone, -INF).sort(dim=-1, descending=True).values
+
+
+def grow(rng, batch, depth, K, by="value", cut=0.0):
+    """Grow pools, and the same in plain Python. Returns: the pool, per row (tokens, values, parents)."""
+    tokens = torch.tensor([[rng.randrange(50) for _ in range(K)] for _ in range(batch)])
+    scores = random_scores(rng, (batch, K), cut)
+    pool, frontier = first_level(tokens, scores)
+    plain = [(t, v, [-1] * K) for t, v in zip(tokens.tolist(), scores.tolist())]
+    expected = [list(range(K)) for _ in range(batch)]  # flat indices of the frontier
+    for _ in range(depth - 1):
+        assert frontier.index.tolist() == expected
+        tokens = torch.tensor([rng.randrange(50) for _ in range(batch * K * K)]).view(batch, K, K)
+        scores = random_scores(rng, (batch, K, K), cut)
+        previous, (pool, frontier) = expected, expand(pool, frontier, tokens, scores, by)
+        expected = []
+        for b, (t, v, p) in enumerate(plain):
+            begin, keys = len(t), []
+            for parent, row, steps in zip(previous[b], tokens[b].tolist(), scores[b].tolist()):
+                t += row
+                v += [v[parent] + step for step in steps]
+                p += [parent] * K
+                keys += steps
+            keys = v[begin:] if by == "value" else keys
+            order = sorted(range(K * K), key=lambda i: (-keys[i], i))[:K]  # noqa: B023
+            expected.append([begin + i for i in order])
+            assert frontier.tokens[b].tolist() == [t[i] for i in expected[b]]
+            assert frontier.values[b].tolist() == [v[i] for i in expected[b]]
+            assert [previous[b][rank] for rank in frontier.parent_rank[b]] == [p[i] for i in expected[b]]
+    return pool, plain
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("by", ["value", "confidence"])
+@pytest.mark.parametrize("depth, K", [(1, 4), (2, 1), (2, 3), (4, 4)])
+def test_pool_and_rerank(depth, K, by, cut):
+    rng = random.Random(depth)
+    pool, plain = grow(rng, 40, depth, K, by, cut)
+    assert pool.tokens.shape[1] == pool_size(depth, K)
+    assert pool.tokens.tolist() == [t for t, _, _ in plain]
+    assert pool.values.tolist() == [v for _, v, _ in plain]
+    assert pool.parents.tolist() == [p for _, _, p in plain]
+    roots = torch.arange(40)
+    for size in {2, K + 1, pool_size(depth, K) // 2 + 1, pool_size(depth, K) + 1}:
+        tree = rerank(roots, pool, size, depth)
+        for b, row in enumerate(plain):
+            tokens, parents, valid = rerank_reference(b, *row, size)
+            assert tree.tokens[b].tolist() == tokens
+            assert tree.parents[b].tolist() == parents
+            assert tree.valid[b].tolist() == valid
+            assert tree.depths[b].tolist() == [len(ancestors(parents, n)) - 1 for n in range(size)]
+            assert all(valid[parents[n]] or not valid[n] for n in range(size))  # invalid nodes have no valid child
+
+
+def test_pool_size():
+    assert [pool_size(1, 10), pool_size(6, 10), pool_size(4, 4)] == [10, 510, 52]
+
+
+def test_rerank_with_every_score_equal():
+    """Of equal values the first stay, so that parents come before their children."""
+    zeros = torch.zeros(1, 3)
+    pool, frontier = first_level(torch.tensor([[4, 5, 6]]), zeros)
+    pool, _ = expand(pool, frontier, torch.arange(9).view(1, 3, 3), zeros[:, None].expand(1, 3, 3), "value")
+    tree = rerank(torch.tensor([0]), pool, 6, 2)
+    assert tree.tokens.tolist() == [[0, 4, 5, 6, 0, 1]]
+    assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
+
+
+def test_rerank_pads_with_invalid_nodes():
+    pool, frontier = first_level(torch.tensor([[4, 5]]), torch.tensor([[-0.5, -INF]]))
+    steps = torch.tensor([[[-0.1, -INF], [-0.1, -0.2]]])
+    pool, _ = expand(pool, frontier, torch.tensor([[[7, 8], [9, 3]]]), steps, "value")
+    tree = rerank(torch.tensor([0]), pool, 7, 2)
+    assert tree.valid.tolist() == [[True, True, False, True, False, False, False]]
+    accepted = accept(tree, torch.tensor([[5, 0, 9, 0, 0, 0, 0]]), 2)
+    assert accepted.length.item() == 0  # node 2 holds token 5, yet is none
+
+
+def test_whole_levels():
+    """Without re-ranking the first candidates are taken, level by level."""
+    pool, plain = grow(random.Random(5), 6, 3, 3)
+    for size in (3, 6, 13):
+        tree = rerank(torch.arange(6), pool, size, 3, by_value=False)
+        for b, (tokens, _, parents) in enumerate(plain):
+            assert tree.tokens[b].tolist() == [b, *tokens[: size - 1]]
+            assert tree.parents[b].tolist() == [0] + [p + 1 for p in parents[: size - 1]]
+
+
+def test_compiled_rerank():
+    pool, _ = grow(random.Random(6), 3, 3, 3, cut=0.2)
+    root = torch.tensor([1, 2, 3])
+    compiled = torch.compile(rerank, fullgraph=True, dynamic=False)(root, pool, 10, 3)
+    for ours, eager in zip(compiled[:5], rerank(root, pool, 10, 3)):
+        assert torch.equal(ours, eager)
+
+
+def test_a_tree_larger_than_its_pool():
+    DynamicTree(depth=2, topk=3, size=13)
+    with pytest.raises(ValueError, match="14 nodes needs 13 candidates; depth 2 and top-k 3 give 12 .*lower"):
+        DynamicTree(depth=2, topk=3, size=14)
+
+
+def test_children_of_a_dynamic_tree_are_not_sampled():
+    head, target, tree = golden_head(), golden_target(), DynamicTree(2, 3, 5)
+    with pytest.raises(ValueError, match="dynamic tree cannot be sampled"):
+        EagleDrafter(head, target, tree, Sampling(1.0), children="sampled")
+
+
+# ------------------------------------------------------------------------------------------ static trees
+
+
+def test_order_is_by_depth_then_path():
+    tree = StaticTree(((1,), (0, 1), (0,), (1, 0), (2,), (0, 1, 3)))
+    assert tree.order == [(), (0,), (1,), (2,), (0, 1), (1, 0), (0, 1, 3)]
+    assert tree.parents == [0, 0, 0, 0, 1, 2, 4]
+    assert (tree.depth, tree.size) == (3, 7)
+    assert tree.inner == [[0], [1, 2], [4]]
+    assert tree.children(1) == [(4, 0, 1), (5, 1, 0)]
+    assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
+
+
+def test_chain():
+    tree = StaticTree.chain(3)
+    assert tree.order == [(), (0,), (0, 0), (0, 0, 0)]
+    assert tree.parents == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "name, tree",
+    [
+        ("eagle1_static26_mha", StaticTree(EAGLE1_PATHS)),
+        ("eagle1_static26_mha_temp1", StaticTree(EAGLE1_PATHS)),
+        ("eagle1_chain5_mha_alpha", StaticTree.chain(5)),
+    ],
+)
+def test_official_static_trees(name, tree):
+    official = golden_case(name)["static_tree"]
+    assert tree.parents == [0, *official["parents"][1:]]
+    assert [len(p) for p in tree.order] == official["tree_position_ids"]
+    assert [list(p) for p in tree.order[1:]] == sorted(official["tree_choices"], key=lambda p: (len(p), p))
+
+
+def saved(folder, text):
+    file = folder / "tree.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def test_tree_file(tmp_path):
+    paths = [[0, 1], [0], [1], [0, 1, 0]]
+    tree = StaticTree.from_file(saved(tmp_path, json.dumps(paths)))
+    assert sorted(tree.paths) == sorted(map(tuple, paths))
+    wide = [[rank] for rank in range(draft_tree.MAX_NODES - 1)]
+    assert StaticTree.from_file(saved(tmp_path, json.dumps(wide))).size == 64
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[[0], [1]", "tree.json is not valid JSON"),
+        (b"\xff\xfe[[0]]", "tree.json is not valid JSON"),
+        ("[]", "must be a list of rank paths"),
+        ("{}", "must be a list of rank paths"),
+        ("[0, 1]", "must be a list of rank paths"),
+        ("[[]]", "must be a list of rank paths"),
+        ("[[0], [-1]]", "must be a list of rank paths"),
+        ("[[0], [1.0]]", "must be a list of rank paths"),
+        ("[[0], [true]]", "must be a list of rank paths"),
+        ('[[0], ["1"]]', "must be a list of rank paths"),
+        ("[[0], [1, 0]]", r"has the path \[1, 0\] without its parent \[1\]; add it"),
+        ("[[0], [1], [0]]", "lists a path twice"),
+        (json.dumps([[rank] for rank in range(64)]), "at most 63 paths fit a tree; .* has 64"),
+    ],
+)
+def test_tree_file_errors(tmp_path, text, message):
+    with pytest.raises(ValueError, match="--tree_file: .*" + message):
+        StaticTree.from_file(saved(tmp_path, text))
+
+
+def test_missing_tree_file(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ValueError, match=f"--tree_file: cannot read {path}"):
+            StaticTree.from_file(path)

@@ -1,0 +1,303 @@
+"""The command line and the Python interface: what goes in, what comes out, and every user's mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import GOLDEN
+from safetensors.torch import load_file, save_file
+
+import generate as cli
+from config import DEMO, GenerateConfig
+from generate import generate, load, main, stream
+
+TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
+IDS = ["--checkpoint", TARGET, "--prompt_ids", "5,17,3,40", "--max_new_tokens", "20", "--ignore_eos", "--device", "cpu"]
+PROMPT = "def read_lines(path):"
+
+
+def run(capsys, *argv: str) -> tuple[str, str]:
+    main(list(argv))
+    return capsys.readouterr()
+
+
+def failure(capsys, *argv: str) -> str:
+    """Run the command line; it must end with status 2 and one line on standard error."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert err.count("\n") == 1 and err.startswith("generate.py: "), err
+    assert "Traceback" not in err and out == ""
+    return err
+
+
+# ------------------------------------------------------------------------------------------ what comes out
+
+
+def test_json_contract(capsys, tmp_path):
+    file = tmp_path / "out.json"
+    out, err = run(capsys, *IDS, "--eagle", HEAD, "--num_samples", "3", "--batch_size", "2", "--json", str(file))
+    got = json.loads(file.read_text())
+    assert set(got) == {"tokens", "text", "finish_reason", "prompt_tokens", "stats", "config", "environment"}
+    assert [len(t) for t in got["tokens"]] == [20] * 3
+    assert got["finish_reason"] == ["length"] * 3 and got["prompt_tokens"] == [4] * 3
+    stats = got["stats"]
+    assert {
+        "tau", "accept_lengths", "cycles", "tokens_per_s", "decode_s", "prefill_s", "compile_s", "load_s", "draft_s",
+        "verify_s", "peak_memory_bytes",
+    } <= set(stats)  # fmt: skip
+    assert stats["cycles"] == len(stats["accept_lengths"])
+    assert stats["tau"] == pytest.approx(sum(stats["accept_lengths"]) / stats["cycles"] + 1)
+    assert stats["tokens_per_s"] == pytest.approx(3 * 19 / stats["decode_s"])
+    assert stats["draft_s"] + stats["verify_s"] <= stats["decode_s"]
+    assert got["config"]["eagle"] == HEAD and got["config"]["dtype"] == "float32"
+    assert f"tau {stats['tau']:.2f}" in out
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_json_to_standard_output_is_alone_there(capsys):
+    out, err = run(capsys, *IDS, "--json", "-")
+    assert json.loads(out)["stats"]["tau"] == 1.0
+    assert "tokens/s" in err
+
+
+def test_trace_contract(capsys, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    out, _ = run(capsys, *IDS, "--eagle", HEAD, "--tree", "static", "--trace", str(file), "--json", str(tmp_path / "j"))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    tokens = json.loads((tmp_path / "j").read_text())["tokens"][0]
+    assert [r["pos"] for r in rows][0] == 4
+    decided = [rows[0]["root"]]
+    for row in rows:
+        assert set(row) == {
+            "row", "pos", "root", "draft_tokens", "parents", "depths", "accept_length", "path", "emitted"
+        }  # fmt: skip
+        assert len(row["draft_tokens"]) == len(row["parents"]) == len(row["depths"]) == 25
+        assert len(row["emitted"]) == row["accept_length"] + 1 == len(row["path"]) + 1
+        assert [row["draft_tokens"][n - 1] for n in row["path"]] == row["emitted"][:-1]
+        assert row["root"] == decided[-1]
+        decided += row["emitted"]
+    assert decided[:20] == tokens
+
+
+def test_compare_prints_a_speedup_and_identity(capsys):
+    out, _ = run(capsys, *IDS, "--eagle", HEAD, "--compare")
+    assert "x of vanilla" in out and "100 % of sequences identical" in out
+
+
+def test_profile_writes_a_trace(capsys, tmp_path):
+    file = tmp_path / "profile.json"
+    run(capsys, *IDS, "--profile", str(file))
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+def test_finish_reasons(capsys):
+    out, _ = run(capsys, *IDS, "--context", "10", "--json", "-")
+    assert json.loads(out)["finish_reason"] == ["context"] and len(json.loads(out)["tokens"][0]) == 6
+
+
+def test_demo_streams_text_and_ends_with_statistics(capsys):
+    out, _ = run(capsys, "--max_new_tokens", "12", "--device", "cpu")
+    *_, last = out.strip().splitlines()
+    assert "tokens/s" in last and "tau" in last
+    result = generate(load(max_new_tokens=12, device="cpu"), [PROMPT])
+    assert out.startswith(result.text[0])
+
+
+def test_python_interface():
+    engine = load(max_new_tokens=16, device="cpu")
+    assert engine.config.draft == "eagle", "the bundled head is the default"
+    result = generate(engine, [PROMPT])
+    assert "".join(stream(engine, PROMPT)) == result.text[0]
+    assert len(generate(engine, [PROMPT], max_new_tokens=5).tokens[0]) <= 5
+    with pytest.raises(ValueError, match="temperature cannot change after load"):
+        generate(engine, [PROMPT], temperature=1.0)
+
+
+def test_prompt_file_with_turns(capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n')
+    base = ["--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--device", "cpu", "--dtype", "float32"]
+    alone, _ = run(capsys, *base)
+    together, _ = run(capsys, *base, "--batch_size", "2")
+    alone, together = json.loads(alone), json.loads(together)
+    assert len(alone["tokens"]) == 3 and alone["prompt_tokens"][1] > alone["prompt_tokens"][0]
+    assert alone["tokens"] == together["tokens"]
+
+
+def test_text_prompt_file(capsys, tmp_path):
+    (tmp_path / "p.txt").write_text(PROMPT)
+    a, _ = run(capsys, "--prompt_file", str(tmp_path / "p.txt"), "--max_new_tokens", "8", "--json", "-", "--device", "cpu")
+    b, _ = run(capsys, "--prompt", PROMPT, "--max_new_tokens", "8", "--json", "-", "--device", "cpu")
+    assert json.loads(a)["tokens"] == json.loads(b)["tokens"]
+
+
+def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):
+    lines = "\n".join(["def a():", "", "x = 1\n" * 30, "y = 2\n" * 3, "z = 3 " * 200, "pass"])
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    main(["--interactive", "--context", "120", "--max_new_tokens", "20", "--device", "cpu"])
+    out, _ = capsys.readouterr()
+    assert "oldest turn(s) dropped" in out
+    assert "the context holds 120" in out, "a turn that never fits is refused, and the chat goes on"
+    assert out.count("tokens/s") >= 5
+
+
+def test_every_field_has_a_flag_and_a_help_text(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(f"--{f.name}" in text and f.metadata["help"] for f in fields(GenerateConfig))
+
+
+def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no C++ compiler found\nlong story")
+
+    monkeypatch.setattr(cli, "_probe", broken)
+    out, err = run(capsys, *IDS, "--compile", "--json", "-")
+    assert err.startswith("note: torch.compile does not work here") and "running eagerly" in err
+    assert len(json.loads(out)["tokens"][0]) == 20
+
+
+# ---------------------------------------------------------------------------------------- users' mistakes
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--checkpoint", "no/such/dir", "--prompt", "a"], "no such directory: no/such/dir"),
+        (["--checkpoint", "meta-llama/Llama-2-7b-hf", "--prompt", "a"], "python scripts/download.py meta-llama/Llama-2-7b-hf"),
+        (["--checkpoint", TARGET, "--prompt", "a"], "--prompt_ids"),  # no tokenizer
+        ([*IDS, "--prompt", "a"], "--prompt and --prompt_ids"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "  "], "--prompt is empty"),
+        (["--checkpoint", TARGET], "no prompt"),
+        (["--prompt_file", "nowhere.txt"], "cannot read nowhere.txt"),
+        ([*IDS[:2], "--prompt_ids", "5,97"], "0..96"),
+        ([*IDS[:2], "--prompt_ids=-1"], "0..96"),
+        ([*IDS[:2], "--prompt_ids", "5,x"], "numbers like 5,17,3"),
+        ([*IDS, "--context", "4"], "prompt has 4 tokens, the context holds 4"),
+        ([*IDS, "--context", "100000"], "beyond the model's 512"),
+        ([*IDS, "--max_new_tokens", "0"], "--max_new_tokens must be at least 1"),
+        ([*IDS, "--batch_size", "-2"], "--batch_size must be at least 1; it is -2"),
+        ([*IDS, "--num_samples", "0"], "--num_samples"),
+        ([*IDS, "--temperature", "-1"], "--temperature"),
+        ([*IDS, "--top_p", "0"], "--top_p"),
+        ([*IDS, "--top_k", "-1"], "--top_k"),
+        ([*IDS, "--seed", "-1"], "--seed"),
+        ([*IDS, "--device", "tpu"], "--device must be cpu or cuda; it is tpu"),
+        ([*IDS, "--dtype", "int3"], "--dtype"),
+        ([*IDS, "--no_such_flag"], "--no_such_flag"),
+        ([*IDS, "--max_new_tokens", "many"], "--max_new_tokens"),
+        ([*IDS, "--draft", "oracle"], "--draft"),
+        ([*IDS, "--draft", "eagle"], "name its directory with --eagle"),
+        ([*IDS, "--draft", "none", "--eagle", HEAD], "--draft none"),
+        ([*IDS, "--eagle", "nowhere"], "no such directory: nowhere"),
+        ([*IDS, "--eagle", HEAD, "--tree_depth", "1", "--tree_topk", "4", "--tree_size", "9"], "lower --tree_size"),
+        ([*IDS, "--eagle", HEAD, "--tree_size", "65"], "--tree_size must be 2 to 64"),
+        ([*IDS, "--eagle", HEAD, "--tree", "static", "--tree_topk", "3"], "--tree_topk belongs to --tree dynamic"),
+        ([*IDS, "--eagle", HEAD, "--tree", "static", "--tree_depth", "3"], "--tree_depth"),
+        ([*IDS, "--eagle", HEAD, "--tree_file", "nowhere.json"], "cannot read nowhere.json"),
+        ([*IDS, "--eagle", HEAD, "--children", "sampled", "--temperature", "1"], "lossy"),
+        (
+            [*IDS, "--eagle", HEAD, "--children", "sampled", "--accept", "residual", "--temperature", "1"],
+            "lossy; use --tree static",
+        ),
+        ([*IDS, "--eagle", HEAD, "--children", "noise", "--accept", "residual"], "does not read the target's noise"),
+        (["--interactive", "--batch_size", "2"], "--interactive"),
+        (["--chat", "--prompt", "a"], "--chat NAME"),
+        (["--chat", "alpaca", "--prompt", "a"], "alpaca"),
+        ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
+        ([*IDS, "--json", "no/such/dir/out.json"], "cannot write no/such/dir/out.json; there is no directory"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(capsys, argv, message):
+    assert message in failure(capsys, *argv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_a_device(capsys):
+    assert "no CUDA device" in failure(capsys, *IDS[:-2], "--device", "cuda")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkpoint and a head to damage."""
+    for name, source in (("target", TARGET), ("head", HEAD)):
+        shutil.copytree(source, tmp_path / name)
+    return tmp_path
+
+
+def edit(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def with_copy(copy: Path, *more: str) -> list[str]:
+    return ["--checkpoint", str(copy / "target"), "--eagle", str(copy / "head"), *IDS[2:], *more]
+
+
+def test_damaged_checkpoints(capsys, copy):
+    weights, config = copy / "target" / "model.safetensors", copy / "target" / "config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "corrupt, truncated" in failure(capsys, *with_copy(copy))
+    weights.write_bytes(whole)
+    text = config.read_text()
+    config.write_text(text[:-5])
+    assert "is not valid JSON" in failure(capsys, *with_copy(copy))
+    config.write_text(text)
+    edit(config, architectures=["GPTNeoXForCausalLM"])
+    assert "GPTNeoXForCausalLM is not supported" in failure(capsys, *with_copy(copy))
+
+
+def test_heads_of_another_target(capsys, copy):
+    config = copy / "head" / "config.json"
+    text = config.read_text()
+    for key, message in (("hidden_size", "hidden_size is 32"), ("vocab_size", "vocab_size is 32")):
+        edit(config, **{key: 32})
+        assert message in failure(capsys, *with_copy(copy))
+        config.write_text(text)
+
+
+def test_an_eagle3_head_is_named(capsys, copy):
+    file = copy / "head" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "midlayer.hidden_norm.weight": torch.ones(64)}, file)
+    assert "EAGLE-3 head, which is not supported yet" in failure(capsys, *with_copy(copy))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[[0], [0, 0]", "not valid JSON"),
+        ("[]", "list of rank paths"),
+        ('{"a": 1}', "list of rank paths"),
+        ("[[0], [-1]]", "list of rank paths"),
+        ("[[0], [1, 0]]", "without its parent [1]"),
+        ("[[0], [0]]", "twice"),
+        (json.dumps([[i] for i in range(64)]), "at most 63"),
+        ("[[97]]", "vocabulary"),
+    ],
+)
+def test_malformed_tree_files(capsys, tmp_path, text, message):
+    (tmp_path / "tree.json").write_text(text)
+    assert message in failure(capsys, *IDS, "--eagle", HEAD, "--tree_file", str(tmp_path / "tree.json"))
+
+
+def test_a_tree_file_is_used(capsys, tmp_path):
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    trace = tmp_path / "t"
+    run(capsys, *IDS, "--eagle", HEAD, "--tree_file", str(tmp_path / "tree.json"), "--trace", str(trace))
+    assert json.loads(trace.read_text().splitlines()[0])["parents"] == [0, 0, 1]
+
+
+def test_the_demo_is_where_the_code_is():
+    assert (Path(DEMO) / "config.json").is_file() and (Path(DEMO + "-eagle") / "config.json").is_file()

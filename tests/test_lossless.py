@@ -1,0 +1,339 @@
+"""No drafter and no tree changes the output: token identity with vanilla decoding, greedy and sampled.
+
+The rule (DESIGN, "Exactness"): in fp32 the tokens are equal. Where they are not, vanilla's own margin at the first
+difference (its top two choices, noise included) must be below 1e-4; `assert_same` allows nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import decode, engine_for, golden_head, golden_target
+
+import decode as loop
+import sampling
+from decode import Session, with_steps
+from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
+from drafters import Root, RootOnly, Rows
+from eagle_draft import DynamicTree, EagleDrafter
+from generate import generate, load
+from sampling import Sampling
+
+MARGIN = 1e-4
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+TREES = {
+    "chain": StaticTree.chain(5),
+    "static": StaticTree(EAGLE1_PATHS),
+    "dynamic": DynamicTree(depth=6, topk=10, size=60),
+    "small": DynamicTree(depth=2, topk=3, size=4),
+}
+
+
+def margin(engine, prompt: list[int], new: list[int], at: int, stream: tuple[int, int]) -> float:
+    """Vanilla's gap between its two best choices for new[at], noise included."""
+    ids = torch.tensor([prompt + new[:at]])
+    features, _ = engine.target(ids, torch.arange(ids.shape[1])[None])
+    scores = engine.target.logits(features[:, -1])
+    rule = engine.config.sampling
+    if rule.temperature > 0:
+        seed = torch.tensor([engine.config.seed & 0xFFFFFFFF, engine.config.seed >> 32])
+        key = sampling.NoiseKey(seed, torch.tensor([stream[0]]), torch.tensor([stream[1]]))
+        noise = sampling.gumbel(key, torch.tensor([[at]]), scores.shape[1])[:, 0]
+        scores = sampling.process(scores, rule) + noise
+    best = scores.topk(2).values[0]
+    return float(best[0] - best[1])
+
+
+def assert_same(engine, prompt, got: list[int], want: list[int], stream=(0, 0)) -> int:
+    """Equal, or first different where vanilla itself was undecided. Returns: 1 for such a near tie, else 0."""
+    if got == want:
+        return 0
+    at = next(i for i, (a, b) in enumerate(zip(got, want)) if a != b)
+    gap = margin(engine, prompt, want, at, stream)
+    assert gap < MARGIN, f"token {at}: {got[at]} instead of {want[at]}, vanilla's margin is {gap:.2e}"
+    return 1
+
+
+def drafter_for(tree, rule: Sampling, children: str = "noise") -> EagleDrafter:
+    return EagleDrafter(golden_head(), golden_target(), tree, rule, children)
+
+
+def new_tokens(session: Session, row: int, prompt: list[int]) -> list[int]:
+    return session.history[row][len(prompt) :]
+
+
+def check(tree_name: str, batch: int, children: str = "noise", **options) -> float:
+    """Decode with and without the drafter and compare. Returns: tau of the drafted run."""
+    target = golden_target()
+    options = {"batch_size": batch, "max_new_tokens": 60, "ignore_eos": True, **options}
+    vanilla = engine_for(target, RootOnly(), **{**options, "compile": False})
+    rule = vanilla.config.sampling
+    drafted = engine_for(target, drafter_for(TREES[tree_name], rule, children), **options)
+    prompts = PROMPTS[:batch]
+    plain, tree = decode(vanilla, *prompts), decode(drafted, *prompts)
+    for row, prompt in enumerate(prompts):
+        want = new_tokens(plain, row, prompt)
+        assert len(want) == 60
+        assert_same(vanilla, prompt, new_tokens(tree, row, prompt), want, (row, 0))
+    return sum(tree.stats.accept_lengths) / len(tree.stats.accept_lengths) + 1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "small"])
+def test_trees_equal_vanilla(tree, temperature, batch):
+    tau = check(tree, batch, temperature=temperature, seed=7)
+    assert tau > 1.3, "the drafts must be good enough for the test to mean anything"
+
+
+@pytest.mark.parametrize("children", ["topk", "sampled"])
+def test_any_choice_of_children_is_exact(children):
+    check("static", 2, children, temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9, "temperature": 0.6}])
+def test_cut_distributions_equal_vanilla(options):
+    check("dynamic", 2, **{"temperature": 1.0, "seed": 11, **options})
+
+
+def test_noise_raises_acceptance_when_sampling():
+    plain = check("dynamic", 2, "topk", temperature=1.0, seed=5)
+    shared = check("dynamic", 2, "noise", temperature=1.0, seed=5)
+    assert shared > plain
+
+
+@pytest.mark.parametrize(
+    "tree, temperature, batch", [("dynamic", 1.0, 2), ("static", 0.0, 1), ("chain", 1.0, 1), ("dynamic", 0.0, 1)]
+)
+def test_compiled_steps_equal_vanilla_and_never_recompile(tree, temperature, batch):
+    torch._dynamo.reset()
+    check(tree, batch, temperature=temperature, seed=7, compile=True)
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        target = golden_target()
+        drafter = drafter_for(TREES[tree], Sampling(temperature))
+        engine = engine_for(target, drafter, compile=True, temperature=temperature, batch_size=batch, ignore_eos=True)
+        for prompt in ([3], PROMPTS[1] * 9):  # short and long, across many lengths
+            decode(replace(engine, config=replace(engine.config, max_new_tokens=30)), prompt)
+
+
+def test_seeds_prompts_and_samples_differ():
+    target = golden_target()
+    engine = engine_for(target, RootOnly(), temperature=1.0, max_new_tokens=20, ignore_eos=True)
+    runs = [generate(engine, [PROMPTS[0]] * 2, num_samples=2, seed=seed).tokens for seed in (0, 1, 2**40)]
+    rows = [tuple(tokens) for run in runs for tokens in run]
+    assert len(set(rows)) == len(rows) == 12
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    target = golden_target()
+    rule = Sampling(1.0)
+    for drafter in (RootOnly(), drafter_for(TREES["dynamic"], rule)):
+        alone = engine_for(target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True)
+        together = engine_for(target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True, batch_size=3)
+        prompts = [*PROMPTS, [1]]
+        one, three = generate(alone, prompts), generate(together, prompts)
+        for i, prompt in enumerate(prompts):
+            assert_same(alone, prompt, three.tokens[i], one.tokens[i], (i, 0))
+
+
+def test_rows_that_end_at_different_times():
+    target = golden_target()
+    plain = generate(engine_for(target, RootOnly(), max_new_tokens=60, ignore_eos=True), PROMPTS)
+    # an "end of sequence" that the first row meets early and the second one late or never
+    end = plain.tokens[0][4]
+    for drafter in (RootOnly(), drafter_for(TREES["dynamic"], Sampling())):
+        engine = replace(engine_for(target, drafter, max_new_tokens=60, batch_size=2), eos_ids=(end,))
+        result = generate(with_steps(engine), PROMPTS)
+        for got, full in zip(result.tokens, plain.tokens):
+            cut = full.index(end) + 1 if end in full else len(full)
+            assert got == full[:cut]
+        assert result.finish_reason[0] == "stop"
+
+
+# --------------------------------------------------------------------------------- drafters made for a case
+
+
+class Scripted:
+    """Drafts a chain of given tokens, by the number of tokens decided so far; wrong ones where it has none."""
+
+    def __init__(self, script: list[int], depth: int, start: int):
+        self.script = torch.tensor([*script, *[0] * (depth + 1)])
+        self.depth, self.size, self.width, self.fresh_rows, self.start = depth, depth + 1, 1, 0, start
+
+    def init(self, batch: int, slots: int):
+        return torch.zeros(batch, dtype=torch.long)
+
+    def extend(self, state, rows: Rows):
+        return state + rows.count
+
+    def rewind(self, state, length):
+        return length
+
+    def draft(self, state, root: Root) -> DraftTree:
+        index = (state - self.start)[:, None] + 1 + torch.arange(self.depth)
+        drafted = self.script[index.clamp(0, len(self.script) - 1)]
+        tokens = torch.cat((root.token[:, None], drafted), 1)
+        parents = (torch.arange(self.size) - 1).clamp(min=0).expand_as(tokens)
+        return build_tree(tokens, parents, torch.ones_like(tokens).bool(), self.depth)
+
+
+def scripted_run(script, depth=4, lag=None, **options):
+    prompt = PROMPTS[0]
+    engine = engine_for(golden_target(), Scripted(script, depth, len(prompt)), **{"ignore_eos": True, **options})
+    session = Session(engine, [(0, 0)], lag)
+    cycles = list(session.run([prompt]))
+    return session, cycles, new_tokens(session, 0, prompt)
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[int]:
+    engine = engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True)
+    return new_tokens(decode(engine, PROMPTS[0]), 0, PROMPTS[0])
+
+
+def test_all_accepted(truth):
+    session, cycles, new = scripted_run(truth, max_new_tokens=21)
+    assert new == truth[:21]
+    assert session.stats.accept_lengths == [4] * 4
+    assert [len(c[0]) for c in cycles] == [1, 5, 5, 5, 5]
+
+
+def test_all_rejected(truth):
+    wrong = [(t + 1) % 97 for t in truth]
+    session, _, new = scripted_run(wrong, max_new_tokens=12)
+    assert new == truth[:12]
+    assert session.stats.accept_lengths == [0] * 11
+
+
+@pytest.mark.parametrize("max_new", range(1, 9))
+def test_max_new_tokens_inside_a_path(truth, max_new):
+    session, _, new = scripted_run(truth, max_new_tokens=max_new)
+    assert new == truth[:max_new]
+    assert all(length == 4 for length in session.stats.accept_lengths), "tau counts cycles uncut"
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_end_of_sequence_inside_a_path(truth, at):
+    """Whatever token stands at `at` ends the sequence at its first occurrence."""
+    prompt, depth = PROMPTS[0], 4
+    engine = engine_for(golden_target(), Scripted(truth, depth, len(prompt)), max_new_tokens=40)
+    engine = with_steps(replace(engine, eos_ids=(truth[at],)))
+    session = decode(engine, prompt)
+    assert new_tokens(session, 0, prompt) == truth[: truth.index(truth[at]) + 1]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 7])
+def test_context_exactly_full(truth, room):
+    context = len(PROMPTS[0]) + room
+    for script in (truth, [96] * 60):
+        session, _, new = scripted_run(script, max_new_tokens=50, context=context)
+        assert new == truth[:room]
+        assert len(session.history[0]) == context
+
+
+def test_prompt_of_one_token_and_token_zero():
+    target = golden_target()
+    for prompt in ([0], [96]):
+        plain = decode(engine_for(target, RootOnly(), max_new_tokens=30, ignore_eos=True), prompt)
+        tree = decode(engine_for(target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=30, ignore_eos=True), prompt)
+        assert plain.history == tree.history
+
+
+def test_prompt_longer_than_a_chunk(monkeypatch):
+    target = golden_target()
+    prompt = [(i * 31 + 7) % 97 for i in range(150)]
+    runs = []
+    for chunk in (256, 64, 7):
+        monkeypatch.setattr(loop, "PREFILL_CHUNK", chunk)
+        engine = engine_for(target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=20, batch_size=2, ignore_eos=True)
+        runs.append(decode(engine, prompt, PROMPTS[0]))
+    assert runs[0].history == runs[1].history == runs[2].history
+    assert runs[0].stats.accept_lengths == runs[1].stats.accept_lengths == runs[2].stats.accept_lengths
+
+
+def test_a_late_host_changes_nothing(truth):
+    for lag in (0, 1, 3):
+        session, cycles, new = scripted_run(truth, max_new_tokens=13, lag=lag)
+        assert new == truth[:13]
+        assert session.stats.accept_lengths == [4, 4, 4]
+        assert len(session.trace) == 3
+        assert int(session.state.pos[0]) == len(PROMPTS[0]) + 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_second_turn_reuses_the_cache_and_continues_the_noise(temperature):
+    target, rule = golden_target(), Sampling(temperature)
+    options = {"temperature": temperature, "max_new_tokens": 15, "ignore_eos": True, "seed": 4}
+    histories = []
+    for drafter in (RootOnly(), drafter_for(TREES["dynamic"], rule), drafter_for(TREES["chain"], rule)):
+        session = Session(engine_for(target, drafter, **options), [(0, 0)])
+        list(session.run([PROMPTS[0]]))
+        second = [*session.history[0], 9, 8, 7]
+        list(session.run([second]))
+        # a third turn whose history was trimmed: little is left to reuse, the draws go on
+        list(session.run([second[6:]]))
+        histories.append((second, session.history[0]))
+        assert int(session.state.draws[0]) == 45
+    assert histories[0] == histories[1] == histories[2]
+
+
+def test_reused_cache_equals_a_fresh_one():
+    target = golden_target()
+    drafter = drafter_for(TREES["dynamic"], Sampling())
+    engine = engine_for(target, drafter, max_new_tokens=15, ignore_eos=True)
+    session = Session(engine, [(0, 0)])
+    list(session.run([PROMPTS[0]]))
+    second = [*session.history[0], 9, 8, 7]
+    first_cycles = len(session.trace)
+    list(session.run([second]))
+    fresh = decode(engine, second)
+    assert session.history[0] == fresh.history[0]
+    assert [t["draft_tokens"] for t in session.trace[first_cycles:]] == [t["draft_tokens"] for t in fresh.trace]
+
+
+def test_residual_rule_runs_in_the_loop():
+    """Its distribution is tested in test_sampling.py; here: lengths, stops, the same seed twice."""
+    target = golden_target()
+    for tree, children in (("static", "sampled"), ("chain", "sampled"), ("dynamic", "topk")):
+        drafter = drafter_for(TREES[tree], Sampling(1.0), children)
+        engine = engine_for(
+            target, drafter, accept="residual", temperature=1.0, max_new_tokens=40, ignore_eos=True, batch_size=2
+        )
+        runs = [decode(engine, *PROMPTS) for _ in range(2)]
+        assert runs[0].history == runs[1].history
+        assert all(len(new_tokens(runs[0], i, p)) == 40 for i, p in enumerate(PROMPTS))
+        assert sum(runs[0].stats.accept_lengths) > 0
+        for line in runs[0].trace:  # every accepted node's token was emitted, and the bonus after it
+            tokens = [line["draft_tokens"][n - 1] for n in line["path"]]
+            assert tokens == line["emitted"][:-1]
+
+
+# ----------------------------------------------------------------------------------------- the demo, slow
+
+
+@pytest.mark.slow
+def test_demo_prompts_equal_vanilla(record_property):
+    """40 held-out prompts x 128 tokens on the bundled demo in fp32; the result is logged in benchmarks/LOG.md."""
+    rows = [json.loads(line) for line in (Path(__file__).parent / "demo_prompts.jsonl").read_text().splitlines()]
+    near_ties = 0
+    for temperature in (0.0, 1.0):
+        options = {"dtype": "float32", "temperature": temperature, "max_new_tokens": 128, "batch_size": 2, "device": "cpu"}
+        vanilla = load(draft="none", **options)
+        prompts = [vanilla.tokenizer.encode(row["turns"][0]) for row in rows]
+        plain = generate(vanilla, prompts)
+        for tree in ("chain", "static", "dynamic"):
+            for compiled in (False, True):
+                drafted = generate(load(tree=tree, compile=compiled, **options), prompts)
+                ties = [
+                    assert_same(vanilla, p, got, want, (i, 0))
+                    for i, (p, got, want) in enumerate(zip(prompts, drafted.tokens, plain.tokens))
+                ]
+                near_ties += sum(ties)
+                print(f"T={temperature} {tree} compiled={compiled}: {len(ties)} prompts, {sum(ties)} near ties")
+    record_property("near_ties", near_ties)

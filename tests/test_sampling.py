@@ -1,0 +1,430 @@
+"""The noise against Random123 and plain Python, the choice and the residual rule against the distribution p.
+
+Distributions are tested by chi-square at ALPHA = 1e-4: the odds that one test of a right sampler fails. Everything
+is seeded, so a test that has passed once passes always. Biased samplers must fail the same test by far (CAUGHT).
+"""
+
+import math
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import chi_square, engine_for, golden_target
+
+import sampling
+from decode import Session
+from draft_tree import StaticTree, build_tree, path_to, root_tree
+from drafters import RootOnly
+from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, choose, gumbel, process, residual_accept, uniforms
+
+ALPHA = 1e-4
+CAUGHT = 1e-9
+
+# --------------------------------------------------------------------------------------------- generator
+
+# Random123 1.14, tests/kat_vectors, lines `philox4x32 10`: counter, key, result
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def philox_reference(counter, key):
+    """Philox4x32-10 on Python integers, written from the paper's Figure 3."""
+    (r0, l0, r1, l1), (k0, k1) = counter, key
+    for step in range(10):
+        if step:
+            k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+        (h0, w0), (h1, w1) = divmod(0xD2511F53 * r0, 2**32), divmod(0xCD9E8D57 * r1, 2**32)
+        r0, l0, r1, l1 = h1 ^ l0 ^ k0, w1, h0 ^ l1 ^ k1, w0
+    return [r0, l0, r1, l1]
+
+
+def philox(counter, key):
+    words = [torch.tensor([w]) for w in (*counter, *key)]
+    return [int(w) for w in sampling.philox4x32(tuple(words[:4]), tuple(words[4:]))]
+
+
+@pytest.mark.parametrize("counter, key, expected", KNOWN_ANSWERS)
+def test_known_answers(counter, key, expected):
+    counter, key, expected = ([int(w, 16) for w in text.split()] for text in (counter, key, expected))
+    assert philox(counter, key) == expected
+    assert philox_reference(counter, key) == expected
+
+
+def test_random_counters():
+    rng = random.Random(0)
+    for _ in range(200):
+        counter, key = ([rng.getrandbits(32) for _ in range(n)] for n in (4, 2))
+        assert philox(counter, key) == philox_reference(counter, key)
+
+
+def noise_key(seed=0, prompts=(0,), samples=None):
+    return NoiseKey(
+        torch.tensor([seed & sampling.MASK32, seed >> 32]),
+        torch.tensor(prompts),
+        torch.tensor(samples if samples is not None else [0] * len(prompts)),
+    )
+
+
+def test_layout():
+    """Which counter a number comes from: token block, draw and domain, sample, prompt."""
+    seed, prompt, sample, draw = 2**40 + 9, 7, 5, 11
+    u = uniforms(noise_key(seed, [prompt], [sample]), torch.tensor([[draw]]), 10, ACCEPT)[0, 0]
+    for token in range(10):
+        words = philox_reference([token // 4, draw + (ACCEPT << 30), sample, prompt], [9, 2**8])
+        assert u[token].item() == pytest.approx((words[token % 4] + 0.5) * 2**-32, rel=2**-23)
+
+
+def test_rows_are_independent_of_the_batch():
+    prompts, samples = [3, 0, 3, 250], [0, 1, 2, 0]
+    draws = torch.tensor([[5, 6], [0, 1], [5, 6], [1000, 1001]])
+    together = gumbel(noise_key(1, prompts, samples), draws, 33)
+    for row in range(4):
+        alone = gumbel(noise_key(1, prompts[row : row + 1], samples[row : row + 1]), draws[row : row + 1], 33)
+        assert torch.equal(alone[0], together[row])
+    single = gumbel(noise_key(1, prompts, samples), draws[:, 1:], 33)
+    assert torch.equal(single, together[:, 1:])  # nor of the other draws asked for
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 4, 5, 64, 99])
+def test_a_smaller_vocabulary_reads_the_same_noise(vocab):
+    key, draws = noise_key(1, [0, 1]), torch.tensor([[0, 1], [4, 5]])
+    assert torch.equal(gumbel(key, draws, vocab), gumbel(key, draws, 100)[:, :, :vocab])
+
+
+def test_noise_is_never_read_twice():
+    seen = []
+    draws = torch.tensor([[0, 1, 2, 64, 2**20, 2**30 - 1]])
+    for seed in (0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1):
+        for prompt in (0, 1, 2, 500):
+            for sample in (0, 1, 2, 500):
+                for domain in (CHOICE, DRAFT, ACCEPT):
+                    u = uniforms(noise_key(seed, [prompt], [sample]), draws, 8, domain)
+                    seen += [tuple(row) for row in u[0].reshape(-1, 4).tolist()]
+    assert len(set(seen)) == len(seen) == 6 * 4 * 4 * 3 * 12
+
+
+def test_seeds_above_32_bits():
+    def seed(value):
+        engine = engine_for(golden_target(), RootOnly(), seed=value, context=8)
+        return Session(engine, [(0, 0)]).state.key.seed.tolist()
+
+    assert seed(7) == [7, 0]
+    assert seed(2**32 + 7) == [7, 1]
+    assert seed(2**64 - 1) == [2**32 - 1, 2**32 - 1]
+
+
+def test_extreme_words(monkeypatch):
+    words = [0, 1, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 129, 2**32 - 128, 2**32 - 1]
+
+    def extreme(counter, key):
+        return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
+
+    monkeypatch.setattr(sampling, "philox4x32", extreme)
+    draws = torch.zeros(1, 1, dtype=torch.long)
+    u, noise = uniforms(noise_key(), draws, 8)[0, 0], gumbel(noise_key(), draws, 8)[0, 0]
+    assert ((u > 0) & (u < 1)).all()
+    assert noise.isfinite().all()
+    for word, ours in zip(words[:3], noise):  # the likely winners come from small u, and are exact
+        exact = -math.log(-math.log1p(-(word + 0.5) * 2.0**-32))
+        assert ours.item() == pytest.approx(exact, rel=1e-6)
+    assert noise[0] > 22.8  # a tail cut at 24 bits would end at 17.3
+
+
+def test_noise_is_gumbel():
+    noise = gumbel(noise_key(3), torch.arange(50)[None], 1000).flatten().double()
+    cells = (torch.exp(-torch.exp(-noise)) * 100).long()  # its own distribution function makes it uniform
+    counts = torch.bincount(cells, minlength=100)
+    assert chi_square(counts, torch.ones(100)) > ALPHA
+    cells = (torch.exp(-torch.exp(-1.1 * noise)) * 100).long()
+    assert chi_square(torch.bincount(cells, minlength=100), torch.ones(100)) < CAUGHT
+
+
+def test_compiled_noise():
+    key, draws = noise_key(5, [0, 9]), torch.tensor([[0, 1, 2], [7, 8, 9]])
+    compiled = torch.compile(gumbel, fullgraph=True, dynamic=False)(key, draws, 97)
+    assert (compiled - gumbel(key, draws, 97)).abs().max() < 1e-5
+
+
+def test_chi_square():
+    # 10.828 is the 99.9 % quantile at 1 degree of freedom, 18.467 at 4 (any table)
+    for cells, statistic in ((2, 10.828), (5, 18.467)):
+        p, n = torch.full((cells,), 1 / cells), 10**6
+        shift = math.sqrt(statistic * n / cells / 2)
+        counts = n * p.double() + shift * torch.tensor([1.0, -1.0] + [0.0] * (cells - 2))
+        assert chi_square(counts, p) == pytest.approx(1e-3, rel=1e-3)
+    assert chi_square(torch.tensor([5, 5, 1]), torch.tensor([0.5, 0.5, 0.0])) == 0
+
+
+# ------------------------------------------------------------------------------------- temperature, cuts
+
+RULES = [
+    Sampling(1.0),
+    Sampling(0.6),
+    Sampling(1.7),
+    Sampling(1.0, top_k=1),
+    Sampling(0.8, top_k=4),
+    Sampling(1.0, top_p=0.7),
+    Sampling(1.3, top_p=0.9),
+    Sampling(0.7, top_k=5, top_p=0.8),
+    Sampling(1.0, top_k=100, top_p=1.0),
+]
+
+
+def distribution(logits, rule):
+    """What `rule` makes of one row of logits, token by token, on Python numbers."""
+    z = (logits / rule.temperature).tolist()
+    ranked = sorted(range(len(z)), key=lambda i: (-z[i], i))[: rule.top_k or len(z)]
+    weight = [math.exp(z[i] - z[ranked[0]]) for i in ranked]
+    kept, mass = [], 0.0
+    for token, w in zip(ranked, weight):
+        if mass >= rule.top_p:
+            break
+        kept.append((token, w))
+        mass += w / sum(weight)
+    p = torch.zeros(len(z), dtype=torch.double)
+    for token, w in kept:
+        p[token] = w / sum(w for _, w in kept)
+    return p
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_process(rule):
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(3, 40, 12)
+    p = process(logits, rule).softmax(-1).double()
+    for row, ours in zip(logits.view(-1, 12), p.view(-1, 12)):
+        expected = distribution(row, rule)
+        assert torch.equal(ours > 0, expected > 0)
+        assert torch.allclose(ours, expected, atol=1e-6)
+
+
+def kept(logits, **rule):
+    return process(torch.tensor(logits), Sampling(1.0, **rule)).isfinite().nonzero().flatten().tolist()
+
+
+def test_ties_at_a_cut_go_to_the_lower_id():
+    assert kept([1.0, 2.0, 1.0, 1.0], top_k=2) == [0, 1]
+    assert kept([0.0] * 8, top_k=3) == [0, 1, 2]
+    assert kept([0.0] * 4, top_p=0.5) == [0, 1]
+    assert kept([0.0] * 4, top_p=0.51) == [0, 1, 2]
+    assert kept([0.0, 9.0, 0.0, 9.0], top_p=0.4) == [1]
+    assert kept([0.0] * 64, top_k=4, top_p=0.75) == [0, 1, 2]  # top-p counts what top-k left
+
+
+def test_top_p_keeps_at_least_one():
+    assert kept([0.0, 0.0, 0.0], top_p=1e-9) == [0]
+    assert kept([-5.0, 3.0, 30.0], top_p=1e-9) == [2]
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
+    assert choose(logits, Sampling(), None).tolist() == [[1, 0, 3]]
+
+
+# ------------------------------------------------------------------------------------------- the choice
+
+LOGITS = torch.tensor([1.2, -0.3, 0.4, 0.4, 2.0, -2.5, 0.0, 1.1])
+
+
+def counts_of_choices(rule, bias=lambda noise: noise, draws=20000):
+    """How often each token is chosen, over the draws of one conversation."""
+    noise = bias(gumbel(noise_key(2**33 + 1, [4], [1]), torch.arange(draws)[None], 8))
+    return torch.bincount(choose(LOGITS.expand(1, draws, 8), rule, noise).flatten(), minlength=8)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_choices_follow_p(rule):
+    assert chi_square(counts_of_choices(rule), distribution(LOGITS, rule)) > ALPHA
+
+
+def from_wrong_uniforms(noise):
+    u = -torch.expm1(-torch.exp(-noise))
+    return -torch.log(-torch.log1p(-(u**1.2)))
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [lambda noise: 1.1 * noise, from_wrong_uniforms, lambda noise: noise.clamp(max=4), lambda noise: -noise],
+    ids=["scaled", "wrong uniforms", "cut tail", "wrong sign"],
+)
+def test_biased_choices_are_caught(bias):
+    assert chi_square(counts_of_choices(Sampling(1.0), bias), distribution(LOGITS, Sampling(1.0))) < CAUGHT
+
+
+def test_choices_along_prompts_and_samples():
+    """Independent over prompts and samples too, not only over draws."""
+    n, rule = 20000, Sampling(1.0)
+    for key in (noise_key(0, range(n)), noise_key(0, [0] * n, range(n))):
+        noise = gumbel(key, torch.full((n, 2), 3) + torch.arange(2), 8)  # draws 3 and 4: [n, 2, 8]
+        pair = choose(LOGITS.expand(n, 2, 8), rule, noise)
+        p = distribution(LOGITS, rule)
+        joint = torch.bincount(pair[:, 0] * 8 + pair[:, 1], minlength=64)
+        assert chi_square(joint, torch.outer(p, p)) > ALPHA
+
+
+# ------------------------------------------------------------------------------------- the residual rule
+
+V, ROWS = 6, 40000
+
+
+class World(NamedTuple):
+    """A language whose next token depends on the last one and on how many there are."""
+
+    target: torch.Tensor  # [4, V, V] logits of the target by depth and last token
+    draft: torch.Tensor  # the same of a draft that is wrong about it
+
+    @staticmethod
+    def make():
+        torch.manual_seed(0)
+        target = 1.3 * torch.randn(4, V, V)
+        return World(target, target + torch.randn(4, V, V))
+
+
+STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
+SHAPES = {"static": STATIC, "chain": StaticTree.chain(3), "one": StaticTree.chain(1), "topk": STATIC}
+
+
+def draft(shape, world, rule, sampled, draft_rule=None):
+    """Draft ROWS trees. Children are drawn without replacement from q, or are the draft's top-k.
+
+    draft_rule: what children are drawn by, if otherwise than q says (a defect)
+    """
+    N = shape.size
+    tokens, valid = torch.zeros(ROWS, N, dtype=torch.long), torch.ones(ROWS, N, dtype=torch.bool)
+    q = torch.zeros(ROWS, N, V)
+    key = noise_key(11, range(ROWS))
+    for node in sorted(set(shape.parents[1:])):
+        depth, children = len(shape.order[node]), [c for c in range(1, N) if shape.parents[c] == node]
+        logits = world.draft[depth, tokens[:, node]]  # [B, V]
+        q[:, node] = process(logits, rule).softmax(-1)
+        scores = process(logits, draft_rule or rule)
+        if sampled:
+            scores = scores + gumbel(key, torch.full((ROWS, 1), node), V, DRAFT)[:, 0]
+        best, picked = scores.topk(len(children), dim=-1)
+        for child in children:
+            rank = shape.order[child][-1]
+            tokens[:, child], valid[:, child] = picked[:, rank], best[:, rank] > float("-inf")
+    parents = torch.tensor([shape.parents]).expand(ROWS, -1)
+    return build_tree(tokens, parents, valid, shape.depth, q if sampled else None)
+
+
+class Emission(NamedTuple):
+    """The first two tokens of each row, and their counts' odds under p."""
+
+    first: float
+    joint: float
+
+
+def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
+    """Decode one cycle (and a plain draw where it gave one token only) and compare with p.
+
+    slack: divides the uniforms, so accepts when u q <= slack p (a defect unless it is 1)
+    bonus_rule: how the token behind a leaf is drawn, if otherwise than by `rule` (a defect)
+    draft_rule: see draft (a defect)
+    """
+    world, shape = World.make(), SHAPES[kind]
+    tree = draft(shape, world, rule, kind != "topk", draft_rule)
+    logits = world.target[tree.depths, tree.tokens]  # [B, N, V]
+    key, draws = noise_key(12, range(ROWS)), torch.zeros(ROWS, 1, dtype=torch.long)
+    p = process(logits, rule).softmax(-1)
+    walk = residual_accept(tree, p, uniforms(key, draws, shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3)
+    rest = walk.p
+    if bonus_rule is not None:
+        leaf = torch.tensor([n not in shape.parents[1:] for n in range(shape.size)])[walk.node]
+        at_leaf = process(logits, bonus_rule).softmax(-1)[torch.arange(ROWS), walk.node]
+        rest = torch.where(leaf[:, None], at_leaf, rest)
+    noise = gumbel(key, draws + torch.arange(2), V)
+    bonus = (rest.log() + noise[:, 0]).argmax(-1)
+    path, length = path_to(tree, walk.node, shape.depth)
+    drafted = torch.cat((tree.tokens.gather(1, path[:, 1:]), bonus[:, None]), 1)
+    emitted = drafted.scatter(1, length[:, None], bonus[:, None])  # [B, D+1]
+    p0, p1 = (process(world.target[d], rule).softmax(-1) for d in (0, 1))
+    p0 = p0[0]  # the root is token 0
+    drawn = (p1[emitted[:, 0]].log() + noise[:, 1]).argmax(-1)
+    second = torch.where(length == 0, drawn, emitted[:, 1])
+    joint = torch.bincount(emitted[:, 0] * V + second, minlength=V * V)
+    return Emission(chi_square(joint.view(V, V).sum(1), p0), chi_square(joint, p0[:, None] * p1))
+
+
+RESIDUAL_RULES = [Sampling(1.0), Sampling(0.6), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=4, top_p=0.9)]
+
+
+@pytest.mark.parametrize("rule", RESIDUAL_RULES, ids=str)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_residual_rule_follows_p(kind, rule):
+    odds = emit(kind, rule)
+    assert min(odds) > ALPHA, odds
+
+
+def walk_of(tokens, parents, p, uniform, q=None, valid=None):
+    """Walk one small tree. Returns: the node it ended at, what is left of p (rounded)."""
+    tokens = torch.tensor([tokens])
+    valid = torch.ones_like(tokens).bool() if valid is None else torch.tensor([valid])
+    tree = build_tree(tokens, torch.tensor([parents]), valid, 2, None if q is None else torch.tensor([q]))
+    walk = residual_accept(tree, torch.tensor([p]), torch.tensor([uniform]), 2, 3)
+    return walk.node.item(), [round(x, 4) for x in walk.p[0].tolist()]
+
+
+def test_residual_walks():
+    p = [[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.6, 0.4, 0.0], [0.2, 0.2, 0.6]]
+    tokens, parents = [0, 0, 1, 2], [0, 0, 0, 1]
+    # certain children (q = 1): 0.5, then 0.3 / 0.5 are the odds
+    assert walk_of(tokens, parents, p, [0.49, 0.09, 0.9, 0.9]) == (3, [0.2, 0.2, 0.6])
+    assert walk_of(tokens, parents, p, [0.49, 0.11, 0.9, 0.9]) == (1, [0.1111, 0.8889, 0.0])
+    assert walk_of(tokens, parents, p, [0.51, 0.59, 0.9, 0.9]) == (2, [0.6, 0.4, 0.0])
+    # both rejected: the walk is over, although the tree is deeper
+    assert walk_of(tokens, parents, p, [0.51, 0.61, 0.9, 0.9]) == (0, [0.0, 0.0, 1.0])
+    # an invalid child is not tried and takes no uniform
+    valid = [True, False, True, True]
+    assert walk_of(tokens, parents, p, [0.29, 0.9, 0.9, 0.9], valid=valid) == (2, [0.6, 0.4, 0.0])
+    assert walk_of(tokens, parents, p, [0.31, 0.0, 0.0, 0.0], valid=valid) == (0, [0.7143, 0.0, 0.2857])
+    # sampled children: 0.5 / 0.8, then the residual (0, 0.15, 0.15) against the rest of q, (0, 0.75, 0.25)
+    q = [[0.8, 0.15, 0.05], [0.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3]
+    assert walk_of(tokens, parents, p, [0.62, 0.11, 0.9, 0.9], q) == (1, [0.1111, 0.8889, 0.0])
+    assert walk_of(tokens, parents, p, [0.63, 0.66, 0.9, 0.9], q) == (2, [0.6, 0.4, 0.0])
+    assert walk_of(tokens, parents, p, [0.63, 0.67, 0.0, 0.0], q) == (0, [0.0, 0.0, 1.0])
+
+
+def test_a_perfect_draft_is_always_accepted():
+    torch.manual_seed(1)
+    p = torch.randn(5000, 4, V).softmax(-1)
+    tokens = torch.cat((torch.zeros(5000, 1).long(), torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)), 1)
+    parents = torch.tensor([StaticTree.chain(3).parents]).expand(5000, -1)
+    tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3, p)
+    walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
+    assert (walk.node == 3).all() and torch.equal(walk.p, p[:, 3])
+
+
+def test_a_tree_without_children_ends_at_once():
+    p = torch.tensor([[[0.1, 0.9]], [[0.7, 0.3]]])
+    walk = residual_accept(root_tree(torch.tensor([0, 1])), p, torch.ones(2, 1), 0, 0)
+    assert walk.node.tolist() == [0, 0] and torch.equal(walk.p, p[:, 0])
+
+
+@pytest.mark.parametrize("kind", ["static", "chain", "topk"])
+def test_a_generous_acceptance_is_caught(kind):
+    odds = emit(kind, Sampling(1.0), slack=1.1)
+    assert odds.first < ALPHA / 10 and odds.joint < CAUGHT
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_skipped_residual_is_caught(kind, monkeypatch):
+    monkeypatch.setattr(sampling, "_residual", lambda p, q, token: p)
+    assert max(emit(kind, Sampling(1.0))) < CAUGHT
+
+
+@pytest.mark.parametrize("kind", ["static", "chain", "one"])
+def test_children_of_another_q_are_caught(kind):
+    assert max(emit(kind, Sampling(1.0), draft_rule=Sampling(1.3))) < CAUGHT
+
+
+@pytest.mark.parametrize("kind", ["static", "one", "topk"])  # a chain of 3 has its leaf behind the second token
+def test_a_bonus_token_at_temperature_1_is_caught(kind):
+    """EAGLE v1 draws the token behind a leaf without temperature and cuts; only the second token shows it."""
+    rule = Sampling(0.6)
+    assert emit(kind, rule, bonus_rule=rule) == emit(kind, rule)
+    assert emit(kind, rule, bonus_rule=Sampling(1.0)).joint < CAUGHT

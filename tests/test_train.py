@@ -1,0 +1,160 @@
+"""Training of heads: the official loss and gradients, answer masks, resume, the official layout."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import train_demo
+import train_eagle
+from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
+from safetensors.torch import load_file
+from train_eagle import INPUTS, Chains, TrainConfig, batches, eagle_loss, evaluate, to_example
+
+from config import DEMO
+from draft_tree import StaticTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter, head_names, load_head
+from sampling import Sampling
+from tokenizer import CHAT_TEMPLATES, Tokenizer
+
+
+def official_losses(head, kind=INPUTS[0]):
+    """The losses of the golden training case, sequence by sequence, weighted as in its batch."""
+    case, target = golden_case("train_eagle12"), golden_target()
+    regression = entropy = count = 0.0
+    for ids, raw in zip(case["sequences"], case["raw_loss_mask"]):
+        tokens, mask = torch.tensor([ids]), torch.tensor([raw])
+        features, _ = target(tokens, torch.arange(len(ids))[None])
+        n = mask[:, :-1].sum()
+        r, e = eagle_loss(head, target, (tokens, mask, features), 0.0, kind)
+        regression, entropy, count = regression + r * n, entropy + e * n, count + n
+    return regression / count, entropy / count
+
+
+def test_official_loss_and_gradients():
+    case, tensors = golden_case("train_eagle12"), load_file(GOLDEN / "train_eagle12" / "tensors.safetensors")
+    head = golden_head().requires_grad_(True)
+    regression, entropy = official_losses(head)
+    assert float(regression) == pytest.approx(case["vloss"], abs=1e-5)
+    assert float(entropy) == pytest.approx(case["ploss"], abs=1e-4)
+    (regression + 0.1 * entropy).backward()
+    name = next(n for n in tensors if "fc.weight" in n)
+    torch.testing.assert_close(head.fc.weight.grad, tensors[name], atol=1e-5, rtol=1e-3)
+    for ours, theirs in head_names(head.config).items():
+        norm = sum(case["grad_l2_norms"][n] ** 2 for n in theirs) ** 0.5
+        assert float(head.get_parameter(ours).grad.norm()) == pytest.approx(norm, rel=1e-3), ours
+
+
+@pytest.mark.parametrize("kind", INPUTS[1:])
+def test_other_inputs_give_another_loss(kind):
+    regression, _ = official_losses(golden_head(), kind)
+    assert abs(float(regression) - golden_case("train_eagle12")["vloss"]) > 1e-3
+
+
+def test_chains_from_every_start_agree_with_the_loop():
+    """The vectorised evaluator and the decode loop draft the same tokens and accept the same lengths."""
+    target, head = golden_target(), golden_head()
+    prompt = [5, 17, 3, 40, 8]
+    drafter = EagleDrafter(head, target, StaticTree.chain(train_eagle.ALPHAS), Sampling(), sharpness=1.0)
+    session = decode(engine_for(target, drafter, max_new_tokens=60, ignore_eos=True), prompt)
+    ok, _ = Chains(head, target, torch.tensor([session.history[0]]), INPUTS[0]).run()
+    lengths = ok.long().cumprod(1).sum(1).tolist()
+    compared = 0
+    for row in session.trace:
+        start = row["pos"] - 1  # the head's row that pairs f_{pos-1} with the root
+        if start < len(lengths):
+            assert lengths[start] == row["accept_length"]
+            compared += 1
+    assert compared >= 10
+    result = evaluate(head, target, [(len(prompt), session.history[0])], INPUTS[0])
+    assert result["tau"] == pytest.approx(1 + sum(lengths[3:]) / len(lengths[3:]))
+    assert result["alpha"][0] == pytest.approx(ok[3:, 0].float().mean().item())
+
+
+def test_answers_are_marked_and_nothing_else():
+    tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
+    turns, answers = ["What is 2 + 2?", "And 3 + 3?"], ["It is four.", "It is six."]
+    example = to_example(turns, answers, tokenizer, template)
+    marked, text = [], ""
+    for i, m in zip(example.ids, example.mask):
+        text += tokenizer.decode([i]) if m else "|" if text[-1:] not in ("", "|") else ""
+        marked.append(m)
+    first, second = (part.strip() for part in text.strip("|").split("|"))
+    assert first.startswith("It is four.") and second.startswith("It is six.")
+    assert "What" not in text and "USER" not in text
+    assert len(example.ids) == len(example.mask)
+
+
+def test_batches_resume_where_they_were():
+    examples = [train_eagle.Example(list(range(i, i + 50)), [True] * 50) for i in range(20)]
+    config = TrainConfig(batch_size=2, seq_len=32)
+    feed = batches(examples, config, 0)
+    whole = [next(feed)[0] for _ in range(30)]
+    again = batches(examples, config, 17)
+    assert torch.equal(whole[17], next(again)[0]) and torch.equal(whole[18], next(again)[0])
+    assert not torch.equal(whole[0], whole[15])
+
+
+def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatch):
+    """Killed after a saved step and resumed, training ends where an unbroken run ends."""
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    common = {
+        "data": "demo", "steps": 6, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "warmup": 1, "eval_every": 3,
+        "eval_prompts": 4, "dtype": "float32", "device": "cpu", "noise": 0.0, "ffn_dim": 128,
+    }  # fmt: skip
+    train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), **common))
+    saves = []
+
+    def stop_after_first(head, config, info):
+        save_head(head, config, info)
+        saves.append(1)
+        raise KeyboardInterrupt
+
+    save_head = train_eagle.save_head
+    monkeypatch.setattr(train_eagle, "save_head", stop_after_first)
+    with pytest.raises(KeyboardInterrupt):
+        train_eagle.train(TrainConfig(out=str(tmp_path / "cut"), **common))
+    monkeypatch.setattr(train_eagle, "save_head", save_head)
+    train_eagle.train(TrainConfig(out=str(tmp_path / "cut"), resume=True, **common))
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert set(a) == {
+        "fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight",
+        *(f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"),
+        *(f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    }  # fmt: skip
+    for name in a:
+        torch.testing.assert_close(a[name], b[name])
+    curve = json.loads((tmp_path / "cut" / "training.json").read_text())["curve"]
+    assert [row["step"] for row in curve] == [3, 6]
+    assert (tmp_path / "cut" / "curve.png").is_file() and not (tmp_path / "cut" / "resume.pt").exists()
+    target = train_eagle.load_model(train_eagle.Path(DEMO), torch.float32)
+    head = load_head(tmp_path / "cut", target)
+    drafter = EagleDrafter(head, target, StaticTree.chain(3), Sampling())
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    drafted, plain = (decode(engine_for(target, d, **options), [1, 50, 60]) for d in (drafter, RootOnly()))
+    assert drafted.history == plain.history
+
+
+def test_a_bad_line_of_data_is_one_line(tmp_path, capsys):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"turns": ["a"], "answers": ["b"]}\n{"question": "c"}\n')
+    with pytest.raises(SystemExit) as stop:
+        train_demo.run_or_fail("train_eagle.py", lambda: train_eagle.read_dialogues(file))
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert "line 2" in err and err.count("\n") == 1
+    with pytest.raises(ValueError, match="no such file"):
+        train_eagle.read_dialogues(tmp_path / "none.jsonl")
+
+
+def test_sharegpt_and_text_lines(tmp_path):
+    file = tmp_path / "data.jsonl"
+    rows = [
+        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"text": "plain"},
+        {"turns": ["x", "y"], "answers": ["z"]},
+    ]  # fmt: skip
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert train_eagle.read_dialogues(file) == [(["q"], ["a"]), ([], ["plain"]), (["x"], ["z"])]
