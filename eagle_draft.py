@@ -201,7 +201,7 @@ class EagleDrafter:
         vocab = target.config.vocab_size
         self.width = tree.topk if isinstance(tree, DynamicTree) else max(map(tree.ranks, range(tree.depth)))
         if self.width > vocab:
-            raise ValueError(f"a node cannot have {self.width} ranked children of a vocabulary of {vocab}; lower the ranks")
+            raise ValueError(f"a node cannot have {self.width} ranked children of {vocab} tokens; lower the rank")
         self.head, self.embedding, self.lm_head = head, target.embedding, target.lm_head
         self.tree, self.rule = tree, rule
         self.children = children if rule.temperature > 0 else "topk"
@@ -247,7 +247,8 @@ class EagleDrafter:
         """The k best children of each node: tokens and log softmax(c * score), both [B, R, k], best first."""
         scores = self.sharpness * self._scores(hidden, noise)
         best, tokens = scores.topk(k, dim=-1)
-        return tokens, best - scores.logsumexp(-1, keepdim=True)
+        # no value may exceed its parent's, not even by the rounding of the logarithm
+        return tokens, (best - scores.logsumexp(-1, keepdim=True)).clamp(max=0)
 
     def _level(self, state: EagleState, tokens: Tensor, hidden: Tensor, level: int, mask: Tensor, slot: int) -> Tensor:
         """Run the head over the drafted nodes of one level.

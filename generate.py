@@ -80,7 +80,8 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     config = _resolve_draft(config, path)
     engine = Engine(
         config, target, DRAFTERS[config.draft](target, config), context,
-        eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))), tokenizer=tokenizer, template=template,
+        eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
+        tokenizer=tokenizer, template=template,
         load_s=time.perf_counter() - began,
     )  # fmt: skip
     return warm_up(with_steps(engine))

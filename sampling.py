@@ -173,7 +173,9 @@ def _at(x: Tensor, node: Tensor) -> Tensor:  # [B, N, V], [B] -> [B, V]
 
 def _residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
     """norm(max(0, p - q)), where q = None is all mass on `token`. p, q: [B, V]; token: [B, 1]."""
-    return _normalise(p.scatter(1, token, 0.0) if q is None else (p - q).clamp(min=0))
+    rest = p.scatter(1, token, 0.0) if q is None else (p - q).clamp(min=0)
+    # p = q leaves nothing; only rounding can reject then, and p is as good
+    return torch.where(rest.sum(-1, keepdim=True) > 0, _normalise(rest), p)
 
 
 def _normalise(p: Tensor) -> Tensor:

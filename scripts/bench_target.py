@@ -40,13 +40,12 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from train_demo import run_or_fail  # noqa: E402
-
 from config import GenerateConfig, add_flags, option, pick_device  # noqa: E402
 from decode import Engine, Session, Stats, peak_memory_bytes, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
 from model import DTYPES, Transformer, load_model  # noqa: E402
+from train_demo import run_or_fail  # noqa: E402
 
 CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
@@ -421,7 +420,7 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
-    """What STYLE asks to know before any number."""
+    """What must be known before any number is read."""
     yield ", ".join(f"{key} {value}" for key, value in machine.items())
     yield f"dtype {config.dtype}, quantization none, random prompts, B = 1, T = 0, greedy, no drafting"
     yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"

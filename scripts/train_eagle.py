@@ -1,7 +1,7 @@
 """Train an EAGLE-1/2 draft head for any target, in the paper's way.
 
     python scripts/train_eagle.py --checkpoint DIR --data sharegpt.jsonl --chat vicuna --out heads/mine
-    python scripts/train_eagle.py --out checkpoints/demo-eagle --data demo --lr 3e-3 ...   # the bundled head: see README
+    python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # the bundled head; all flags in README
 
 How it works:
 1. Data are dialogues (`turns` and `answers`, or ShareGPT's `conversations`), texts (`text`), or `demo`, the corpus of
@@ -34,7 +34,6 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_demo  # noqa: E402
-
 from config import DEMO, GenerateConfig  # noqa: E402
 from decode import Engine, Session, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402

@@ -4,8 +4,9 @@ import re
 import sys
 import types
 
-import download
 import pytest
+
+import download
 from download import DownloadConfig, explain, next_command, wanted
 
 REPO = "owner/name"

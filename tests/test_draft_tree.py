@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from helpers import golden_case, golden_head, golden_target
 
 import draft_tree
 from draft_tree import (
@@ -23,6 +22,7 @@ from draft_tree import (
     root_tree,
 )
 from eagle_draft import DynamicTree, EagleDrafter
+from helpers import golden_case, golden_head, golden_target
 from model import KVCache, ModelConfig
 from sampling import Sampling
 

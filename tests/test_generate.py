@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GOLDEN
 from safetensors.torch import load_file, save_file
 
 import generate as cli
 from config import DEMO, GenerateConfig
 from generate import generate, load, main, stream
+from helpers import GOLDEN
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 IDS = ["--checkpoint", TARGET, "--prompt_ids", "5,17,3,40", "--max_new_tokens", "20", "--ignore_eos", "--device", "cpu"]
@@ -123,7 +123,9 @@ def test_python_interface():
 
 def test_prompt_file_with_turns(capsys, tmp_path):
     file = tmp_path / "p.jsonl"
-    file.write_text('{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n')
+    file.write_text(
+        '{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n'
+    )
     base = ["--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--device", "cpu", "--dtype", "float32"]
     alone, _ = run(capsys, *base)
     together, _ = run(capsys, *base, "--batch_size", "2")
@@ -134,7 +136,9 @@ def test_prompt_file_with_turns(capsys, tmp_path):
 
 def test_text_prompt_file(capsys, tmp_path):
     (tmp_path / "p.txt").write_text(PROMPT)
-    a, _ = run(capsys, "--prompt_file", str(tmp_path / "p.txt"), "--max_new_tokens", "8", "--json", "-", "--device", "cpu")
+    a, _ = run(
+        capsys, "--prompt_file", str(tmp_path / "p.txt"), "--max_new_tokens", "8", "--json", "-", "--device", "cpu"
+    )
     b, _ = run(capsys, "--prompt", PROMPT, "--max_new_tokens", "8", "--json", "-", "--device", "cpu")
     assert json.loads(a)["tokens"] == json.loads(b)["tokens"]
 
@@ -284,7 +288,7 @@ def test_an_eagle3_head_is_named(capsys, copy):
         ("[[0], [1, 0]]", "without its parent [1]"),
         ("[[0], [0]]", "twice"),
         (json.dumps([[i] for i in range(64)]), "at most 63"),
-        ("[[97]]", "vocabulary"),
+        ("[[97]]", "98 ranked children of 97 tokens"),
     ],
 )
 def test_malformed_tree_files(capsys, tmp_path, text, message):

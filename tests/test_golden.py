@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
 
 import eagle_draft
 import model
@@ -19,6 +18,7 @@ from decode import NODE_STRIDE
 from draft_tree import EAGLE1_PATHS, StaticTree, build_tree, path_to
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter
+from helpers import decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
 from sampling import Sampling
 
 GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha"]

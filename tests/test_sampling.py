@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import chi_square, engine_for, golden_target
 
 import sampling
 from decode import Session
 from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
+from helpers import chi_square, engine_for, golden_target
 from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, choose, gumbel, process, residual_accept, uniforms
 
 ALPHA = 1e-4

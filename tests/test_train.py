@@ -6,18 +6,18 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 import train_demo
 import train_eagle
-from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
-from safetensors.torch import load_file
-from train_eagle import INPUTS, Chains, TrainConfig, batches, eagle_loss, evaluate, to_example
-
 from config import DEMO
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, head_names, load_head
+from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from sampling import Sampling
 from tokenizer import CHAT_TEMPLATES, Tokenizer
+from train_eagle import INPUTS, Chains, TrainConfig, batches, eagle_loss, evaluate, to_example
 
 
 def official_losses(head, kind=INPUTS[0]):
