@@ -68,6 +68,9 @@ SHAPES = {  # parameters, embedding and LM head included
     "tiny": Shape(dim=128, n_layers=2, ffn_dim=256, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=512),  # 0.4 M
     "0.5b": Shape(dim=1536, n_layers=16, ffn_dim=4096, n_heads=24, n_kv_heads=8, head_dim=64, vocab_size=32000),
     "0.8b": Shape(dim=2048, n_layers=16, ffn_dim=5632, n_heads=32, n_kv_heads=8, head_dim=64, vocab_size=32000),
+    "1.1b": Shape(
+        dim=2048, n_layers=22, ffn_dim=5632, n_heads=32, n_kv_heads=4, head_dim=64, vocab_size=32000
+    ),  # TinyLlama
 }
 
 

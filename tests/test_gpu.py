@@ -1,0 +1,66 @@
+"""What only a CUDA device can show: the operators there, and token identity there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kernels
+import sampling
+from config import GenerateConfig
+from decode import Engine, with_steps
+from draft_tree import EAGLE1_PATHS, StaticTree
+from drafters import RootOnly
+from eagle_draft import DynamicTree, EagleDrafter, load_head
+from helpers import GOLDEN, decode
+from model import load_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+]
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("rows", [1, 7, 60])
+def test_tree_attention(rows, kv_heads):
+    torch.manual_seed(0)
+    B, H, E, S, W = 2, 8, 64, 512, 64
+    q = torch.randn(B, rows, H, E, device="cuda")
+    k, v = (torch.randn(B, kv_heads, S, E, device="cuda") for _ in range(2))
+    start = torch.tensor([300, 17], device="cuda")
+    mask = torch.rand(B, rows, W, device="cuda") < 0.5
+    mask[:, :, 0] = True
+    got, want = (f(q, k, v, start, mask) for f in (kernels.tree_attention, kernels.tree_attention_reference))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_noise_is_the_same_on_both_devices():
+    draws = torch.arange(5)[None]
+    rows = []
+    for device in ("cpu", "cuda"):
+        one = torch.ones(1, dtype=torch.long, device=device)
+        key = sampling.NoiseKey(torch.tensor([7, 1], device=device), one, one)
+        rows.append(sampling.uniforms(key, draws.to(device), 1000).cpu())
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_equal_vanilla(tree, temperature, compiled):
+    """fp32 on the golden models; near ties are reported by the assertion's message."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
+    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    config = GenerateConfig(
+        device="cuda", temperature=temperature, max_new_tokens=60, batch_size=2, ignore_eos=True, seed=7
+    )
+    vanilla = with_steps(Engine(config, target, RootOnly(), 256, ()))
+    drafter = EagleDrafter(head, target, TREES[tree], config.sampling)
+    drafted = with_steps(Engine(replace(config, compile=compiled), target, drafter, 256, ()))
+    assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
