@@ -1,19 +1,22 @@
 """Every option, once: a field is a default, a help text and a command-line flag.
 
-`parse` turns the command line into a `GenerateConfig`; `GenerateConfig.check` refuses what cannot work, so that
-Python callers and the command line get the same messages.
+`parse` turns a command line into a dataclass of options, here and in scripts/; `GenerateConfig.check` refuses what
+cannot work, so that Python callers and the command line get the same messages.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from draft_tree import MAX_NODES
 from sampling import Sampling
 
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
@@ -50,7 +53,7 @@ class GenerateConfig:
     )
     prompt: str | None = option(None, "text to continue; the demo has a default")
     prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
-    prompt_ids: str = option("", "token ids to continue, as 5,17,3; needs no tokenizer")
+    prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
     chat: str | None = option(None, "apply a chat template: the model's, or the one named", optional=True)
     max_new_tokens: int = option(128, "tokens to generate per prompt")
@@ -79,7 +82,11 @@ class GenerateConfig:
         """Raises: ValueError for a value or a combination that cannot work."""
         for name in ("tree_depth", "tree_topk", "max_new_tokens", "num_samples", "batch_size"):
             _rule(getattr(self, name) >= 1, f"--{name} must be at least 1; it is {getattr(self, name)}")
-        _rule(2 <= self.tree_size <= 64, f"--tree_size must be 2 to 64, root included; it is {self.tree_size}")
+        _rule(
+            2 <= self.tree_size <= MAX_NODES,
+            f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}",
+        )
+        _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
         _rule(self.temperature >= 0, f"--temperature must not be negative; it is {self.temperature}")
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         _rule(self.top_k >= 0, f"--top_k must not be negative; it is {self.top_k}")
@@ -87,20 +94,43 @@ class GenerateConfig:
         _rule(self.context >= 0, f"--context must be positive, or 0 for the model's own; it is {self.context}")
         _rule(self.sharpness >= 0, f"--sharpness must not be negative; it is {self.sharpness}")
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
-        given = [f"--{s}" for s in sources if getattr(self, s) not in (None, "", False)]
+        given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
-        _rule(not (self.chat is not None and self.prompt_ids), "--chat renders text; it cannot go with --prompt_ids")
+        _rule(
+            not (self.chat is not None and self.prompt_ids is not None),
+            "--chat renders text; it cannot go with --prompt_ids",
+        )
         for name in ("json", "trace", "profile"):  # before anything is computed, so that nothing is lost
             parent = Path(getattr(self, name)).parent
             _rule(parent.is_dir(), f"--{name}: cannot write {getattr(self, name)}; there is no directory {parent}")
+            whole = not getattr(self, name) or not Path(getattr(self, name)).is_dir()
+            _rule(whole, f"--{name}: {getattr(self, name)} is a directory; name a file")
         one = "--interactive is one conversation; it cannot go with"
-        for name, plain in (("batch_size", 1), ("num_samples", 1), ("json", ""), ("compare", False)):
+        for name, plain in (
+            ("batch_size", 1),
+            ("num_samples", 1),
+            ("json", ""),
+            ("trace", ""),
+            ("profile", ""),
+            ("compare", False),
+        ):
             _rule(not self.interactive or getattr(self, name) == plain, f"{one} --{name}")
+        greedy = "has no effect at temperature 0; set --temperature"
+        for name in ("top_k", "top_p", "children"):
+            _rule(self.temperature > 0 or getattr(self, name) == default_of(name), f"--{name} {greedy}")
+        _rule(self.temperature > 0 or self.accept == "exact", f"--accept residual {greedy}")
+        if self.draft == "none":
+            self.check_undrafted()
         self._check_tree()
 
+    def check_undrafted(self) -> None:
+        """Raises: ValueError for options of a draft, when nothing drafts."""
+        for name in ("eagle", "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "expand_by", "no_rerank",
+                     "children", "sharpness", "accept"):  # fmt: skip
+            _rule(getattr(self, name) == default_of(name), f"--{name} needs a draft; there is none, or --draft none")
+
     def _check_tree(self) -> None:
-        _rule(not (self.draft == "none" and self.eagle), "--draft none drafts nothing; it cannot go with --eagle")
         _rule(
             not (self.tree_file and self.tree in ("dynamic", "chain")),
             f"--tree_file is a static tree, not {self.tree}",
@@ -112,14 +142,18 @@ class GenerateConfig:
         if dynamic:
             _rule(self.children != "sampled", "--children sampled would make a dynamic tree lossy; use --tree static")
         else:
-            for name in ("expand_by", "no_rerank", "tree_topk", "tree_size"):
-                default = next(f.default for f in fields(self) if f.name == name)
-                _rule(getattr(self, name) == default, f"--{name} belongs to --tree dynamic")
+            for name in ("expand_by", "no_rerank", "tree_topk", "tree_size", "sharpness"):
+                _rule(getattr(self, name) == default_of(name), f"--{name} belongs to --tree dynamic")
         if self.accept == "residual":
             lossy = "--accept residual needs a draft that does not read the target's noise; use"
             _rule(self.children != "noise", f"{lossy} --children {'topk' if dynamic else 'sampled'}")
             sampled = dynamic or self.children != "topk"
             _rule(sampled, "--accept residual samples the children of static trees; drop --children topk")
+
+
+def default_of(name: str) -> Any:
+    """The default of an option."""
+    return next(f.default for f in fields(GenerateConfig) if f.name == name)
 
 
 def _rule(holds: bool, message: str) -> None:
@@ -129,21 +163,24 @@ def _rule(holds: bool, message: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:  # one line, no usage block
-        fail(f"{message}; see --help")
+        fail(self.prog, f"{message}; see --help")
 
 
-def fail(message: str) -> NoReturn:
+def fail(program: str, message: str) -> NoReturn:
     """End the program on a user's mistake: one line, exit status 2."""
-    print(f"generate.py: {message}", file=sys.stderr)
+    print(f"{program}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def add_flags(parser: argparse.ArgumentParser, options: list[Field]) -> None:
-    """Make a flag of every field."""
+def parse(options: type, program: str, description: str, argv: list[str] | None = None) -> Any:
+    """Read the command line into a dataclass whose fields are made by `option`. Exits with status 2 on a mistake."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=program, description=description, allow_abbrev=False, formatter_class=raw)
     kinds = {"int": int, "float": float}
-    for f in options:
+    for f in fields(options):
         assert f.default is not MISSING, f.name
-        extra: dict[str, Any] = {"help": f.metadata["help"], "default": f.default}
+        shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
+        extra: dict[str, Any] = {"help": (f.metadata["help"] + shown).replace("%", "%%"), "default": f.default}
         if f.type == "bool":
             extra["action"] = "store_true"
         else:
@@ -151,13 +188,38 @@ def add_flags(parser: argparse.ArgumentParser, options: list[Field]) -> None:
         if f.metadata.get("optional"):
             extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
         parser.add_argument(f"--{f.name}", **extra)
+    return options(**vars(parser.parse_args(argv)))
 
 
-def parse(argv: list[str] | None = None) -> GenerateConfig:
-    """Read the command line. Exits with status 2 on a mistake."""
-    parser = _Parser(prog="generate.py", description="Generate text, exactly, with draft trees.", allow_abbrev=False)
-    add_flags(parser, list(fields(GenerateConfig)))
-    return GenerateConfig(**vars(parser.parse_args(argv)))
+def run_or_fail(program: str, body: Callable[[], None]) -> None:
+    """Run a program's body; a user's mistake becomes one line and exit status 2."""
+    try:
+        body()
+    except ValueError as error:
+        fail(program, str(error))
+
+
+def read_jsonl(path: Path, what: str) -> list[dict]:
+    """Read one JSON object a line (or a JSON array of them). what: the flag that named the file.
+
+    Raises: ValueError that names the file and the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what}: cannot read {path} ({type(error).__name__})") from None
+    rows = []
+    try:
+        lines = [(1, text)] if text.lstrip().startswith("[") else list(enumerate(text.split("\n"), 1))
+        for number, line in lines:  # noqa: B007  (the message needs the number)
+            if line.strip():
+                value = json.loads(line)
+                rows += value if isinstance(value, list) else [value]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}: {path} line {number} is not valid JSON: {error}") from None
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{what}: {path} must hold one JSON object a line")
+    return rows
 
 
 def pick_device(name: str) -> str:
@@ -173,4 +235,6 @@ def pick_device(name: str) -> str:
         kind == "cpu" or torch.cuda.is_available(),
         f"--device {name}: this machine or this torch has no CUDA device",
     )
+    index, count = torch.device(name).index or 0, torch.cuda.device_count()
+    _rule(kind == "cpu" or index < count, f"--device {name}: there are {count} CUDA devices, counted from 0")
     return name

@@ -17,10 +17,12 @@ Not here: options (config.py), loading and the command line (generate.py).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +30,13 @@ from torch import Tensor
 
 import sampling
 from config import GenerateConfig
-from draft_tree import Accepted, DraftTree, accept, compaction, path_to
+from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction, path_to
 from drafters import Drafter, Root, Rows
 from model import KVCache, Transformer, Window, causal_window
 from sampling import NoiseKey, Sampling
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
-NODE_STRIDE = 64  # rows of fresh noise reserved per draw; a tree has at most as many nodes
+NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 
 
 class DecodeState(NamedTuple):
@@ -129,8 +131,18 @@ def with_steps(engine: Engine) -> Engine:
 
     steps = (draft, verify, extend)
     if config.compile:
-        steps = (torch.compile(step, fullgraph=True, dynamic=False) for step in steps)
+        steps = (torch.compile(_own_code(step), fullgraph=True, dynamic=False) for step in steps)
     return replace(engine, steps=Steps(*steps))
+
+
+def _own_code(step: FunctionType) -> FunctionType:
+    """A copy with a code object of its own: Dynamo counts compilations per code object and stops at a limit,
+    which many engines in one process would reach together."""
+    code = step.__code__.replace(co_name=f"{step.__name__}_{next(_engines)}")
+    return FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
+
+
+_engines = itertools.count()
 
 
 def _accept_residual(
@@ -231,12 +243,12 @@ class Stopwatch:
         else:
             self.marks.append((name, time.perf_counter()))
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds per name since the start."""
+    def seconds(self, marks: int | None = None) -> dict[str, float]:
+        """Seconds per name since the start, of the first `marks` stretches."""
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = {}
-        for (_, begin), (name, end) in zip(self.marks, self.marks[1:]):
+        for (_, begin), (name, end) in zip(self.marks, self.marks[1 : None if marks is None else marks + 1]):
             length = begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
             total[name] = total.get(name, 0.0) + length
         return total
@@ -262,9 +274,10 @@ class HostCopy:
 
 
 class Cycle(NamedTuple):
-    """A cycle that the host has launched and not read yet. `pos`, `tree`, `path` are kept for the trace only."""
+    """A cycle that the host has launched and not read yet. The last three are kept for the trace only."""
 
     report: HostCopy
+    marks: int  # stretches of the stopwatch until its end
     pos: Tensor | None
     tree: DraftTree | None
     path: Tensor | None
@@ -300,7 +313,7 @@ class Session:
     def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every row, cycle by cycle; the first ones are the roots.
 
-        prompts: per row the conversation so far, or None to leave the row idle
+        prompts: per row the conversation so far, or None to leave the row idle, which empties it
         Writes: history, stats, trace.
         """
         prompts = prompts + [None] * (len(self.history) - len(prompts))
@@ -315,13 +328,15 @@ class Session:
         while not finished:
             pending.append(self._cycle(clock))
             if len(pending) > self.lag:
-                new, finished = self._read(pending.popleft())
-                yield self._note(new)
+                cycle = pending.popleft()
+                new, finished = self._read(cycle)
                 clock.mark("host")
-        seconds = clock.seconds()
+                yield self._note(new)
+                clock.mark("consumer")  # what the caller does with the tokens is not decoding
+        seconds = clock.seconds(cycle.marks)  # without the surplus cycles that were launched late
         self.stats.draft_s += seconds["draft"]
         self.stats.verify_s += seconds["verify"]
-        self.stats.decode_s += sum(seconds.values())
+        self.stats.decode_s += sum(seconds.values()) - seconds.get("consumer", 0.0)
 
     def _cycle(self, clock: Stopwatch) -> Cycle:
         steps, before = self.engine.steps, self.state
@@ -332,7 +347,7 @@ class Session:
         self.state = steps.extend(state, verified.rows)
         clock.mark("draft")
         kept = (before.pos, tree, verified.path) if self.engine.config.trace else (None, None, None)
-        return Cycle(HostCopy(verified.report), *kept)
+        return Cycle(HostCopy(verified.report), len(clock.marks) - 1, *kept)
 
     def _read(self, cycle: Cycle) -> tuple[list[list[int]], bool]:
         """Returns: the new tokens of every row; whether all rows are done."""
@@ -358,11 +373,11 @@ class Session:
         engine, state, device = self.engine, self.state, self.state.pos.device
         # the head's row below the common prefix pairs it with the token after it, so one row is done again;
         # the last token of a history (the root) is not cached
-        begins = [max(_common(h[:-1], p or []) - 1, 0) for h, p in zip(self.history, prompts)]
+        begins = [max(common_prefix(h[:-1], p or []) - 1, 0) for h, p in zip(self.history, prompts)]
         lengths = [len(p) if p else 0 for p in prompts]
         for row, prompt in enumerate(prompts):
+            self.history[row] = list(prompt or [])  # an idle row's slots serve as scratch
             if prompt:
-                self.history[row] = list(prompt)
                 state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
         limit = (length + engine.config.max_new_tokens - 1).clamp(max=engine.context - 1)
@@ -406,7 +421,8 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     return state._replace(draft=engine.drafter.extend(state.draft, rows))
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two sequences share."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 

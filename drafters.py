@@ -42,6 +42,9 @@ class Drafter(Protocol):
     width: int  # children of a node at most
     fresh_rows: int  # rows of noise of its own that it samples children with (residual rule), else 0
 
+    def facts(self) -> dict[str, Any]:
+        """What the options came to, under their names, for the record."""
+
     def init(self, batch: int, slots: int) -> Any:
         """An empty state for `batch` rows with `slots` target positions each."""
 
@@ -59,6 +62,9 @@ class RootOnly:
     """Proposes nothing, so that every verification decides one token."""
 
     depth, size, width, fresh_rows = 0, 1, 0, 0
+
+    def facts(self) -> dict[str, Any]:
+        return {}
 
     def init(self, batch: int, slots: int) -> tuple:
         return ()

@@ -18,9 +18,8 @@ Not here: version 3 heads, quantization.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +31,9 @@ from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
 from drafters import DRAFTERS, Root, Rows
 from model import (
-    Attention,
-    FeedForward,
+    Block,
     KVCache,
     ModelConfig,
-    RMSNorm,
     Transformer,
     WeightFiles,
     Window,
@@ -47,6 +44,8 @@ from model import (
     rope_angles,
     rope_frequencies,
 )
+
+DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,10 @@ class EagleConfig:
             model = ModelConfig.from_dict(raw, "LlamaForCausalLM")
         except KeyError as missing:
             raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
+        if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
+            raise ValueError(
+                f"{path}: the head was trained on {raw['draft_inputs']}; only {DRAFT_INPUTS} can draft here"
+            )
         qkv_bias = bool(raw.get("qkv_bias", False))
         return EagleConfig(
             replace(model, qkv_bias=qkv_bias, o_bias=False, mlp_bias=False),
@@ -74,19 +77,13 @@ class EagleConfig:
         )
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(Block):
     """A transformer layer; the first of a head has no norm before its attention."""
 
     def __init__(self, config: ModelConfig, first: bool):
-        super().__init__()
-        self.attention_norm = nn.Identity() if first else RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = FeedForward(config)
-
-    def forward(self, x: Tensor, rope, kv=None, window=None) -> Tensor:  # see model.Attention.forward
-        x = x + self.attention(self.attention_norm(x), rope, kv, window)
-        return x + self.ffn(self.ffn_norm(x))
+        super().__init__(config)
+        if first:
+            self.attention_norm = nn.Identity()
 
 
 class EagleHead(nn.Module):
@@ -125,7 +122,7 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def load_head(path: Path, target: Transformer, dtype: torch.dtype | None = None) -> EagleHead:
+def load_head(path: Path, target: Transformer) -> EagleHead:
     """Load an official EAGLE-1 or EAGLE-2 head for `target`, in the target's dtype and on its device.
 
     Raises: ValueError for a head of another version or another target, or broken files.
@@ -144,9 +141,8 @@ def load_head(path: Path, target: Transformer, dtype: torch.dtype | None = None)
     with torch.device("meta"):
         head = EagleHead(config)
     # official files repeat the target's embedding
-    names, ignored = head_names(config), partial(str.__eq__, "embed_tokens.weight")
-    for _ in load_weights(head, files, names, dtype or weight.dtype, str(weight.device), ignored):
-        pass
+    names, ignored = head_names(config), lambda name: name.endswith(("embed_tokens.weight", "rotary_emb.inv_freq"))
+    load_weights(head, files, names, weight.dtype, str(weight.device), ignored)
     head.rope_freq = rope_frequencies(config.model, weight.device)
     return head.eval()
 
@@ -210,6 +206,14 @@ class EagleDrafter:
         if isinstance(tree, StaticTree):
             self.plan = StaticPlan.of(tree, target.embedding.weight.device)
         self.fresh_rows = len(self.plan.inner) if self.children == "sampled" else 0
+
+    def facts(self) -> dict[str, Any]:
+        """What the options came to."""
+        tree, dynamic = self.tree, isinstance(self.tree, DynamicTree)
+        shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
+        name = "dynamic" if dynamic else "chain" if self.width == 1 else "static"
+        drafted = {"children": self.children, "sharpness": self.sharpness}
+        return {"tree": name, "tree_depth": self.depth} | shape | drafted
 
     def init(self, batch: int, slots: int) -> EagleState:
         """An empty state; the cache has room for the largest level behind `slots`."""

@@ -17,18 +17,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import eagle_draft  # noqa: F401  (enters its drafter in DRAFTERS)
-from config import DEMO, GenerateConfig, fail, parse, pick_device
+from config import DEMO, GenerateConfig, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
 from model import DTYPES, load_model
@@ -41,10 +43,19 @@ Watcher = Callable[[list[list[int]]], None]
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 
 
+class Entry(NamedTuple):
+    """One turn that was decoded."""
+
+    index: tuple[int, int, int]  # (prompt, sample, turn)
+    prompt: list[int]
+    new: list[int]
+
+
 @dataclass
 class Result:
     """One entry per prompt, sample and turn, in this order; `stats` of the whole run."""
 
+    index: list[tuple[int, int, int]]  # (prompt, sample, turn)
     tokens: list[list[int]]  # new tokens only, the one that ended them included
     text: list[str]
     finish_reason: list[str]  # "stop", "length" or "context"
@@ -66,11 +77,12 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     config.check()
     began = time.perf_counter()
     config = replace(config, device=pick_device(config.device))
+    if config.device.startswith("cuda"):
+        torch.cuda.set_device(config.device)
     path = Path(config.checkpoint)
     target = load_model(path, DTYPES.get(config.dtype), config.device)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
-    needs_text = not config.prompt_ids
-    tokenizer = Tokenizer.load(path) if needs_text or _has_tokenizer(path) else None
+    tokenizer = _load_tokenizer(config, path)
     template = chat_template(path, config.chat or None) if config.chat is not None else None
     stop_ids = template.stop_ids(tokenizer) if template else ()
     own_eos = tokenizer.eos_ids if tokenizer else ()
@@ -87,8 +99,17 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     return warm_up(with_steps(engine))
 
 
-def _has_tokenizer(path: Path) -> bool:
-    return (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+def _load_tokenizer(config: GenerateConfig, path: Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer; none is needed where only ids go in and out."""
+    if not (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file():
+        return Tokenizer.load(path) if config.chat is not None else None  # load says what is missing
+    try:
+        return Tokenizer.load(path)
+    except ValueError as error:
+        if config.prompt_ids is None:
+            raise
+        print(f"note: no text will be shown ({error})", file=sys.stderr)
+        return None
 
 
 def _resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
@@ -98,24 +119,25 @@ def _resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     draft = config.draft or ("eagle" if eagle else "none")
     if draft == "eagle" and not eagle:
         raise ValueError(f"--draft eagle needs a head; name its directory with --eagle (there is no {bundled})")
+    if draft == "none":
+        config.check_undrafted()
     return replace(config, draft=draft, eagle=eagle if draft == "eagle" else "")
 
 
 def warm_up(engine: Engine) -> Engine:
     """Run a few cycles, so that everything is compiled before the first prompt; fall back to eager aloud."""
-    if not engine.config.compile:
-        return engine
     began = time.perf_counter()
-    try:
-        torch.compile(_probe, fullgraph=True)(torch.ones(2))
-    except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
-        return with_steps(replace(engine, config=replace(engine.config, compile=False)))
+    if engine.config.compile:
+        try:
+            torch.compile(_probe, fullgraph=True)(torch.ones(2, device=engine.config.device))
+        except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
+            print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
+            return warm_up(with_steps(replace(engine, config=replace(engine.config, compile=False))))
     quiet = replace(engine, config=replace(engine.config, max_new_tokens=3, ignore_eos=True, trace=""))
-    for _ in Session(quiet, [(0, 0)]).run([[0, 0]]):
+    for _ in Session(quiet, [(0, 0)]).run([[0, 0][: engine.context - 1]]):
         pass
-    return replace(engine, compile_s=time.perf_counter() - began)
+    return replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +148,9 @@ def _probe(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
-    """Token ids of a conversation whose last turn waits for its answer."""
+    """Token ids of a conversation whose last turn waits for its answer. Raises: ValueError without a tokenizer."""
+    if engine.tokenizer is None:
+        Tokenizer.load(Path(engine.config.checkpoint))  # says what is missing
     if engine.template is not None:
         return engine.template.encode(engine.tokenizer, turns, answers)
     text = "".join(part for pair in zip(turns, answers) for part in pair) + turns[-1]
@@ -149,14 +173,23 @@ def check_prompt(engine: Engine, ids: list[int]) -> list[int]:
     return ids
 
 
+def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
+    """Token ids of the first turn."""
+    if not conversation or isinstance(conversation[0], int):
+        return conversation
+    return encode(engine, conversation[:1], [])
+
+
 class Collector:
     """Decodes conversations group by group and gathers what comes out."""
 
     def __init__(self, engine: Engine, prompts: list[str | Conversation]):
         self.engine, self.stats = engine, Stats()
-        self.entries: list[tuple[list[int], list[int]]] = []  # (prompt ids, new ids) per sample and turn
+        self.entries: list[Entry] = []
         self.trace: list[dict] = []
-        self.conversations = [[p] if isinstance(p, str) else p for p in prompts]
+        self.conversations = [[p] if isinstance(p, str) else list(p) for p in prompts]
+        for conversation in self.conversations:  # before anything is decoded, so that nothing is lost
+            check_prompt(engine, first_ids(engine, conversation))
         samples, size = engine.config.num_samples, engine.config.batch_size
         streams = [(p, s) for p in range(len(prompts)) for s in range(samples)]
         self.groups = [streams[first : first + size] for first in range(0, len(streams), size)]
@@ -165,22 +198,27 @@ class Collector:
         """Decode one of `groups`. watch: told the new tokens of every row, cycle by cycle."""
         session = Session(self.engine, group)
         first = self.groups.index(group) * self.engine.config.batch_size
-        self.entries += _run_group(session, [self.conversations[p] for p, _ in group], watch)
+        self.entries += _run_group(session, group, self.conversations, watch)
         self.trace += [{**row, "row": first + row["row"]} for row in session.trace]
         self.stats.add(session.stats)
 
     def result(self) -> Result:
         """Everything so far."""
         engine = self.engine
-        decode = engine.tokenizer.decode if engine.tokenizer else lambda ids: ""
         return Result(
-            tokens=[new for _, new in self.entries],
-            text=[decode(new) for _, new in self.entries],
-            finish_reason=[finish_reason(engine, new) for _, new in self.entries],
-            prompt_tokens=[len(ids) for ids, _ in self.entries],
+            index=[e.index for e in self.entries],
+            tokens=[e.new for e in self.entries],
+            text=[text_of(engine, e.new) for e in self.entries],
+            finish_reason=[finish_reason(engine, e.new) for e in self.entries],
+            prompt_tokens=[len(e.prompt) for e in self.entries],
             stats=self.stats.summary(engine),
             trace=self.trace,
         )
+
+
+def text_of(engine: Engine, ids: list[int]) -> str:
+    """The text of new tokens; a plain continuation keeps its leading space."""
+    return engine.tokenizer.decode(ids, continuation=engine.template is None) if engine.tokenizer else ""
 
 
 def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher | None = None, **options: Any) -> Result:
@@ -195,6 +233,7 @@ def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher |
         bad = options.keys() - {"max_new_tokens", "num_samples", "seed"}
         if bad:
             raise ValueError(f"{', '.join(sorted(bad))} cannot change after load(); load another engine")
+        GenerateConfig(**options).check()
         engine = replace(engine, config=replace(engine.config, **options))
     collector = Collector(engine, prompts)
     for group in collector.groups:
@@ -205,45 +244,52 @@ def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher |
 def compare(engine: Engine, prompts: list[Conversation]) -> tuple[Result, dict[str, Any]]:
     """Decode every group of prompts without and with drafting, in turn, in this process.
 
-    Returns: the drafted result; `speedup`, `identical` (share of equal sequences), `vanilla_tokens_per_s`.
+    Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of equal sequences
+    (None with the residual rule).
     """
     vanilla = replace(engine, drafter=RootOnly(), config=replace(engine.config, accept="exact", trace=""))
     plain, drafted = Collector(warm_up(with_steps(vanilla)), prompts), Collector(engine, prompts)
-    for group in drafted.groups:
-        plain.run(group)
-        drafted.run(group)
+    for number, group in enumerate(drafted.groups):
+        for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
+            side.run(group)
     a, b = plain.result(), drafted.result()
     same = [x == y for x, y in zip(a.tokens, b.tokens)]
     rate = a.stats["tokens_per_s"]
     speedup = b.stats["tokens_per_s"] / rate if rate else 0.0
-    return b, {"speedup": speedup, "identical": sum(same) / len(same), "vanilla_tokens_per_s": rate}
+    exact = engine.config.accept == "exact"  # the residual rule draws other tokens from the same distribution
+    identical = sum(same) / len(same) if exact else None
+    return b, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
 
 
 def _run_group(
-    session: Session, conversations: list[Conversation], watch: Watcher | None
-) -> list[tuple[list[int], list[int]]]:
-    """All turns of some conversations, side by side. Returns: (prompt ids, new ids) per conversation and turn."""
+    session: Session, streams: list[tuple[int, int]], conversations: list[Conversation], watch: Watcher | None
+) -> list[Entry]:
+    """All turns of the conversations in `streams`, side by side. A turn that no longer fits ends its conversation."""
     engine = session.engine
-    answers: list[list[str]] = [[] for _ in conversations]
-    entries: list[list[tuple[list[int], list[int]]]] = [[] for _ in conversations]
-    turns = [[c] if not c or isinstance(c[0], int) else c for c in conversations]  # ids are a single turn
+    answers: list[list[str]] = [[] for _ in streams]
+    entries: list[list[Entry]] = [[] for _ in streams]
+    # ids are a single turn
+    turns = [[c] if isinstance(c[0], int) else c for c in (conversations[p] for p, _ in streams)]
     for t in range(max(map(len, turns))):
-        prompts: list[list[int] | None] = []
+        prompts: list[list[int] | None] = [None] * len(streams)
         for row, conversation in enumerate(turns):
-            if t >= len(conversation):
-                prompts.append(None)
-            elif isinstance(conversation[t], str):
-                prompts.append(check_prompt(engine, encode(engine, conversation[: t + 1], answers[row])))
-            else:
-                prompts.append(check_prompt(engine, conversation[t]))
+            if t == len(answers[row]) < len(conversation):
+                said = conversation[t]
+                ids = said if isinstance(said, list) else encode(engine, conversation[: t + 1], answers[row])
+                if t == 0 or len(ids) < engine.context:
+                    prompts[row] = ids
+                else:
+                    where = f"turn {t + 1} of prompt {streams[row][0] + 1}"
+                    print(f"note: {where} no longer fits the context of {engine.context} tokens", file=sys.stderr)
+        if not any(prompts):
+            break
         for new in session.run(prompts):
             if watch is not None:
                 watch(new)
         for row, ids in enumerate(prompts):
             if ids is not None:
-                new = session.history[row][len(ids) :]
-                entries[row].append((ids, new))
-                answers[row].append(engine.tokenizer.decode(new) if engine.tokenizer else "")
+                entries[row].append(Entry((*streams[row], t), ids, session.history[row][len(ids) :]))
+                answers[row].append(text_of(engine, entries[row][-1].new))
     return [entry for row in entries for entry in row]
 
 
@@ -254,16 +300,19 @@ def finish_reason(engine: Engine, new: list[int]) -> str:
     return "length" if len(new) >= engine.config.max_new_tokens else "context"
 
 
-def stream(engine: Engine, prompt: str | Conversation, session: Session | None = None) -> Iterator[str]:
-    """Decode one prompt and yield its text as it is decided, never half a character."""
-    session = session or Session(engine, [(0, 0)])
+def stream(engine: Engine, prompt: str | list[int]) -> Iterator[str]:
+    """Decode one prompt, a text or token ids, and yield its text as it is decided, never half a character."""
+    if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
+        raise ValueError("stream() takes one text or one list of token ids; use generate() for turns")
     conversation = [prompt] if isinstance(prompt, str) else prompt
-    ids = conversation if conversation and isinstance(conversation[0], int) else encode(engine, conversation, [])
-    yield from _stream_ids(session, check_prompt(engine, ids))
+    yield from _stream_ids(Session(engine, [(0, 0)]), check_prompt(engine, first_ids(engine, conversation)))
 
 
 def _stream_ids(session: Session, ids: list[int]) -> Iterator[str]:
-    decoder = session.engine.tokenizer.stream()
+    engine = session.engine
+    if engine.tokenizer is None:
+        Tokenizer.load(Path(engine.config.checkpoint))  # says what is missing
+    decoder = engine.tokenizer.stream(continuation=engine.template is None)
     for new in session.run([ids]):
         yield decoder.push(new[0])
     yield decoder.flush()
@@ -274,10 +323,10 @@ def _stream_ids(session: Session, ids: list[int]) -> Iterator[str]:
 
 def read_prompts(config: GenerateConfig) -> list[Conversation]:
     """The conversations to decode. Raises: ValueError for a file that cannot be read or holds no prompt."""
-    if config.prompt_ids:
+    if config.prompt_ids is not None:
         parts = config.prompt_ids.replace(" ", "").split(",")
-        if not all(p.lstrip("-").isdigit() for p in parts):
-            raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids}")
+        if not all(re.fullmatch(r"-?\d+", p) for p in parts):
+            raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids!r}")
         return [[int(p) for p in parts]]
     if config.prompt is not None:
         return [[config.prompt]]
@@ -286,23 +335,19 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
             raise ValueError("no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
         return [[DEMO_PROMPT]]
     path = Path(config.prompt_file)
+    if path.suffix == ".jsonl":
+        turns = [row.get("turns") for row in read_jsonl(path, "--prompt_file")]
+        for number, each in enumerate(turns, 1):
+            if not isinstance(each, list) or not each or not all(isinstance(t, str) and t for t in each):
+                raise ValueError(f'--prompt_file: {path} row {number} must be like {{"turns": ["text", ...]}}')
+        return turns
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompt_file: cannot read {path} ({type(error).__name__})") from None
     if not text.strip():
         raise ValueError(f"--prompt_file: {path} is empty")
-    if path.suffix != ".jsonl":
-        return [[text]]
-    conversations = []
-    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
-        try:
-            turns = json.loads(line)["turns"]
-            assert turns and all(isinstance(t, str) and t for t in turns)
-        except (json.JSONDecodeError, KeyError, TypeError, AssertionError):
-            raise ValueError(f'--prompt_file: {path} line {number} must be like {{"turns": ["text", ...]}}') from None
-        conversations.append(turns)
-    return conversations
+    return [[text]]
 
 
 def chat(engine: Engine) -> None:
@@ -316,23 +361,27 @@ def chat(engine: Engine) -> None:
             return print()
         if not turn.strip():
             continue
-        turns.append(turn)
-        ids, dropped = encode(engine, turns, answers), 0
-        while len(ids) + reserve > engine.context and len(turns) > 1:
-            turns, answers, dropped = turns[1:], answers[1:], dropped + 1
-            ids = encode(engine, turns, answers)
-        if dropped:
-            print(f"[the context of {engine.context} tokens is full: {dropped} oldest turn(s) dropped]")
+        kept, past = [*turns, turn], list(answers)
+        ids = encode(engine, kept, past)
+        while len(ids) + reserve > engine.context and len(kept) > 1:
+            kept, past = kept[1:], past[1:]
+            ids = encode(engine, kept, past)
         try:
             check_prompt(engine, ids)
-        except ValueError as error:
-            turns.pop()
+        except ValueError as error:  # the conversation so far stays
             print(f"[{error}]")
             continue
+        dropped = len(turns) + 1 - len(kept)
+        if dropped:
+            print(f"[the context of {engine.context} tokens is full: {dropped} oldest turn(s) dropped]")
+        turns, answers = kept, past
         session.stats, answer = Stats(), ""
-        for piece in _stream_ids(session, ids):
-            answer += piece
-            print(piece, end="", flush=True)
+        try:
+            for piece in _stream_ids(session, ids):
+                answer += piece
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
         answers.append(answer)
         print(f"\n[{stats_line(session.stats.summary(engine))}]")
 
@@ -346,10 +395,9 @@ def stats_line(stats: dict[str, Any]) -> str:
         f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
     if "speedup" in stats:
-        line += (
-            f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s), "
-            f"{100 * stats['identical']:.0f} % of sequences identical"
-        )
+        line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
+        if stats["identical"] is not None:
+            line += f", {100 * stats['identical']:.0f} % of sequences identical"
     return line
 
 
@@ -380,10 +428,10 @@ def write_text(where: str, text: str) -> None:
 def run(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode, print, and write the files that were asked for."""
     config = engine.config
-    quiet = "-" in (config.json, config.trace)
+    quiet = "-" in (config.json, config.trace, config.profile)
     one_turn = len(prompts) == config.num_samples == 1 and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
     live = one_turn and not quiet and not config.compare and engine.tokenizer is not None
-    decoder = engine.tokenizer.stream() if live else None
+    decoder = engine.tokenizer.stream(continuation=engine.template is None) if live else None
     with torch.profiler.profile() if config.profile else nullcontext() as profiler:
         if config.compare:
             result, outcome = compare(engine, prompts)
@@ -397,24 +445,28 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         print("\n\n".join(result.text if engine.tokenizer else map(str, result.tokens)))
     print(stats_line(result.stats), file=sys.stderr if quiet else sys.stdout)
     if config.profile:
-        profiler.export_chrome_trace(config.profile)
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            write_text(config.profile, Path(folder, "trace.json").read_text())
     if config.trace:
         write_text(config.trace, "\n".join(json.dumps(row) for row in result.trace))
     if config.json:
         document = {k: v for k, v in asdict(result).items() if k != "trace"}
-        write_text(config.json, json.dumps(document | {"config": asdict(config), "environment": environment(engine)}))
+        ran = asdict(config) | {"context": engine.context} | engine.drafter.facts()  # what the defaults came to
+        write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(engine)}))
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config = parse(argv)
-    try:
+    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+
+    def body() -> None:
         config.check()
         prompts = [] if config.interactive else read_prompts(config)
         engine = load(config)
         chat(engine) if config.interactive else run(engine, prompts)
-    except ValueError as error:
-        fail(str(error))
+
+    run_or_fail("generate.py", body)
 
 
 if __name__ == "__main__":

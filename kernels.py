@@ -61,7 +61,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     if visible is not None:
         visible = visible[:, None].repeat(1, 1, group, 1)  # [B, 1, group * T, S]
     y = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible)  # [B, Hkv, group * T, E]
-    return y.view(B, H, T, E).transpose(1, 2).reshape(B, T, H * E)
+    return y.reshape(B, H, T, E).transpose(1, 2).reshape(B, T, H * E)
 
 
 def _tree_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import json
 import math
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -452,8 +452,8 @@ def load_weights(
     dtype: torch.dtype,
     device: str,
     ignored: Callable[[str], bool] = lambda name: False,
-) -> Iterator[str]:
-    """Fill a model made on the meta device, one parameter at a time, yielding each name as it is loaded.
+) -> None:
+    """Fill a model made on the meta device, one parameter at a time.
 
     names: our parameter -> the tensors it stacks; ignored: which further tensors in the files may stay unused
     Raises: ValueError that names every missing, unexpected or mis-shaped weight.
@@ -481,7 +481,6 @@ def load_weights(
             target.copy_(part)
         owner, _, leaf = ours.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-        yield ours
 
 
 def _some(names: list[str], most: int = 4) -> str:
@@ -517,8 +516,7 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu"
     with torch.device("meta"):
         model = Transformer(config)
     files = WeightFiles(path)
-    for _ in load_weights(model, files, weight_names(config), dtype, device, _ignored(config)):
-        pass
+    load_weights(model, files, weight_names(config), dtype, device, _ignored(config))
     if config.tie_embeddings:
         model.lm_head.weight = model.embedding.weight
     model.rope_freq = rope_frequencies(config, device)

@@ -96,14 +96,17 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: control tokens left out, U+FFFD for bytes that are not UTF-8."""
-        stream = self.stream()
+    def decode(self, ids: Iterable[int], continuation: bool = False) -> str:
+        """The text of `ids`: control tokens left out, U+FFFD for bytes that are not UTF-8.
+
+        continuation: keep a leading space, which belongs between the text before and this one
+        """
+        stream = self.stream(continuation)
         return stream.push(ids) + stream.flush()
 
-    def stream(self) -> StreamDecoder:
+    def stream(self, continuation: bool = False) -> StreamDecoder:
         """A decoder that takes the ids in parts."""
-        return StreamDecoder(self)
+        return StreamDecoder(self, continuation)
 
     def piece(self, id: int) -> bytes:
         """The bytes of one token; none for control tokens and for ids beyond the vocabulary (padded LM heads)."""
@@ -117,9 +120,9 @@ class Tokenizer:
 class StreamDecoder:
     """Incremental `Tokenizer.decode`: all pushes and the flush together give the same text exactly."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, continuation: bool):
         self._piece = tokenizer.piece
-        self._strip = tokenizer.strips_space
+        self._strip = tokenizer.strips_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:

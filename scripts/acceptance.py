@@ -12,19 +12,17 @@ Prints a Markdown table; `--json` appends one line per row.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_demo  # noqa: E402
-from config import DEMO  # noqa: E402
+from config import DEMO, option, parse, read_jsonl, run_or_fail  # noqa: E402
 from decode import Session  # noqa: E402
 from generate import encode, load  # noqa: E402
 
@@ -33,32 +31,29 @@ EVAL = Path(DEMO).parents[1] / "data" / "eval"
 
 @dataclass
 class TauConfig:
-    checkpoint: str = DEMO
-    eagle: str = ""  # default: the bundled head
-    tasks: str = ",".join(str(EVAL / f"{name}.jsonl") for name in ("demo", "gsm8k", "humaneval"))  # JSONL files
-    limit: int = 40  # prompts per task
-    methods: str = "chain,static,dynamic"
-    temperatures: str = "0,1"
-    sharpness: float = 0.0  # 0: the head's own
-    top_p: float = 1.0
-    max_new_tokens: int = 128
-    max_prompt: int = 512  # longer prompts are left out, and the count is printed
-    batch_size: int = 16
-    tree_depth: int = 0  # 0: chains 5, dynamic trees 6
-    seed: int = 0
-    dtype: str = "float32"
-    json: str = ""  # file to append to
-    threads: int = 0
+    checkpoint: str = option(DEMO, "Hugging Face directory of the target")
+    eagle: str = option("", "default: the bundled head")
+    tasks: str = option(",".join(str(EVAL / f"{name}.jsonl") for name in ("demo", "gsm8k", "humaneval")), "JSONL files")
+    limit: int = option(40, "prompts per task")
+    methods: str = option("chain,static,dynamic", "methods")
+    temperatures: str = option("0,1", "temperatures")
+    sharpness: float = option(0.0, "0: the head's own")
+    top_p: float = option(1.0, "top_p")
+    max_new_tokens: int = option(128, "max_new_tokens")
+    max_prompt: int = option(512, "longer prompts are left out, and the count is printed")
+    batch_size: int = option(16, "batch_size")
+    tree_depth: int = option(0, "0: chains 5, dynamic trees 6")
+    seed: int = option(0, "of initialisation, order and noise")
+    dtype: str = option("float32", "dtype", ("float32", "bfloat16"))
+    json: str = option("", "file to append to")
+    threads: int = option(0, "threads")
 
 
 def read_tasks(config: TauConfig) -> dict[str, list[str]]:
     """First turns by task. The demo's worked sums and GSM8K's questions are asked in the same form."""
     tasks: dict[str, list[str]] = {}
     for file in config.tasks.split(","):
-        if not Path(file).is_file():
-            raise ValueError(f"--tasks: no such file: {file}")
-        for line in Path(file).read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+        for row in read_jsonl(Path(file), "--tasks"):
             text = row["turns"][0]
             if row["task"] == "gsm8k":
                 text = f"Question: {text}\nAnswer:"
@@ -102,14 +97,16 @@ def measure(engine, prompts: list[list[int]]) -> dict:
     }
 
 
-def options_of(method: str, config: TauConfig) -> dict:
+def options_of(method: str, temperature: float, config: TauConfig) -> dict:
     """Engine options of a method name."""
     tree, _, how = method.partition(":")
     if tree not in ("chain", "static", "dynamic") or how not in ("", "topk", "noise", "residual"):
         raise ValueError(
             f"--methods: {method} is no method; use chain, static or dynamic, with :topk, :noise, :residual"
         )
-    options = {"tree": tree, "accept": "residual"} if how == "residual" else {"tree": tree, "children": how}
+    options = {"tree": tree, "sharpness": config.sharpness if tree == "dynamic" else 0.0}
+    if temperature > 0:  # at 0 all of these are the same
+        options |= {"accept": "residual"} if how == "residual" else {"children": how}
     if tree == "chain" or (tree == "dynamic" and config.tree_depth):
         options["tree_depth"] = config.tree_depth or 5
     return options
@@ -126,12 +123,15 @@ def run(config: TauConfig) -> None:
     for temperature, method in tqdm(jobs, unit="method"):
         engine = load(
             checkpoint=config.checkpoint, eagle=config.eagle, draft="eagle", dtype=config.dtype, trace="-",
-            temperature=temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens, seed=config.seed,
-            batch_size=config.batch_size, sharpness=config.sharpness, **options_of(method, config),
+            temperature=temperature, top_p=config.top_p if temperature else 1.0,
+            max_new_tokens=config.max_new_tokens, seed=config.seed,
+            batch_size=config.batch_size, **options_of(method, temperature, config),
         )  # fmt: skip
         for task, texts in tasks.items():
             prompts = [encode(engine, [text], []) for text in texts]
             fitting = [p for p in prompts if len(p) <= config.max_prompt]
+            if not fitting:
+                raise ValueError(f"--max_prompt {config.max_prompt} leaves no prompt of {task}; raise it")
             row = measure(engine, fitting)
             alphas = [f"{a:.2f}" for a in row["alpha"][:5]] if method.startswith("chain") else ["", "", "", "", ""]
             cells = [task, f"{temperature:g}", method, f"{row['tau']:.2f} ± {row['error']:.2f}", *alphas]
@@ -144,10 +144,8 @@ def run(config: TauConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    train_demo.add_flags(parser, fields(TauConfig), {"dtype": ("float32", "bfloat16")})
-    config = TauConfig(**vars(parser.parse_args()))
-    train_demo.run_or_fail("acceptance.py", lambda: run(config))
+    config = parse(TauConfig, "acceptance.py", __doc__)
+    run_or_fail("acceptance.py", lambda: run(config))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Not here: drafting, quantization, batches, prompts of text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -29,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +39,11 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from config import GenerateConfig, add_flags, option, pick_device  # noqa: E402
+from config import GenerateConfig, option, parse, pick_device, run_or_fail  # noqa: E402
 from decode import Engine, Session, Stats, peak_memory_bytes, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
 from model import DTYPES, Transformer, load_model  # noqa: E402
-from train_demo import run_or_fail  # noqa: E402
 
 CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
@@ -463,11 +461,7 @@ def bench(config: BenchConfig) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add_flags(parser, list(fields(BenchConfig)))
-    config = BenchConfig(**vars(parser.parse_args()))
+    config = parse(BenchConfig, "bench_target.py", __doc__)
     run_or_fail("bench_target.py", lambda: bench(config))
 
 

@@ -19,7 +19,6 @@ Not here: the draft head (scripts/train_eagle.py).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -30,7 +29,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import sentencepiece as spm
@@ -41,6 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from config import option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
 from model import ModelConfig, Transformer, export_weights, weight_names  # noqa: E402
 
 BOS, EOS = 1, 2
@@ -48,27 +48,37 @@ BOS, EOS = 1, 2
 
 @dataclass
 class TrainConfig:
-    out: str = "checkpoints/demo"  # directory to write; holds the resume state while training
-    sums: str = "data/train/gsm8k_train_clean.jsonl"  # worked sums, JSONL with `turns` and `answers`
-    resume: bool = False  # go on from the last saved step
-    dim: int = 256
-    n_layers: int = 8
-    ffn_dim: int = 768
-    vocab_size: int = 4096
-    tokens: float = 20e6  # training tokens in all
-    batch_tokens: int = 4096  # tokens per step
-    seq_len: int = 512  # tokens per sequence at first
-    long_seq_len: int = 2048  # tokens per sequence in the last part
-    long_share: float = 0.12  # share of the steps trained on long sequences
-    optimizer: str = "muon"  # muon or adamw, for the layers' matrices
-    lr: float = 2e-3  # peak learning rate of AdamW's part; Muon's is matched to its update size
-    muon_lr: float = 4e-3  # peak learning rate of Muon's part
-    weight_decay: float = 0.1
-    warmup: int = 100  # steps
-    eval_every: int = 400  # steps between held-out losses and saved states
-    seed: int = 0
-    threads: int = 0  # CPU threads; 0 leaves torch's default
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    out: str = option("checkpoints/demo", "directory to write; holds the resume state while training")
+    sums: str = option("data/train/gsm8k_train_clean.jsonl", "worked sums, JSONL with `turns` and `answers`")
+    resume: bool = option(False, "go on from the last saved step")
+    dim: int = option(256, "width")
+    n_layers: int = option(8, "layers")
+    ffn_dim: int = option(768, "width of the feed-forward")
+    vocab_size: int = option(4096, "pieces")
+    tokens: float = option(20e6, "training tokens in all")
+    batch_tokens: int = option(4096, "tokens per step")
+    seq_len: int = option(512, "tokens per sequence at first")
+    long_seq_len: int = option(2048, "tokens per sequence in the last part")
+    long_share: float = option(0.12, "share of the steps trained on long sequences")
+    optimizer: str = option("muon", "muon or adamw, for the layers' matrices", ("muon", "adamw"))
+    lr: float = option(2e-3, "peak learning rate of AdamW's part; Muon's is matched to its update size")
+    muon_lr: float = option(4e-3, "peak learning rate of Muon's part")
+    weight_decay: float = option(0.1, "AdamW")
+    warmup: int = option(100, "steps")
+    eval_every: int = option(400, "steps between held-out losses and saved states")
+    seed: int = option(0, "of initialisation, order and noise")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        for name in ("eval_every", "batch_tokens", "seq_len", "long_seq_len", "n_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
+        if self.tokens < self.batch_tokens or self.batch_tokens % self.long_seq_len or self.batch_tokens % self.seq_len:
+            raise ValueError("--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths")
+        if self.dim % 64:
+            raise ValueError(f"--dim must be a multiple of 64: heads are 32 wide, two share keys; it is {self.dim}")
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -100,8 +110,7 @@ def read_python() -> dict[str, list[str]]:
 def read_sums(path: Path) -> dict[str, list[str]]:
     """Worked sums as `Question: ...\\nAnswer: ...`, split like `read_python`."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_jsonl(path, "--sums"):
         text = f"Question: {row['turns'][0]}\nAnswer: {row['answers'][0]}"
         parts["held_out" if held_out(row["turns"][0], 0.055) else "train"].append(text)
     return parts
@@ -159,11 +168,11 @@ class Stream:
         self.epoch, self.offset = -1, 0
         self.data = torch.empty(0, dtype=torch.long)
 
-    def seek(self, tokens: int) -> None:
-        """Move to `tokens` from the very start (used to resume)."""
-        size = sum(map(len, self.documents))
-        self._load(tokens // size)
-        self.offset = tokens % size
+    def seek(self, steps: int, batch_tokens: int) -> None:
+        """Move to where `steps` calls of `take`, of `batch_tokens` each, have led from the very start."""
+        per_epoch = (sum(map(len, self.documents)) - 1) // batch_tokens
+        self._load(steps // per_epoch)
+        self.offset = steps % per_epoch * batch_tokens
 
     def _load(self, epoch: int) -> None:
         order = list(range(len(self.documents)))
@@ -235,6 +244,14 @@ def replace_file(path: Path, write) -> None:
     os.replace(temporary, path)
 
 
+def resume_file(out: Path, resume: bool) -> Path:
+    """Where the state of a run is kept. Raises: ValueError when there is nothing to resume."""
+    file = out / "resume.pt"
+    if resume and not file.is_file():
+        raise ValueError(f"--resume: {out} holds no unfinished run; leave --resume out to start one")
+    return file
+
+
 def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
     """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
     out, c = Path(config.out), model.config
@@ -281,11 +298,8 @@ def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[
     Returns: the training stream; held-out batches by domain; bytes per token by domain.
     """
     out = Path(config.out)
-    sums = Path(config.sums)
-    if not sums.is_file():
-        raise ValueError(f"--sums: no such file: {sums}; it ships in data/train")
-    domains = {"python": read_python(), "sums": read_sums(sums)}
-    if config.resume and (out / "tokenizer.model").is_file():
+    domains = {"python": read_python(), "sums": read_sums(Path(config.sums))}
+    if config.resume:
         tok = spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     else:
         documents = domains["python"]["train"] + domains["sums"]["train"]
@@ -308,7 +322,9 @@ def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[
 
 def train(config: TrainConfig) -> None:
     """Run the whole recipe. Writes: `config.out`."""
+    config.check()
     out = Path(config.out)
+    state_file = resume_file(out, config.resume)
     out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -326,14 +342,14 @@ def train(config: TrainConfig) -> None:
     peaks = [[g["lr"] for g in o.param_groups] for o in optimizers]
     steps = int(config.tokens // config.batch_tokens)
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters()), "curve": []}
-    first, state_file = 0, out / "resume.pt"
-    if config.resume and state_file.is_file():
+    first = 0
+    if config.resume:
         state = torch.load(state_file, map_location=config.device, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         first, info["curve"] = state["step"], json.loads(state["curve"])
-    stream.seek(first * config.batch_tokens)
+    stream.seek(first, config.batch_tokens)
     compiled = torch.compile(loss_of)
     bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
     begin, recent = time.time(), []
@@ -369,29 +385,9 @@ def train(config: TrainConfig) -> None:
     print(f"wrote {out}")
 
 
-def add_flags(parser: argparse.ArgumentParser, options: tuple[Field, ...], choices: dict[str, tuple]) -> None:
-    """Make a flag of every field of a config dataclass."""
-    for f in options:
-        if f.type == "bool":
-            parser.add_argument(f"--{f.name}", action="store_true")
-        else:
-            parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, choices=choices.get(f.name))
-
-
-def run_or_fail(name: str, body: Callable[[], None]) -> None:
-    """Run a script's body; a user's mistake becomes one line and exit status 2."""
-    try:
-        body()
-    except ValueError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, fields(TrainConfig), {"optimizer": ("muon", "adamw")})
-    config = TrainConfig(**vars(parser.parse_args()))
-    run_or_fail("train_demo.py", lambda: train(config))
+    config = parse(TrainConfig, "train_demo.py", __doc__)
+    run_or_fail("train_demo.py", lambda: train(replace(config, device=pick_device(config.device))))
 
 
 if __name__ == "__main__":

@@ -14,17 +14,18 @@ How it works:
 5. At the end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
 
 Source: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`), table 6 (`--target_answers`).
-Differences from the official code: clipping is by norm, noise does not depend on the length, padding is masked.
+Differences from the official code: clipping is by norm, noise does not depend on the length, and examples are laid end
+to end and split at `seq_len`, so that nothing is padding (a row may see the end of the example before its own).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,133 +35,152 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_demo  # noqa: E402
-from config import DEMO, GenerateConfig  # noqa: E402
-from decode import Engine, Session, with_steps  # noqa: E402
+from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
+from decode import Engine, Session, common_prefix, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
-from eagle_draft import EagleConfig, EagleHead, head_names  # noqa: E402
+from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names  # noqa: E402
 from generate import generate  # noqa: E402
 from model import DTYPES, KVCache, Transformer, Window, export_weights, load_model  # noqa: E402
-from tokenizer import CHAT_TEMPLATES, Tokenizer, chat_template  # noqa: E402
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, chat_template  # noqa: E402
 
-INPUTS = ("feature&shifted", "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
+INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 ALPHAS = 5  # chain steps that are evaluated
 
 
 @dataclass
 class TrainConfig:
-    checkpoint: str = DEMO  # the target
-    out: str = "checkpoints/head"  # directory to write, official layout; holds the resume state while training
-    data: str = "demo"  # comma-separated JSONL files, or demo
-    chat: str = ""  # chat template of dialogue data; empty: the checkpoint's own
-    target_answers: bool = False  # let the target write the answers of dialogue data first (table 6)
-    inputs: str = INPUTS[0]  # what a row sees (figure 8)
-    resume: bool = False  # go on from the last saved step
-    steps: int = 20000
-    batch_size: int = 4  # sequences per step
-    seq_len: int = 2048  # tokens per sequence; longer ones are cut
-    lr: float = 3e-5  # peak
-    warmup: int = 2000  # steps
-    weight_decay: float = 0.01
-    clip: float = 0.5  # gradient norm
-    noise: float = 0.1  # features get U(-noise, noise)
-    feature_weight: float = 1.0  # of SmoothL1 between features
-    token_weight: float = 0.1  # of the soft cross-entropy
-    ffn_dim: int = 0  # of the head's layer; 0: the target's
-    kv_heads: int = 0  # of the head's layer; 0: the target's
-    init: str = "random"  # or "feature": fc starts as the identity on the feature
-    dtype: str = "bfloat16"  # autocast of training and weights of the file
-    eval_every: int = 500  # steps
-    eval_prompts: int = 64  # held-out prompts for alpha and tau
-    seed: int = 0
-    threads: int = 0  # CPU threads; 0 leaves torch's default
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    checkpoint: str = option(DEMO, "the target")
+    out: str = option("checkpoints/head", "directory to write, official layout; holds the resume state while training")
+    data: str = option("demo", "comma-separated JSONL files, or demo")
+    chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
+    target_answers: bool = option(False, "let the target write the answers of dialogue data first (table 6)")
+    answer_tokens: int = option(512, "longest answer that the target writes")
+    inputs: str = option(INPUTS[0], "what a row sees (figure 8)", INPUTS)
+    resume: bool = option(False, "go on from the last saved step")
+    steps: int = option(20000, "training steps")
+    batch_size: int = option(4, "sequences per step")
+    seq_len: int = option(2048, "tokens per sequence; examples are laid end to end and split")
+    lr: float = option(3e-5, "peak")
+    warmup: int = option(2000, "steps")
+    weight_decay: float = option(0.01, "AdamW")
+    clip: float = option(0.5, "gradient norm")
+    noise: float = option(0.1, "features get U(-noise, noise)")
+    feature_weight: float = option(1.0, "of SmoothL1 between features")
+    token_weight: float = option(0.1, "of the soft cross-entropy")
+    ffn_dim: int = option(0, "of the head's layer; 0: the target's")
+    kv_heads: int = option(0, "of the head's layer; 0: the target's")
+    init: str = option("random", "or 'feature': fc starts as the identity on the feature", ("random", "feature"))
+    dtype: str = option("bfloat16", "autocast of training and weights of the file", tuple(DTYPES))
+    eval_every: int = option(500, "steps")
+    eval_prompts: int = option(64, "held-out prompts for alpha and tau")
+    seed: int = option(0, "of initialisation, order and noise")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_prompts", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
 
 
 # ------------------------------------------------------------------------------------------------ data
 
 
-@dataclass
-class Example:
+class Dialogue(NamedTuple):
+    """Turns and their answers; a text is a single answer without a turn."""
+
+    turns: list[str]
+    answers: list[str]
+    ended: bool = True  # whether the last answer is complete, so that the end of sequence follows it
+
+    @property
+    def held_out(self) -> bool:
+        return train_demo.held_out(self.turns[0] if self.turns else self.answers[0][:200], 0.05)
+
+
+class Example(NamedTuple):
     """One sequence; `mask` marks the tokens whose features are trained on (answers, or everything)."""
 
     ids: list[int]
     mask: list[bool]
 
 
-def read_dialogues(file: Path) -> list[tuple[list[str], list[str]]]:
-    """(turns, answers) of every line. Raises: ValueError for a line of another form."""
-    if not file.is_file():
-        raise ValueError(f"--data: no such file: {file}; give JSONL files or `demo`")
+def read_dialogues(file: Path) -> list[Dialogue]:
+    """Dialogues of a JSONL file; those without an answer are left out. Raises: ValueError for another form."""
     dialogues = []
-    for number, line in enumerate(filter(str.strip, file.read_text(encoding="utf-8").splitlines()), 1):
+    for number, row in enumerate(read_jsonl(file, "--data"), 1):
         try:
-            row = json.loads(line)
             if "conversations" in row:  # ShareGPT
-                said = [(m["from"] in ("human", "user"), m["value"]) for m in row["conversations"]]
-                said = said[next(i for i, (human, _) in enumerate(said) if human) :]
-                turns, answers = [v for human, v in said if human], [v for human, v in said if not human]
+                dialogues.append(_sharegpt(row["conversations"]))
             else:
                 turns, answers = ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
-        except (json.JSONDecodeError, KeyError, TypeError, StopIteration):
-            raise ValueError(
-                f"--data: {file} line {number} must have `turns` and `answers`, `conversations`, or `text`"
-            ) from None
-        pairs = min(len(turns), len(answers)) if turns else 1
-        dialogues.append((turns[:pairs], answers[:pairs]))
-    return [d for d in dialogues if d[1]]
+                pairs = min(len(turns), len(answers)) if turns else 1
+                dialogues.append(Dialogue(turns[:pairs], answers[:pairs]))
+        except (KeyError, TypeError):
+            form = "`turns` and `answers`, `conversations`, or `text`"
+            raise ValueError(f"--data: {file} row {number} must have {form}") from None
+    kept = [d for d in dialogues if d.answers and all(d.turns) and all(d.answers)]
+    print(f"{file}: {len(kept)} dialogues or texts, {len(dialogues) - len(kept)} left out for want of an answer")
+    return kept
 
 
-def to_example(turns: list[str], answers: list[str], tokenizer: Tokenizer, template) -> Example:
-    """Tokenize a dialogue and mark its answers; a text (no turns) is marked whole."""
-    end = list(tokenizer.eos_ids[:1])
+def _sharegpt(messages: list[dict]) -> Dialogue:
+    """Human and model in turn, from the first human message to where the alternation breaks."""
+    said = [(m["from"] in ("human", "user"), m["value"]) for m in messages]
+    start = next((i for i, (human, _) in enumerate(said) if human), len(said))
+    turns, answers = [], []
+    for (human, turn), (also_human, answer) in zip(said[start::2], said[start + 1 :: 2]):
+        if not human or also_human:
+            break
+        turns.append(turn)
+        answers.append(answer)
+    return Dialogue(turns, answers)
+
+
+def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate | None) -> Example:
+    """Tokenize a dialogue and mark its answers; a text is marked whole."""
+    turns, answers, ended = dialogue
+    end = list(tokenizer.eos_ids[:1]) if ended else []
     if not turns:
         ids = tokenizer.encode(answers[0]) + end
         return Example(ids, [True] * len(ids))
-    render = lambda t: template.render(turns[: t + 1], answers[:t])  # noqa: E731
-    encode = lambda text: tokenizer.encode(text, special=True)  # noqa: E731
-    last = len(turns) - 1
-    ids = encode(render(last) + template.reply + answers[last].strip()) + end
+
+    def encode(t: int, answer: str = "") -> list[int]:  # up to turn t and, with an answer, to its end
+        text = template.render(turns[: t + 1], answers[:t])
+        return tokenizer.encode(text + template.reply + answer.strip() if answer else text, special=True)
+
+    ids = encode(len(turns) - 1, answers[-1]) + end
     mask = [False] * len(ids)
     for t, answer in enumerate(answers):
         # the common prefix finds the answer's span even where a token straddles its border
-        begin = _common(encode(render(t)), ids)
-        stop = _common(encode(render(t) + template.reply + answer.strip()), ids) + 1
+        begin, stop = common_prefix(encode(t), ids), common_prefix(encode(t, answer), ids) + 1
         mask[begin:stop] = [True] * len(mask[begin:stop])
     return Example(ids, mask)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
     """Returns: training examples, and held-out prompts for the evaluation."""
     if config.data == "demo":
         return _demo_data(config, engine)
-    template = chat_template(Path(config.checkpoint), config.chat or None) if config.chat or _is_chat(config) else None
+    tokenizer, template = engine.tokenizer, engine.template
     dialogues = [d for file in config.data.split(",") for d in read_dialogues(Path(file))]
-    if any(turns for turns, _ in dialogues) and template is None:
+    if any(d.turns for d in dialogues) and template is None:
         raise ValueError(f"--data: dialogues need a chat template; name one of {', '.join(CHAT_TEMPLATES)} with --chat")
-    held = [d for d in dialogues if train_demo.held_out("".join(d[0]) or d[1][0][:200], 0.05)]
-    kept = [d for d in dialogues if d not in held]
+    kept = [d for d in dialogues if not d.held_out]
+    held = [d for d in dialogues if d.held_out][: config.eval_prompts]
     if config.target_answers:
-        kept = target_answers([t for t, _ in kept if t], replace(engine, template=template))
-    examples = [to_example(*d, engine.tokenizer, template) for d in tqdm(kept, desc="tokenize", unit="dialogue")]
+        kept = target_answers([d for d in kept if d.turns], engine, config)
+    examples = [to_example(d, tokenizer, template) for d in tqdm(kept, desc="tokenize", unit="dialogue")]
     prompts = []
-    for turns, answers in held[: config.eval_prompts]:
-        ids = to_example(turns[:1], answers[:1], engine.tokenizer, template).ids
-        text = template.render(turns[:1], []) if turns else ""
-        prompts.append(engine.tokenizer.encode(text, special=True) if turns else ids[: len(ids) // 2 or 1])
+    for d in held:
+        if d.turns:
+            prompts.append(tokenizer.encode(template.render(d.turns[:1], []), special=True))
+        else:
+            ids = tokenizer.encode(d.answers[0])
+            prompts.append(ids[: len(ids) // 2 or 1])
     return examples, prompts
-
-
-def _is_chat(config: TrainConfig) -> bool:
-    try:
-        chat_template(Path(config.checkpoint))
-    except ValueError:
-        return False
-    return True
 
 
 def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
@@ -176,12 +196,30 @@ def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list
     return examples, prompts + [engine.tokenizer.encode(q) for q in questions[:half]]
 
 
-def target_answers(turns: list[list[str]], engine: Engine) -> list[tuple[list[str], list[str]]]:
-    """Let the target answer every turn itself, greedily. Returns: dialogues."""
-    dialogues = []
-    for group in tqdm(turns, desc="target answers", unit="dialogue"):
-        dialogues.append((group, generate(engine, [group]).text))
-    return dialogues
+def target_answers(dialogues: list[Dialogue], engine: Engine, config: TrainConfig) -> list[Dialogue]:
+    """Let the target answer every turn itself, greedily; kept beside the head, so that a resumed run finds them."""
+    file = Path(config.out) / "target_answers.jsonl"
+    done = [Dialogue(r["turns"], r["answers"], r["ended"]) for r in read_jsonl(file, "--out")] if file.is_file() else []
+    size = engine.config.batch_size
+    with open(file, "a", encoding="utf-8") as log:
+        for first in tqdm(range(len(done), len(dialogues), size), desc="target answers", unit="batch"):
+            group = [d.turns for d in dialogues[first : first + size]]
+            fits = [len(engine.template.encode(engine.tokenizer, turns[:1], [])) < engine.context for turns in group]
+            result = generate(
+                engine, [turns for turns, ok in zip(group, fits) if ok], max_new_tokens=config.answer_tokens
+            )
+            answered: list[list[tuple[str, str]]] = [[] for _ in group]
+            rows = [row for row, ok in enumerate(fits) if ok]
+            for (p, _, _), text, reason in zip(result.index, result.text, result.finish_reason):
+                answered[rows[p]].append((text, reason))
+            for turns, pairs in zip(group, answered):
+                # an answer that was cut ends the dialogue: what would follow it is not the target's
+                cut = next((i + 1 for i, (_, reason) in enumerate(pairs) if reason != "stop"), len(pairs))
+                ended = bool(pairs) and pairs[cut - 1][1] == "stop"
+                done.append(Dialogue(turns[:cut], [text for text, _ in pairs[:cut]], ended))
+                log.write(json.dumps(done[-1]._asdict()) + "\n")
+            log.flush()
+    return [d for d in done if d.answers and all(d.answers)]
 
 
 def batches(examples: list[Example], config: TrainConfig, skip: int):
@@ -268,7 +306,8 @@ class Chains:
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
         self.features, _ = target(tokens, steps[None])
-        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), self.features.dtype, str(tokens.device))
+        dtype = head.fc.weight.dtype  # the target's may be another
+        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), dtype, str(tokens.device))
 
     def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
         """Run drafting step `s` for all T-2 starts. features: [1, R, F]; drafted, before: [1, R] tokens."""
@@ -279,7 +318,8 @@ class Chains:
         mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # true rows up to here, own predicted rows
         window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
         inputs = row_inputs(self.kind, self.target.embedding(drafted), features, self.target.embedding(before))
-        return self.head(*inputs, rows[None] + s, self.cache, window)
+        inputs = (x.to(self.head.fc.weight.dtype) for x in inputs)
+        return self.head(*inputs, rows[None] + s, self.cache, window).to(features.dtype)
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; logits of every step."""
@@ -300,8 +340,6 @@ def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, li
     """alpha: n-alpha for n = 0..4; tau: mean accepted tokens + 1 of a chain of five, over all start positions."""
     tried, hits, lengths = torch.zeros(ALPHAS), torch.zeros(ALPHAS), []
     for begin, ids in sequences:
-        if len(ids) < begin + ALPHAS + 2:
-            continue
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
         ok, _ = Chains(head, target, tokens, kind).run()
         run = ok[max(begin - 2, 0) :].long().cumprod(1).cpu()  # from the first start whose tokens are the target's
@@ -317,8 +355,6 @@ def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[in
     grid = torch.arange(1.0, 4.01, 0.125)
     loss, generator = torch.zeros(len(grid)), torch.Generator().manual_seed(0)
     for begin, ids in sequences:
-        if len(ids) < begin + ALPHAS + 2:
-            continue
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
         chains = Chains(head, target, tokens, kind)
         ok, logits = chains.run()
@@ -359,7 +395,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim, "vocab_size": c.vocab_size,
         "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
-        "max_position_embeddings": c.max_context, "bos_token_id": c.bos_id, "eos_token_id": c.eos_ids[0],
+        "max_position_embeddings": c.max_context, "bos_token_id": c.bos_id, "eos_token_id": next(iter(c.eos_ids), None),
         "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": True,
         "draft_sharpness": head.config.sharpness, "draft_inputs": config.inputs,
     }  # fmt: skip
@@ -396,29 +432,47 @@ def plot_curve(curve: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def make_engine(config: TrainConfig, target: Transformer) -> Engine:
+    """The target alone, to write sequences."""
+    path = Path(config.checkpoint)
+    tokenizer, template = Tokenizer.load(path), None
+    try:
+        template = chat_template(path, config.chat or None)
+    except ValueError:
+        if config.chat:
+            raise
+    ends = (*target.config.eos_ids, *(template.stop_ids(tokenizer) if template else ()))
+    options = GenerateConfig(checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device)
+    context = min(2048, target.config.max_context)
+    return with_steps(Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template))
+
+
 def train(config: TrainConfig) -> None:
     """Run the recipe. Writes: `config.out`."""
+    config.check()
     out, path = Path(config.out), Path(config.checkpoint)
+    state_file = train_demo.resume_file(out, config.resume)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     target = load_model(path, torch.float32 if config.device == "cpu" else None, config.device)
-    options = GenerateConfig(checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device)
-    context = min(2048, target.config.max_context)
-    tokenizer = Tokenizer.load(path)
-    engine = with_steps(Engine(options, target, RootOnly(), context, target.config.eos_ids, tokenizer=tokenizer))
-    examples, prompts = load_data(config, engine)
+    engine = make_engine(config, target)
     out.mkdir(parents=True, exist_ok=True)
-    prompts = [p for p in prompts if len(p) + OWN_TOKENS < context]
+    examples, prompts = load_data(config, engine)
+    prompts = [p for p in prompts if len(p) + OWN_TOKENS < engine.context]
+    if not prompts:
+        raise ValueError("--data: nothing is held out to evaluate with (5 % by hash, prompts that fit); give more data")
     fitting = replace(engine, context=max(map(len, prompts)) + OWN_TOKENS)
-    sequences = own_sequences(fitting, prompts, OWN_TOKENS)
+    sequences = [s for s in own_sequences(fitting, prompts, OWN_TOKENS) if len(s[1]) >= s[0] + ALPHAS + 2]
+    if not sequences:
+        raise ValueError(f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; is --chat right?")
     head = make_head(config, target)
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in head.parameters()), "curve": []}
-    first, state_file, began = 0, out / "resume.pt", time.time()
-    if config.resume and state_file.is_file():
+    first, began = 0, time.time()
+    if config.resume:
         state = torch.load(state_file, map_location=config.device, weights_only=True)
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
@@ -426,6 +480,7 @@ def train(config: TrainConfig) -> None:
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype])
     look, loss_of = torch.compile(lambda tokens, steps: target(tokens, steps)[0]), torch.compile(eagle_loss)
     steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
+    generator = torch.Generator(config.device)
     feed, sums = batches(examples, config, first), torch.zeros(2)
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):
         for group in optimizer.param_groups:
@@ -434,7 +489,9 @@ def train(config: TrainConfig) -> None:
         with autocast:
             with torch.no_grad():
                 features = look(tokens, steps)
-            noise = (torch.rand_like(features[:, 1:]) * 2 - 1) * config.noise
+            generator.manual_seed(config.seed * 1_000_003 + step)  # a resumed run sees the same noise
+            uniform = torch.rand(features[:, 1:].shape, generator=generator, device=config.device)
+            noise = ((uniform * 2 - 1) * config.noise).to(features.dtype)
             regression, entropy = loss_of(head, target, (tokens, mask, features), noise, config.inputs)
         (config.feature_weight * regression + config.token_weight * entropy).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), config.clip)
@@ -463,10 +520,8 @@ def train(config: TrainConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    train_demo.add_flags(parser, fields(TrainConfig), {"inputs": INPUTS, "init": ("random", "feature")})
-    config = TrainConfig(**vars(parser.parse_args()))
-    train_demo.run_or_fail("train_eagle.py", lambda: train(config))
+    config = parse(TrainConfig, "train_eagle.py", __doc__)
+    run_or_fail("train_eagle.py", lambda: train(replace(config, device=pick_device(config.device))))
 
 
 if __name__ == "__main__":
