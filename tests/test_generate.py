@@ -45,7 +45,9 @@ def test_json_contract(capsys, tmp_path):
     file = tmp_path / "out.json"
     out, err = run(capsys, *IDS, "--eagle", HEAD, "--num_samples", "3", "--batch_size", "2", "--json", str(file))
     got = json.loads(file.read_text())
-    assert set(got) == {"tokens", "text", "finish_reason", "prompt_tokens", "stats", "config", "environment"}
+    assert got["index"] == [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
+    assert got["config"]["tree"] == "dynamic" and got["config"]["context"] == 512 and got["config"]["sharpness"] == 1
+    assert set(got) == {"index", "tokens", "text", "finish_reason", "prompt_tokens", "stats", "config", "environment"}
     assert [len(t) for t in got["tokens"]] == [20] * 3
     assert got["finish_reason"] == ["length"] * 3 and got["prompt_tokens"] == [4] * 3
     stats = got["stats"]
@@ -119,6 +121,40 @@ def test_python_interface():
     assert len(generate(engine, [PROMPT], max_new_tokens=5).tokens[0]) <= 5
     with pytest.raises(ValueError, match="temperature cannot change after load"):
         generate(engine, [PROMPT], temperature=1.0)
+    with pytest.raises(ValueError, match="--max_new_tokens must be at least 1"):
+        generate(engine, [PROMPT], max_new_tokens=0)
+    with pytest.raises(ValueError, match="one text or one list of token ids"):
+        list(stream(engine, ["a", "b"]))
+
+
+def test_python_interface_without_a_tokenizer():
+    engine = load(checkpoint=TARGET, max_new_tokens=5, device="cpu")
+    assert len(generate(engine, [[5, 17, 3]]).tokens[0]) == 5
+    with pytest.raises(ValueError, match="has neither tokenizer.model nor tokenizer.json"):
+        generate(engine, ["text"])
+    with pytest.raises(ValueError, match="has neither tokenizer.model nor tokenizer.json"):
+        list(stream(engine, [5, 17, 3]))
+
+
+def test_a_broken_tokenizer_does_not_matter_to_ids(capsys, tmp_path):
+    shutil.copytree(TARGET, tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.model").write_bytes(b"junk")
+    base = ["--checkpoint", str(tmp_path / "target"), "--max_new_tokens", "5", "--device", "cpu", "--json", "-"]
+    out, err = run(capsys, *base, "--prompt_ids", "5,17,3")
+    assert "note: no text will be shown" in err and json.loads(out)["text"] == [""]
+    assert "is not a sentencepiece model" in failure(capsys, *base, "--prompt", "a")
+
+
+def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    rows = [{"turns": ["import os", " x" * 100, "y"]}, {"turns": ["def f():", "return"]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    base = ["--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--device", "cpu", "--ignore_eos"]
+    out, err = run(capsys, *base, "--context", "60", "--batch_size", "2")
+    assert json.loads(out)["index"] == [[0, 0, 0], [1, 0, 0], [1, 0, 1]]
+    assert "turn 2 of prompt 1 no longer fits the context of 60" in err
+    file.write_text("\n".join(map(json.dumps, [rows[1], {"turns": [" x" * 100]}])))
+    assert "the context holds 60" in failure(capsys, *base, "--context", "60"), "before anything is decoded"
 
 
 def test_prompt_file_with_turns(capsys, tmp_path):
@@ -158,7 +194,9 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    assert all(f"--{f.name}" in text and f.metadata["help"] for f in fields(GenerateConfig))
+    shown = " ".join(text.split())
+    for f in fields(GenerateConfig):
+        assert f"--{f.name}" in shown and " ".join(f.metadata["help"].split()) in shown, f.name
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
@@ -203,7 +241,7 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--max_new_tokens", "many"], "--max_new_tokens"),
         ([*IDS, "--draft", "oracle"], "--draft"),
         ([*IDS, "--draft", "eagle"], "name its directory with --eagle"),
-        ([*IDS, "--draft", "none", "--eagle", HEAD], "--draft none"),
+        ([*IDS, "--draft", "none", "--eagle", HEAD], "--eagle needs a draft"),
         ([*IDS, "--eagle", "nowhere"], "no such directory: nowhere"),
         ([*IDS, "--eagle", HEAD, "--tree_depth", "1", "--tree_topk", "4", "--tree_size", "9"], "lower --tree_size"),
         ([*IDS, "--eagle", HEAD, "--tree_size", "65"], "--tree_size must be 2 to 64"),
@@ -215,8 +253,18 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
             [*IDS, "--eagle", HEAD, "--children", "sampled", "--accept", "residual", "--temperature", "1"],
             "lossy; use --tree static",
         ),
-        ([*IDS, "--eagle", HEAD, "--children", "noise", "--accept", "residual"], "does not read the target's noise"),
+        ([*IDS, "--eagle", HEAD, "--children", "noise", "--accept", "residual", "--temperature", "1"], "does not read the target's noise"),
         (["--interactive", "--batch_size", "2"], "--interactive"),
+        (["--interactive", "--trace", "t"], "--interactive"),
+        ([*IDS, "--tree", "static"], "--tree needs a draft"),
+        ([*IDS, "--draft", "none", "--tree_file", "x"], "--tree_file needs a draft"),
+        ([*IDS, "--top_p", "0.9"], "--top_p has no effect at temperature 0"),
+        ([*IDS, "--eagle", HEAD, "--children", "topk"], "--children has no effect at temperature 0"),
+        ([*IDS, "--eagle", HEAD, "--tree", "static", "--sharpness", "2"], "--sharpness belongs to --tree dynamic"),
+        ([*IDS, "--eagle", HEAD, "--tree", "chain", "--tree_depth", "64"], "--tree_depth must be below 64"),
+        ([*IDS[:2], "--prompt_ids", ""], "numbers like 5,17,3"),
+        ([*IDS[:2], "--prompt_ids=--5"], "numbers like 5,17,3"),
+        ([*IDS, "--json", "."], "is a directory"),
         (["--chat", "--prompt", "a"], "--chat NAME"),
         (["--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
@@ -260,6 +308,11 @@ def test_damaged_checkpoints(capsys, copy):
     config.write_text(text)
     edit(config, architectures=["GPTNeoXForCausalLM"])
     assert "GPTNeoXForCausalLM is not supported" in failure(capsys, *with_copy(copy))
+
+
+def test_a_head_trained_on_other_inputs(capsys, copy):
+    edit(copy / "head" / "config.json", draft_inputs="token")
+    assert "the head was trained on token" in failure(capsys, *with_copy(copy))
 
 
 def test_heads_of_another_target(capsys, copy):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +13,14 @@ from safetensors.torch import load_file
 
 import train_demo
 import train_eagle
-from config import DEMO
+from config import DEMO, run_or_fail
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, head_names, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from sampling import Sampling
 from tokenizer import CHAT_TEMPLATES, Tokenizer
-from train_eagle import INPUTS, Chains, TrainConfig, batches, eagle_loss, evaluate, to_example
+from train_eagle import INPUTS, Chains, Dialogue, TrainConfig, batches, eagle_loss, evaluate, to_example
 
 
 def official_losses(head, kind=INPUTS[0]):
@@ -76,7 +79,8 @@ def test_chains_from_every_start_agree_with_the_loop():
 def test_answers_are_marked_and_nothing_else():
     tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
     turns, answers = ["What is 2 + 2?", "And 3 + 3?"], ["It is four.", "It is six."]
-    example = to_example(turns, answers, tokenizer, template)
+    example = to_example(Dialogue(turns, answers), tokenizer, template)
+    assert to_example(Dialogue(turns, answers, ended=False), tokenizer, template).ids == example.ids[:-1]
     marked, text = [], ""
     for i, m in zip(example.ids, example.mask):
         text += tokenizer.decode([i]) if m else "|" if text[-1:] not in ("", "|") else ""
@@ -102,7 +106,7 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     common = {
         "data": "demo", "steps": 6, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "warmup": 1, "eval_every": 3,
-        "eval_prompts": 4, "dtype": "float32", "device": "cpu", "noise": 0.0, "ffn_dim": 128,
+        "eval_prompts": 4, "dtype": "float32", "device": "cpu", "noise": 0.1, "ffn_dim": 128,
     }  # fmt: skip
     train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), **common))
     saves = []
@@ -141,20 +145,72 @@ def test_a_bad_line_of_data_is_one_line(tmp_path, capsys):
     file = tmp_path / "data.jsonl"
     file.write_text('{"turns": ["a"], "answers": ["b"]}\n{"question": "c"}\n')
     with pytest.raises(SystemExit) as stop:
-        train_demo.run_or_fail("train_eagle.py", lambda: train_eagle.read_dialogues(file))
+        run_or_fail("train_eagle.py", lambda: train_eagle.read_dialogues(file))
     assert stop.value.code == 2
     err = capsys.readouterr().err
-    assert "line 2" in err and err.count("\n") == 1
-    with pytest.raises(ValueError, match="no such file"):
+    assert "row 2" in err and err.count("\n") == 1
+    with pytest.raises(ValueError, match="cannot read"):
         train_eagle.read_dialogues(tmp_path / "none.jsonl")
 
 
-def test_sharegpt_and_text_lines(tmp_path):
-    file = tmp_path / "data.jsonl"
+def test_sharegpt_and_text_lines(tmp_path, capsys):
+    def said(*who_and_what):
+        return {"conversations": [{"from": who, "value": what} for who, what in who_and_what]}
+
     rows = [
-        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        {"text": "plain"},
+        said(("system", "s"), ("human", "q"), ("gpt", "a"), ("human", "left over")),
+        said(("human", "first"), ("human", "second"), ("gpt", "whose answer?")),
+        said(),
+        {"text": "plain\u2028text"},
         {"turns": ["x", "y"], "answers": ["z"]},
-    ]  # fmt: skip
-    file.write_text("\n".join(map(json.dumps, rows)))
-    assert train_eagle.read_dialogues(file) == [(["q"], ["a"]), ([], ["plain"]), (["x"], ["z"])]
+    ]
+    want = [Dialogue(["q"], ["a"]), Dialogue([], ["plain\u2028text"]), Dialogue(["x"], ["z"])]
+    lines, array = tmp_path / "data.jsonl", tmp_path / "data.json"
+    lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    array.write_text(json.dumps(rows))
+    for file in (lines, array):
+        assert train_eagle.read_dialogues(file) == want
+        assert "3 dialogues or texts, 2 left out" in capsys.readouterr().out
+
+
+def test_chains_with_a_target_of_another_dtype():
+    """On CUDA the target stays in bf16 while the head is trained in fp32."""
+    target = copy.deepcopy(golden_target()).bfloat16()
+    target.rope_freq = golden_target().rope_freq
+    ok, logits = Chains(golden_head(), target, torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]]), INPUTS[0]).run()
+    assert ok.shape[1] == train_eagle.ALPHAS and logits[0].dtype == torch.float32
+
+
+def test_the_target_writes_its_own_answers(tmp_path):
+    target = golden_target()
+    config = TrainConfig(out=str(tmp_path), answer_tokens=12)
+    template = SimpleNamespace(encode=lambda tokenizer, turns, answers: [len(t) % 97 for t in [*turns, *answers]])
+    tokenizer = SimpleNamespace(decode=lambda ids, continuation=False: " ".join(map(str, ids)))
+    engine = engine_for(target, RootOnly(), batch_size=2)
+    engine = replace(engine, tokenizer=tokenizer, template=template)
+    dialogues = [Dialogue(["a"], ["b"]), Dialogue(["a" * 5, "cc"], ["b", "d"]), Dialogue(["eee"], ["f"])]
+    answered = train_eagle.target_answers(dialogues, engine, config)
+    assert [d.turns[0] for d in answered] == ["a", "aaaaa", "eee"]
+    for d in answered:
+        assert d.ended == (len(d.answers[-1].split()) < 12), "an answer that was cut is not followed by an end"
+        assert len(d.turns) == len(d.answers)
+    again = train_eagle.target_answers(dialogues, replace(engine, target=None), config)
+    assert again == answered, "a resumed run finds the answers on disk"
+
+
+def test_nothing_to_resume_is_one_line(tmp_path):
+    for train in (train_eagle.train, train_demo.train):
+        config = train_eagle.TrainConfig if train is train_eagle.train else train_demo.TrainConfig
+        with pytest.raises(ValueError, match="holds no unfinished run"):
+            train(config(out=str(tmp_path), resume=True, device="cpu"))
+
+
+def test_stream_seeks_to_where_it_was():
+    documents = [list(range(i, i + 37)) for i in range(30)]
+    whole = train_demo.Stream(documents, 0)
+    whole.seek(0, 64)
+    batches = [whole.take(2, 32) if i % 2 else whole.take(1, 64) for i in range(60)]
+    for steps in (1, 16, 17, 34, 50):
+        again = train_demo.Stream(documents, 0)
+        again.seek(steps, 64)
+        assert torch.equal(again.take(*batches[steps][:, 1:].shape), batches[steps])
