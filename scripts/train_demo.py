@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import sentencepiece as spm
 import torch
@@ -208,19 +209,41 @@ def init_weights(model: Transformer) -> None:
             torch.nn.init.normal_(p, std=0.02 * scale)
 
 
-def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon (or AdamW) for the layers' matrices, AdamW for everything else."""
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("layers.")]
-    tables = [p for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith("layers.")]
-    norms = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": tables, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    if config.optimizer == "adamw":
-        groups.append({"params": matrices, "weight_decay": config.weight_decay})
-        return [torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)]
-    muon = torch.optim.Muon(
-        matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return [torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True), muon]
+def make_optimizers(
+    model: torch.nn.Module, config: Any, is_matrix: Callable[[str], bool]
+) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or with `--optimizer muon` Muon for the weight matrices and AdamW for the rest.
+
+    is_matrix: whether a two-dimensional parameter of this name is a hidden matrix, not a table
+    Source of Muon: Keller Jordan et al. 2024, with the update size of AdamW.
+    """
+    two = [(n, p) for n, p in model.named_parameters() if p.dim() == 2]
+    matrices = [p for n, p in two if is_matrix(n)]
+    tables = [p for n, p in two if not is_matrix(n)]
+    small = [p for p in model.parameters() if p.dim() < 2]
+    muon = config.optimizer == "muon"
+    decayed = tables if muon else tables + matrices
+    groups = [{"params": small, "weight_decay": 0.0}] + ([{"params": decayed}] if decayed else [])
+    optimizers = [
+        torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+    ]
+    if muon:
+        options = {"lr": config.muon_lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(matrices, **options))
+    return optimizers
+
+
+class Schedule:
+    """Linear warm-up, then cosine down to 4 %, of every learning rate in some optimizers."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int, warmup: int):
+        self.groups = [(g, g["lr"]) for o in optimizers for g in o.param_groups]
+        self.steps, self.warmup = steps, warmup
+
+    def set(self, step: int) -> None:
+        """Set the learning rates of a step."""
+        for group, peak in self.groups:
+            group["lr"] = peak * lr_share(step, self.steps, self.warmup)
 
 
 def lr_share(step: int, steps: int, warmup: int) -> float:
@@ -338,9 +361,9 @@ def train(config: TrainConfig) -> None:
     )  # fmt: skip
     init_weights(model)
     model.to(config.device)
-    optimizers = make_optimizers(model, config)
-    peaks = [[g["lr"] for g in o.param_groups] for o in optimizers]
+    optimizers = make_optimizers(model, config, lambda name: name.startswith("layers."))
     steps = int(config.tokens // config.batch_tokens)
+    schedule = Schedule(optimizers, steps, config.warmup)
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters()), "curve": []}
     first = 0
     if config.resume:
@@ -355,9 +378,7 @@ def train(config: TrainConfig) -> None:
     begin, recent = time.time(), []
     for step in bar:
         length = config.long_seq_len if step >= steps * (1 - config.long_share) else config.seq_len
-        for optimizer, rates in zip(optimizers, peaks):
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * lr_share(step, steps, config.warmup)
+        schedule.set(step)
         batch = stream.take(config.batch_tokens // length, length).to(config.device)
         with torch.autocast(config.device.split(":")[0], torch.bfloat16):
             loss = compiled(model, batch)

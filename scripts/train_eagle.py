@@ -61,7 +61,9 @@ class TrainConfig:
     steps: int = option(20000, "training steps")
     batch_size: int = option(4, "sequences per step")
     seq_len: int = option(2048, "tokens per sequence; examples are laid end to end and split")
-    lr: float = option(3e-5, "peak")
+    optimizer: str = option("adamw", "adamw as in the paper, or muon for the matrices", ("adamw", "muon"))
+    lr: float = option(3e-5, "peak learning rate of AdamW")
+    muon_lr: float = option(4e-3, "peak learning rate of Muon")
     warmup: int = option(2000, "steps")
     weight_decay: float = option(0.01, "AdamW")
     clip: float = option(0.5, "gradient norm")
@@ -467,15 +469,15 @@ def train(config: TrainConfig) -> None:
     if not sequences:
         raise ValueError(f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; is --chat right?")
     head = make_head(config, target)
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
-    )
+    optimizers = train_demo.make_optimizers(head, config, lambda name: True)
+    schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in head.parameters()), "curve": []}
     first, began = 0, time.time()
     if config.resume:
         state = torch.load(state_file, map_location=config.device, weights_only=True)
         head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
         first, info["curve"] = state["step"], json.loads(state["curve"])
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype])
     look, loss_of = torch.compile(lambda tokens, steps: target(tokens, steps)[0]), torch.compile(eagle_loss)
@@ -483,8 +485,7 @@ def train(config: TrainConfig) -> None:
     generator = torch.Generator(config.device)
     feed, sums = batches(examples, config, first), torch.zeros(2)
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * train_demo.lr_share(step, config.steps, config.warmup)
+        schedule.set(step)
         tokens, mask = (x.to(config.device) for x in next(feed))
         with autocast:
             with torch.no_grad():
@@ -495,8 +496,9 @@ def train(config: TrainConfig) -> None:
             regression, entropy = loss_of(head, target, (tokens, mask, features), noise, config.inputs)
         (config.feature_weight * regression + config.token_weight * entropy).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         sums += torch.tensor([regression.item(), entropy.item()])
         done = step + 1
         if done % config.eval_every == 0 or done == config.steps:
@@ -507,7 +509,7 @@ def train(config: TrainConfig) -> None:
             info["curve"].append(row)
             alphas = " ".join(f"{a:.3f}" for a in row["alpha"])
             tqdm.write(f"step {done}: SmoothL1 {each[0]:.4f}, CE {each[1]:.3f}; alpha {alphas}; tau {row['tau']:.3f}")
-            state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
+            state = {"head": head.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done}
             state["curve"] = json.dumps(info["curve"])
             train_demo.replace_file(state_file, lambda p, state=state: torch.save(state, p))
             if done == config.steps:
