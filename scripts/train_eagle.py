@@ -483,7 +483,7 @@ def train(config: TrainConfig) -> None:
     look, loss_of = torch.compile(lambda tokens, steps: target(tokens, steps)[0]), torch.compile(eagle_loss)
     steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
     generator = torch.Generator(config.device)
-    feed, sums = batches(examples, config, first), torch.zeros(2)
+    feed, recent = batches(examples, config, first), []
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):
         schedule.set(step)
         tokens, mask = (x.to(config.device) for x in next(feed))
@@ -499,11 +499,11 @@ def train(config: TrainConfig) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        sums += torch.tensor([regression.item(), entropy.item()])
+        recent.append((regression.item(), entropy.item()))
         done = step + 1
         if done % config.eval_every == 0 or done == config.steps:
-            each = (sums / (config.eval_every if done % config.eval_every == 0 else done % config.eval_every)).tolist()
-            sums.zero_()
+            each = torch.tensor(recent).mean(0).tolist()
+            recent = []
             row = {"step": done, "regression": each[0], "entropy": each[1], "seconds": time.time() - began}
             row |= evaluate(head, target, sequences, config.inputs)
             info["curve"].append(row)
