@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
@@ -192,11 +193,16 @@ def parse(options: type, program: str, description: str, argv: list[str] | None 
 
 
 def run_or_fail(program: str, body: Callable[[], None]) -> None:
-    """Run a program's body; a user's mistake becomes one line and exit status 2."""
+    """Run a program's body; a user's mistake becomes one line and exit status 2, Ctrl-C or a closed pipe none."""
     try:
         body()
     except ValueError as error:
         fail(program, str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports it
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def read_jsonl(path: Path, what: str) -> list[dict]:

@@ -38,7 +38,7 @@ import train_demo  # noqa: E402
 from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
 from decode import Engine, Session, common_prefix, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
-from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names  # noqa: E402
+from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head  # noqa: E402
 from generate import generate  # noqa: E402
 from model import DTYPES, KVCache, Transformer, Window, export_weights, load_model  # noqa: E402
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, chat_template  # noqa: E402
@@ -72,7 +72,7 @@ class TrainConfig:
     token_weight: float = option(0.1, "of the soft cross-entropy")
     ffn_dim: int = option(0, "of the head's layer; 0: the target's")
     kv_heads: int = option(0, "of the head's layer; 0: the target's")
-    init: str = option("random", "or 'feature': fc starts as the identity on the feature", ("random", "feature"))
+    init: str = option("random", "random, feature (fc starts as the identity on the feature), or a head's directory")
     dtype: str = option("bfloat16", "autocast of training and weights of the file", tuple(DTYPES))
     eval_every: int = option(500, "steps")
     eval_prompts: int = option(64, "held-out prompts for alpha and tau")
@@ -374,7 +374,10 @@ def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[in
 
 
 def make_head(config: TrainConfig, target: Transformer) -> EagleHead:
-    """A new head shaped like a layer of the target."""
+    """A new head shaped like a layer of the target, or an existing one to go on with."""
+    if config.init not in ("random", "feature"):
+        head = load_head(Path(config.init), target).float()
+        return head.requires_grad_(True)
     c = target.config
     ffn, kv = config.ffn_dim or c.ffn_dim, config.kv_heads or c.n_kv_heads
     model = replace(c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False)
