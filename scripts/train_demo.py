@@ -237,13 +237,15 @@ class Schedule:
     """Linear warm-up, then cosine down to 4 %, of every learning rate in some optimizers."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int, warmup: int):
-        self.groups = [(g, g["lr"]) for o in optimizers for g in o.param_groups]
-        self.steps, self.warmup = steps, warmup
+        self.optimizers, self.steps, self.warmup = optimizers, steps, warmup
+        self.peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
 
     def set(self, step: int) -> None:
         """Set the learning rates of a step."""
-        for group, peak in self.groups:
-            group["lr"] = peak * lr_share(step, self.steps, self.warmup)
+        share = lr_share(step, self.steps, self.warmup)
+        for optimizer, peaks in zip(self.optimizers, self.peaks):
+            for group, peak in zip(optimizer.param_groups, peaks):  # loading a state replaces the groups
+                group["lr"] = peak * share
 
 
 def lr_share(step: int, steps: int, warmup: int) -> float:
