@@ -15,6 +15,7 @@ from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
 from helpers import GOLDEN, decode
+from generate import generate, load
 from model import load_model
 
 pytestmark = [
@@ -64,3 +65,14 @@ def test_trees_equal_vanilla(tree, temperature, compiled):
     drafter = EagleDrafter(head, target, TREES[tree], config.sampling)
     drafted = with_steps(Engine(replace(config, compile=compiled), target, drafter, 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
+    """The demo has two query heads per key head; the golden models have one."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {"device": "cuda", "dtype": "float32", "temperature": temperature, "max_new_tokens": 64}
+    prompts = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
+    plain = generate(load(draft="none", **options), prompts)
+    for tree in ("chain", "dynamic"):
+        assert generate(load(tree=tree, batch_size=2, **options), prompts).tokens == plain.tokens
