@@ -14,8 +14,8 @@ from decode import Engine, with_steps
 from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
-from helpers import GOLDEN, decode
 from generate import generate, load
+from helpers import GOLDEN, decode
 from model import load_model
 
 pytestmark = [
