@@ -1,6 +1,6 @@
 """Train the bundled demo: a small LLaMA on the CPython standard library and worked sums.
 
-    python scripts/train_demo.py --out checkpoints/demo            # about 80 minutes on 4 cores
+    python scripts/train_demo.py --out checkpoints/demo            # 74 minutes on 3 cores
     python scripts/train_demo.py --out checkpoints/demo --resume   # goes on from the last saved step
 
 How it works:

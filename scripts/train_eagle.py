@@ -396,12 +396,13 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     out, c = Path(config.out), head.config.model
     tensors = export_weights(head, head_names(head.config), c, DTYPES[config.dtype])
     raw = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": c.n_layers,
         "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim, "vocab_size": c.vocab_size,
         "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
         "max_position_embeddings": c.max_context, "bos_token_id": c.bos_id, "eos_token_id": next(iter(c.eos_ids), None),
-        "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": True,
+        "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": head.config.fc_bias,
+        "qkv_bias": c.qkv_bias,
         "draft_sharpness": head.config.sharpness, "draft_inputs": config.inputs,
     }  # fmt: skip
     train_demo.replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))

@@ -16,7 +16,7 @@ import train_eagle
 from config import DEMO, run_or_fail
 from draft_tree import StaticTree
 from drafters import RootOnly
-from eagle_draft import EagleDrafter, head_names, load_head
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, head_names, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from sampling import Sampling
 from tokenizer import CHAT_TEMPLATES, Tokenizer
@@ -139,6 +139,20 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
     options = {"max_new_tokens": 20, "ignore_eos": True}
     drafted, plain = (decode(engine_for(target, d, **options), [1, 50, 60]) for d in (drafter, RootOnly()))
     assert drafted.history == plain.history
+
+
+@pytest.mark.parametrize("changes", [{"fc_bias": False}, {"n_layers": 2}, {"qkv_bias": True}])
+def test_a_saved_head_says_what_it_is(changes, tmp_path):
+    """A head that was loaded and trained on keeps its own shape: no bias (LLaMA-3's), more layers, qkv bias."""
+    target, config = golden_target(), golden_head().config
+    fc_bias = changes.pop("fc_bias", True)
+    head = EagleHead(EagleConfig(replace(config.model, **changes), fc_bias=fc_bias))
+    info = {"curve": [{"step": 1, "regression": 1.0, "entropy": 1.0, "alpha": [0.5] * 5, "tau": 1.5}]}
+    train_eagle.save_head(head, TrainConfig(out=str(tmp_path), dtype="float32"), info)
+    loaded = load_head(tmp_path, target)
+    assert loaded.config.fc_bias == fc_bias
+    for name, value in head.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), value), name
 
 
 def test_a_bad_line_of_data_is_one_line(tmp_path, capsys):
