@@ -396,7 +396,8 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     out, c = Path(config.out), head.config.model
     tensors = export_weights(head, head_names(head.config), c, DTYPES[config.dtype])
     raw = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": c.n_layers,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "num_hidden_layers": c.n_layers,
         "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim, "vocab_size": c.vocab_size,
         "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
