@@ -66,6 +66,9 @@ class GenerateConfig:
     num_samples: int = option(1, "continuations per prompt")
     batch_size: int = option(1, "sequences decoded together")
     context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096")
+    quant: str = option("none", "round the target's weights while loading", ("none", "int8", "int4"))
+    group_size: int = option(128, "inputs that share a scale (int4): 32, 64 or 128")
+    quant_draft: str = option("", "the same for the draft; default: as the target", ("none", "int8", "int4"))
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
@@ -117,6 +120,10 @@ class GenerateConfig:
             ("compare", False),
         ):
             _rule(not self.interactive or getattr(self, name) == plain, f"{one} --{name}")
+        sizes = (32, 64, 128)
+        _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
+        int4 = "int4" in (self.quant, self.quant_draft)
+        _rule(int4 or self.group_size == 128, "--group_size belongs to int4; add --quant int4")
         greedy = "has no effect at temperature 0; set --temperature"
         for name in ("top_k", "top_p", "children"):
             _rule(self.temperature > 0 or getattr(self, name) == default_of(name), f"--{name} {greedy}")
@@ -127,8 +134,8 @@ class GenerateConfig:
 
     def check_undrafted(self) -> None:
         """Raises: ValueError for options of a draft, when nothing drafts."""
-        for name in ("eagle", "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "expand_by", "no_rerank",
-                     "children", "sharpness", "accept"):  # fmt: skip
+        for name in ("eagle", "quant_draft", "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "expand_by",
+                     "no_rerank", "children", "sharpness", "accept"):  # fmt: skip
             _rule(getattr(self, name) == default_of(name), f"--{name} needs a draft; there is none, or --draft none")
 
     def _check_tree(self) -> None:

@@ -12,7 +12,7 @@ How it works:
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858); weights in the SafeAILab layout.
 Trade-off: extending and drafting are separate passes, because features may come from a prefill as well.
-Not here: version 3 heads, quantization.
+Not here: version 3 heads.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from model import (
     Block,
     KVCache,
     ModelConfig,
+    Placement,
     Transformer,
     WeightFiles,
     Window,
@@ -44,6 +45,7 @@ from model import (
     rope_angles,
     rope_frequencies,
 )
+from quantize import FORMATS, Quantization, QuantLinear
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 
@@ -122,8 +124,10 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def load_head(path: Path, target: Transformer) -> EagleHead:
+def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> EagleHead:
     """Load an official EAGLE-1 or EAGLE-2 head for `target`, in the target's dtype and on its device.
+
+    quant: quantize while loading, unless the head's files are quantized already
 
     Raises: ValueError for a head of another version or another target, or broken files.
     """
@@ -142,7 +146,8 @@ def load_head(path: Path, target: Transformer) -> EagleHead:
         head = EagleHead(config)
     # official files repeat the target's embedding
     names, ignored = head_names(config), lambda name: name.endswith(("embed_tokens.weight", "rotary_emb.inv_freq"))
-    load_weights(head, files, names, weight.dtype, str(weight.device), ignored)
+    place = Placement(weight.dtype, str(weight.device), config.model.quant or quant)
+    load_weights(head, files, names, place, ignored)
     head.rope_freq = rope_frequencies(config.model, weight.device)
     return head.eval()
 
@@ -188,9 +193,11 @@ class EagleDrafter:
         rule: sampling.Sampling,
         children: str = "noise",
         sharpness: float | None = None,
+        lm_head: nn.Module | None = None,
     ):
         """children: how they are picked when sampling. "topk": top-k of the head's logits; "noise": top-k of
         logits + T * the shared noise; "sampled": drawn without replacement from q with noise of their own.
+        lm_head: what turns features into drafted tokens, where it is not the target's own
         """
         if children == "sampled" and isinstance(tree, DynamicTree):
             raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
@@ -198,7 +205,7 @@ class EagleDrafter:
         self.width = tree.topk if isinstance(tree, DynamicTree) else max(map(tree.ranks, range(tree.depth)))
         if self.width > vocab:
             raise ValueError(f"a node cannot have {self.width} ranked children of {vocab} tokens; lower the rank")
-        self.head, self.embedding, self.lm_head = head, target.embedding, target.lm_head
+        self.head, self.embedding, self.lm_head = head, target.embedding, lm_head or target.lm_head
         self.tree, self.rule = tree, rule
         self.children = children if rule.temperature > 0 else "topk"
         self.sharpness = head.config.sharpness if sharpness is None else sharpness
@@ -350,9 +357,19 @@ class StaticPlan(NamedTuple):
         return StaticPlan(levels, torch.tensor(inner, device=device), torch.tensor([tree.parents], device=device))
 
 
+def draft_lm_head(target: Transformer, quant: Quantization | None) -> nn.Module:
+    """The target's LM head, or a copy of it in the draft's own format."""
+    own = target.lm_head
+    if quant is None or (isinstance(own, QuantLinear) and own.format == quant.format):
+        return own
+    weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight
+    return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+
+
 def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     """`--draft eagle`. Raises: ValueError for a head or a tree that does not fit."""
-    head = load_head(Path(config.eagle), target)
+    quant = Quantization(config.quant_draft, config.group_size) if config.quant_draft != "none" else None
+    head = load_head(Path(config.eagle), target, quant)
     if config.tree_file:
         tree = StaticTree.from_file(Path(config.tree_file))
     elif config.tree == "static":
@@ -367,7 +384,8 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     if not children:
         residual = "topk" if isinstance(tree, DynamicTree) else "sampled"
         children = residual if config.accept == "residual" else "noise"
-    return EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None)
+    lm_head = draft_lm_head(target, quant)
+    return EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head)
 
 
 DRAFTERS["eagle"] = make_drafter

@@ -34,6 +34,7 @@ from config import DEMO, GenerateConfig, parse, pick_device, read_jsonl, run_or_
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
 from model import DTYPES, load_model
+from quantize import Quantization
 from tokenizer import Tokenizer, chat_template
 
 DEMO_PROMPT = "def read_lines(path):"
@@ -80,7 +81,10 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     if config.device.startswith("cuda"):
         torch.cuda.set_device(config.device)
     path = Path(config.checkpoint)
-    target = load_model(path, DTYPES.get(config.dtype), config.device)
+    quant = Quantization(config.quant, config.group_size) if config.quant != "none" else None
+    target = load_model(path, DTYPES.get(config.dtype), config.device, quant)
+    if target.config.quant is not None:  # the checkpoint holds codes
+        config = replace(config, quant=target.config.quant.format, group_size=target.config.quant.group_size)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = _load_tokenizer(config, path)
     template = chat_template(path, config.chat or None) if config.chat is not None else None
@@ -121,7 +125,8 @@ def _resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
         raise ValueError(f"--draft eagle needs a head; name its directory with --eagle (there is no {bundled})")
     if draft == "none":
         config.check_undrafted()
-    return replace(config, draft=draft, eagle=eagle if draft == "eagle" else "")
+    quant = "none" if draft == "none" else config.quant_draft or config.quant
+    return replace(config, draft=draft, eagle=eagle if draft == "eagle" else "", quant_draft=quant)
 
 
 def warm_up(engine: Engine) -> Engine:

@@ -7,12 +7,13 @@ How it works:
 3. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is
    given and sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal),
    decoding (one row), tree verification (ancestors) and the levels of a draft head.
-4. `load_weights` streams one tensor at a time from memory-mapped files into fused parameters.
+4. `load_weights` streams one tensor at a time from memory-mapped files into fused parameters, and quantizes the
+   weights of linear layers on the way when asked to.
 
 RoPE uses the Hugging Face half-rotation, so weights load without a permutation.
 Trade-off: rotary angles are computed per call (once for all layers) instead of read from a table, which
 keeps positions unlimited and costs less than 1 % of a step.
-Not here: drafting, sampling, quantization.
+Not here: drafting, sampling, number formats (quantize.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import kernels
+from quantize import FORMATS, Quantization, QuantLinear, check_group, saved_quantization, scale_name
 
 # architecture in config.json -> bias defaults that its config does not spell out: (qkv bias, o_proj bias)
 ARCHITECTURES = {
@@ -69,6 +71,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: how the weights are stored
+    quant: Quantization | None = None  # quantization_config: the files hold codes
 
     @staticmethod
     def from_dir(path: Path) -> ModelConfig:
@@ -118,6 +121,7 @@ class ModelConfig:
             bos_id=raw.get("bos_token_id"),
             eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
             dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
+            quant=saved_quantization(raw),
         )
 
 
@@ -445,42 +449,82 @@ class WeightFiles:
         return self.readers[name]()
 
 
+class Placement(NamedTuple):
+    """How weights are kept in memory."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    quant: Quantization | None = None  # of the weights of linear layers
+
+
 def load_weights(
     model: nn.Module,
     files: WeightFiles,
     names: dict[str, tuple[str, ...]],
-    dtype: torch.dtype,
-    device: str,
+    place: Placement,
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Fill a model made on the meta device, one parameter at a time.
 
     names: our parameter -> the tensors it stacks; ignored: which further tensors in the files may stay unused
     Raises: ValueError that names every missing, unexpected or mis-shaped weight.
-    Writes: the parameters. At most one parameter exists twice at any moment.
+    Writes: the parameters; with `place.quant`, linear layers are replaced by quantized ones. At most one parameter
+    exists twice at any moment.
     """
     params = dict(model.named_parameters())
     assert set(names) == set(params), set(names) ^ set(params)
+    linear = set()
+    if place.quant is not None:
+        linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for name in linear & set(names):
+            check_group(place.quant, name, params[name].shape[1])
     wanted = {theirs for parts in names.values() for theirs in parts}
+    if place.quant is not None and place.quant.saved:
+        wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
     missing = sorted(wanted - set(files.readers))
     unexpected = sorted(n for n in set(files.readers) - wanted if not ignored(n))
     for what, which in (("missing", missing), ("unexpected", unexpected)):
         if which:
             raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; does config.json fit?")
     for ours, theirs in names.items():
-        shape = params[ours].shape
-        parts = [files.read(n) for n in theirs]
-        rows = sum(p.shape[0] for p in parts if p.dim())
-        if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
-            got = " + ".join(str(list(p.shape)) for p in parts)
-            raise ValueError(
-                f"{files.path}: {' + '.join(theirs)} has shape {got}, but config.json asks for {list(shape)} in all"
-            )
-        value = torch.empty(shape, dtype=dtype, device=device)
-        for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
-            target.copy_(part)
         owner, _, leaf = ours.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+        if ours in linear:
+            parent, _, child = owner.rpartition(".")
+            layer = _quantized(files, ours, theirs, model.get_submodule(owner), place)
+            setattr(model.get_submodule(parent), child, layer)
+        else:
+            value = _stack(files, theirs, params[ours].shape, place.dtype, place.device)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _stack(files: WeightFiles, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, device: str) -> Tensor:
+    """The named tensors on top of each other, on the device."""
+    parts = [files.read(n) for n in names]
+    rows = sum(p.shape[0] for p in parts if p.dim())
+    if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
+        got = " + ".join(str(list(p.shape)) for p in parts)
+        raise ValueError(
+            f"{files.path}: {' + '.join(names)} has shape {got}, but config.json asks for {list(shape)} in all"
+        )
+    value = torch.empty(shape, dtype=dtype, device=device)
+    for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
+        target.copy_(part)
+    return value
+
+
+def _quantized(
+    files: WeightFiles, ours: str, theirs: tuple[str, ...], layer: nn.Linear, place: Placement
+) -> QuantLinear:
+    """The layer that takes the place of `layer`, from saved codes or from float weights in the files' own dtype."""
+    quant, shape, device = place.quant, layer.weight.shape, place.device
+    kind, wide = FORMATS[quant.format], ours == "lm_head.weight"
+    if not quant.saved:
+        weight = _stack(files, theirs, shape, files.read(theirs[0]).dtype, device)
+        return kind.from_float(weight, layer.bias, quant.group_size, wide)
+    stored = _stack(files, theirs, kind.file_shape(shape), kind.file_dtype, device)
+    scales = tuple(map(scale_name, theirs))
+    scale = _stack(files, scales, kind.scale_shape(shape, quant.group_size), kind.scale_dtype, device)
+    return kind(kind.from_file(stored), scale, layer.bias, wide)
 
 
 def _some(names: list[str], most: int = 4) -> str:
@@ -501,10 +545,12 @@ def export_weights(
     return tensors
 
 
-def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Transformer:
+def load_model(
+    path: Path, dtype: torch.dtype | None = None, device: str = "cpu", quant: Quantization | None = None
+) -> Transformer:
     """Load a Hugging Face LLaMA-family directory.
 
-    dtype: None keeps the checkpoint's own
+    dtype: None keeps the checkpoint's own; quant: quantize while loading
     Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model.
     Raises: ValueError for anything wrong with the directory.
     """
@@ -513,12 +559,20 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu"
         if config.dtype not in DTYPES:
             raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
         dtype = DTYPES[config.dtype]
+    if config.quant is not None and quant is not None:
+        raise ValueError(f"{path} is quantized already ({config.quant.format}); drop --quant")
+    quant = config.quant or quant
     with torch.device("meta"):
         model = Transformer(config)
     files = WeightFiles(path)
-    load_weights(model, files, weight_names(config), dtype, device, _ignored(config))
+    load_weights(model, files, weight_names(config), Placement(dtype, device, quant), _ignored(config))
     if config.tie_embeddings:
-        model.lm_head.weight = model.embedding.weight
+        weight = model.embedding.weight
+        if quant is None:
+            model.lm_head.weight = weight
+        else:
+            check_group(quant, "lm_head.weight", config.dim)
+            model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
     model.rope_freq = rope_frequencies(config, device)
     return model.eval()
 

@@ -1,0 +1,371 @@
+// Linear layers with int8 or int4 weights for 1 to a few hundred tokens on a CPU, in integer dot products.
+//
+// How it works:
+// 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group for int4, else
+//    BLOCK8), so that an outlier costs its own block precision and nothing else.
+// 2. Weights lie in strips of 32 outputs, one contiguous stream per strip. A step is 4 values of k for the 32 outputs;
+//    codes are stored with an offset (8 or 128), because the hardware multiplies unsigned by signed bytes. The
+//    integer sums start at -offset * sum(activations), which takes the offset out again, exactly.
+// 3. Threads share the strips. Within a strip, k goes by panels that stay in the first-level cache while tiles of up to
+//    MB tokens pass over them, so weights are read from memory once for any number of tokens.
+//
+// A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the floating-point sum runs
+// over the blocks of k in their order for every tile. Compiled on first use, for the machine it runs on, by kernels.py,
+// which holds the schemas, the packing and the plain references.
+// Sources of the idea: Q8_0 x Q4_0 products of llama.cpp (blockwise activations); VNNI packing of oneDNN.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef LIBRARY  // tests build further variants beside each other
+#define LIBRARY gpt_eagle
+#endif
+
+namespace {
+
+constexpr int64_t STRIP = 32;    // outputs whose weights are interleaved
+constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
+constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
+constexpr int64_t GRAIN = 1 << 19;  // multiply-adds (and bytes) that pay for a thread's wake-up
+
+// ------------------------------------------------------------------------------------------------ vectors
+// LANES outputs at a time. dot: acc[i] += sum of 4 products of unsigned weight bytes and signed activation bytes.
+
+#if defined(__AVX512VNNI__)
+
+constexpr int LANES = 16, MB = 7;
+using Ints = __m512i;
+using Floats = __m512;
+inline Ints splat(int32_t v) { return _mm512_set1_epi32(v); }
+inline Floats splat(float v) { return _mm512_set1_ps(v); }
+inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // gcc copies every accumulator around the intrinsic: 2x
+  return acc;
+}
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats add_scaled(Ints v, Floats scale, Floats acc) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(v), scale, acc); }
+inline Floats from_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int LANES = 8, MB = 2;
+using Ints = __m256i;
+using Floats = __m256;
+inline Ints splat(int32_t v) { return _mm256_set1_epi32(v); }
+inline Floats splat(float v) { return _mm256_set1_ps(v); }
+inline Ints load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(acc, w, x);
+#else
+  if (SMALL) {  // 2 * 15 * 127 fits 16 bits, so nothing saturates
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+  }
+  Ints even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+#endif
+}
+inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats add_scaled(Ints v, Floats scale, Floats acc) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), scale, acc); }
+inline Floats from_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+
+#else  // any processor: the same steps in plain loops
+
+constexpr int LANES = 16, MB = 2;
+struct Ints {
+  int32_t lane[LANES];
+};
+struct Floats {
+  float lane[LANES];
+};
+#define EACH_LANE for (int i = 0; i < LANES; i++)
+inline Ints splat(int32_t v) { Ints r; EACH_LANE r.lane[i] = v; return r; }
+inline Floats splat(float v) { Floats r; EACH_LANE r.lane[i] = v; return r; }
+inline Ints load(const uint8_t* p) { Ints r; std::memcpy(&r, p, sizeof r); return r; }
+inline Floats load(const float* p) { Floats r; std::memcpy(&r, p, sizeof r); return r; }
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline Ints low_nibbles(Ints v) { EACH_LANE v.lane[i] &= 0x0f0f0f0f; return v; }
+inline Ints high_nibbles(Ints v) { EACH_LANE v.lane[i] = (v.lane[i] >> 4) & 0x0f0f0f0f; return v; }
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+  EACH_LANE for (int b = 0; b < 32; b += 8) acc.lane[i] += int32_t(uint8_t(w.lane[i] >> b)) * int8_t(x.lane[i] >> b);
+  return acc;
+}
+inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
+inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
+  EACH_LANE acc.lane[i] += float(v.lane[i]) * scale.lane[i];
+  return acc;
+}
+inline Floats from_bf16(const uint16_t* p) {
+  Floats r;
+  EACH_LANE { uint32_t bits = uint32_t(p[i]) << 16; std::memcpy(&r.lane[i], &bits, 4); }
+  return r;
+}
+
+#endif
+
+constexpr int NV = STRIP / LANES;  // vectors per strip
+
+// ------------------------------------------------------------------------------------------- activations
+
+// Rows go through the product in tiles of up to MB; within a tile, the rows' values for a step lie side by side.
+struct Activations {
+  int64_t rows, k, block, blocks;
+  std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4]
+  std::vector<float> scales;    // per tile: [blocks, T]
+  std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
+
+  int64_t tiles() const { return (rows + MB - 1) / MB; }
+  int64_t first_row(int64_t tile) const { return rows * tile / tiles(); }  // tiles of nearly equal height
+};
+
+inline float widen(float v) { return v; }
+inline float widen(at::BFloat16 v) {
+  uint32_t bits = uint32_t(v.x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+template <class T> void round_block(const T* x, int64_t n, int offset, int8_t* codes, float* scale, int32_t* start) {
+  uint32_t most = 0;  // of the magnitudes' bits, which order like the magnitudes, NaN last
+  for (int64_t i = 0; i < n; i++) {
+    float v = widen(x[i]);
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float magnitude;
+  std::memcpy(&magnitude, &most, 4);
+  const float to_code = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
+  int32_t sum = 0;
+  for (int64_t i = 0; i < n; i++) {
+    float shifted = widen(x[i]) * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
+    int32_t code;
+    std::memcpy(&code, &shifted, 4);
+    code -= 0x4b400000;
+    codes[i] = int8_t(code);
+    sum += int8_t(code);
+  }
+  *scale = magnitude / 127.0f;
+  *start = -offset * sum;
+}
+
+template <class T> Activations round_rows(const T* x, int64_t rows, int64_t k, int64_t block, int offset) {
+  Activations a{rows, k, block, (k + block - 1) / block, {}, {}, {}};
+  a.codes.resize(rows * k);
+  a.scales.resize(rows * a.blocks);
+  a.starts.resize(rows * a.blocks);
+  at::parallel_for(0, a.tiles(), std::max<int64_t>(1, GRAIN / 16 / (MB * k)), [&](int64_t begin, int64_t end) {
+    std::vector<int8_t> codes(block);
+    for (int64_t tile = begin; tile < end; tile++) {
+      const int64_t first = a.first_row(tile), height = a.first_row(tile + 1) - first;
+      for (int64_t b = 0; b < a.blocks; b++)
+        for (int64_t m = 0; m < height; m++) {
+          const int64_t n = std::min(block, k - b * block), i = first * a.blocks + b * height + m;
+          round_block(x + (first + m) * k + b * block, n, offset, codes.data(), &a.scales[i], &a.starts[i]);
+          int8_t* to = &a.codes[first * k + b * block * height + 4 * m];
+          for (int64_t s = 0; s < n / 4; s++) std::memcpy(to + 4 * height * s, &codes[4 * s], 4);
+        }
+    }
+  });
+  return a;
+}
+
+// ---------------------------------------------------------------------------------------------- formats
+// A block of a strip: `codes` and, for int4, the 32 bf16 scales in front of them.
+
+struct Int4 {
+  static constexpr bool SMALL = true;
+  static constexpr int OFFSET = 8, STEP_BYTES = 64;  // a byte: output i low, output i + 16 high
+  static constexpr int HEADER = 2 * STRIP;
+  static inline void codes(const uint8_t* p, Ints (&w)[NV]) {
+    for (int j = 0; j < NV / 2; j++) {
+      Ints both = load(p + j * 4 * LANES);
+      w[j] = low_nibbles(both);
+      w[j + NV / 2] = high_nibbles(both);
+    }
+  }
+  static inline Floats scale(const uint8_t* block, int j) { return from_bf16((const uint16_t*)block + j * LANES); }
+};
+
+struct Int8 {
+  static constexpr bool SMALL = false;
+  static constexpr int OFFSET = 128, STEP_BYTES = 128;
+  static constexpr int HEADER = 0;  // one scale per output, applied at the end
+  static inline void codes(const uint8_t* p, Ints (&w)[NV]) {
+    for (int j = 0; j < NV; j++) w[j] = load(p + j * 4 * LANES);
+  }
+  static inline Floats scale(const uint8_t*, int) { return splat(1.0f); }
+};
+
+// One tile's pass over a panel: the blocks first .. last of a strip.
+struct Pass {
+  int64_t row, first, last;
+  const uint8_t* w;      // the first block
+  const uint8_t* ahead;  // this pass's share of the next panel, fetched meanwhile ...
+  int64_t stride;        // ... at so many bytes per step
+  float* acc;            // [M, 32], read and written
+};
+
+template <class F, int M> void tile(const Activations& a, Pass pass) {
+  const auto [row, first, last, panel, next, stride, acc] = pass;
+  const uint8_t *w = panel, *ahead = next;
+  const int8_t* x = &a.codes[row * a.k + first * a.block * M];
+  for (int64_t b = first; b < last; b++) {
+    const int64_t steps = std::min(a.block, a.k - b * a.block) / 4;
+    const int32_t* starts = &a.starts[row * a.blocks + b * M];
+    const float* scales = &a.scales[row * a.blocks + b * M];
+    Ints dots[M][NV];
+    for (int m = 0; m < M; m++)
+      for (int j = 0; j < NV; j++) dots[m][j] = splat(starts[m]);
+    const uint8_t* p = w + F::HEADER;
+    for (int64_t s = 0; s < steps; s++, p += F::STEP_BYTES, x += 4 * M) {
+      Ints codes[NV];
+      F::codes(p, codes);
+      for (int i = 0; i < F::STEP_BYTES; i += 64) __builtin_prefetch(ahead + i);
+      ahead += stride;
+      for (int m = 0; m < M; m++) {
+        int32_t four;
+        std::memcpy(&four, x + 4 * m, 4);
+        const Ints xs = splat(four);
+        for (int j = 0; j < NV; j++) dots[m][j] = dot<F::SMALL>(dots[m][j], codes[j], xs);
+      }
+    }
+    for (int j = 0; j < NV; j++) {
+      const Floats scale = F::scale(w, j);
+      for (int m = 0; m < M; m++) {
+        float* sum = acc + m * STRIP + j * LANES;
+        store(sum, add_scaled(dots[m][j], multiply(scale, splat(scales[m])), load(sum)));
+      }
+    }
+    w = p;
+  }
+}
+
+template <class F, int M = MB> void tiles(int64_t height, const Activations& a, const Pass& pass) {
+  if constexpr (M > 1)
+    if (height < M) return tiles<F, M - 1>(height, a, pass);
+  tile<F, M>(a, pass);
+}
+
+inline void put(float* y, float v) { *y = v; }
+inline void put(at::BFloat16* y, float v) {  // to nearest even, without the library's branch, so that loops vectorize
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  y->x = uint16_t(v != v ? 0x7fc0 : rounded);
+}
+
+// y[M, n] = x . w; scale: per output, or null
+template <class F, class Out>
+void product(const Activations& a, const uint8_t* packed, int64_t n, const float* scale, Out* y) {
+  const int64_t M = a.rows, T = a.tiles(), panel = std::max<int64_t>(1, PANEL / a.block);
+  const int64_t block_bytes = F::HEADER + a.block / 4 * F::STEP_BYTES;
+  const int64_t strip_bytes = a.blocks * F::HEADER + a.k / 4 * F::STEP_BYTES;
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (STRIP * a.k * std::max<int64_t>(1, M / 4)));
+  at::parallel_for(0, (n + STRIP - 1) / STRIP, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> acc(M * STRIP);
+    for (int64_t strip = begin; strip < end; strip++) {
+      std::fill(acc.begin(), acc.end(), 0.0f);
+      for (int64_t first = 0; first < a.blocks; first += panel) {
+        const uint8_t *w = packed + strip * strip_bytes + first * block_bytes, *next = w + panel * block_bytes;
+        for (int64_t t = 0; t < T; t++) {
+          const int64_t row = a.first_row(t), height = a.first_row(t + 1) - row;
+          tiles<F>(height, a, {row, first, std::min(first + panel, a.blocks), w, next + t * panel * block_bytes / T,
+                               (F::STEP_BYTES + T - 1) / T, &acc[row * STRIP]});
+        }
+      }
+      float scales[STRIP];
+      const int64_t columns = std::min(STRIP, n - strip * STRIP);
+      for (int64_t i = 0; i < STRIP; i++) scales[i] = scale && i < columns ? scale[strip * STRIP + i] : 1.0f;
+      for (int64_t m = 0; m < M; m++) {
+        const float* sums = &acc[m * STRIP];
+        Out* to = y + m * n + strip * STRIP;
+        if (columns == STRIP) for (int64_t i = 0; i < STRIP; i++) put(to + i, sums[i] * scales[i]);
+        else for (int64_t i = 0; i < columns; i++) put(to + i, sums[i] * scales[i]);
+      }
+    }
+  });
+}
+
+template <class F>
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t block, const float* scale, bool wide) {
+  const at::Tensor rows = x.contiguous();
+  const int64_t k = x.size(-1), M = rows.numel() / k;
+  TORCH_CHECK(k % 4 == 0, "in_features must be a multiple of 4; it is ", k);
+  const bool narrow = x.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(narrow || x.scalar_type() == at::kFloat, "activations must be bfloat16 or float32");
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = n;
+  at::Tensor y = at::empty(shape, x.options().dtype(narrow && !wide ? at::kBFloat16 : at::kFloat));
+  const Activations a = narrow ? round_rows(rows.const_data_ptr<at::BFloat16>(), M, k, block, F::OFFSET)
+                               : round_rows(rows.const_data_ptr<float>(), M, k, block, F::OFFSET);
+  const uint8_t* w = packed.const_data_ptr<uint8_t>();
+  if (narrow && !wide) product<F>(a, w, n, scale, y.mutable_data_ptr<at::BFloat16>());
+  else product<F>(a, w, n, scale, y.mutable_data_ptr<float>());
+  return y;
+}
+
+at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide) {
+  return linear<Int4>(x, packed, n, group, nullptr, wide);
+}
+
+at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide) {
+  return linear<Int8>(x, packed, scale.numel(), BLOCK8, scale.const_data_ptr<float>(), wide);
+}
+
+// ---------------------------------------------------------------------------------------------- ceiling
+
+// Multiply-adds that one call does on all threads, with everything in registers: the peak to compare with.
+double dot_peak(int64_t rounds) {
+  constexpr int CHAINS = 16;
+  std::vector<float> sink(at::get_num_threads());
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      Ints acc[CHAINS], w = splat(0x01020304 + int32_t(t));
+      for (int i = 0; i < CHAINS; i++) acc[i] = splat(i);
+      for (int64_t r = 0; r < rounds; r++)
+        for (int i = 0; i < CHAINS; i++) acc[i] = dot<true>(acc[i], w, acc[i]);  // cannot be folded
+      Floats total = splat(0.0f);
+      for (int i = 0; i < CHAINS; i++) total = add_scaled(acc[i], splat(1.0f), total);
+      float lanes[LANES];
+      store(lanes, total);
+      sink[t] = lanes[0];
+    }
+  });
+  return double(at::get_num_threads()) * rounds * CHAINS * LANES * 4 + 0 * sink[0];
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) {
+  library.impl("w4a8", w4a8);
+  library.impl("w8a8", w8a8);
+}
+
+TORCH_LIBRARY_IMPL(LIBRARY, CompositeExplicitAutograd, library) { library.impl("dot_peak", dot_peak); }

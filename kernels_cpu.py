@@ -1,0 +1,195 @@
+"""Builds and loads kernels_cpu.cpp, and knows its weight layouts.
+
+How it works:
+1. `load_operators` compiles the file for this processor at the first use (about ten seconds), keeps the library in the
+   user's cache under a name made of everything that it depends on, and loads it. Where that fails, it says why; the
+   caller then uses PyTorch's own operators.
+2. `pack_int4` and `pack_int8` bring codes and scales into the layout that the operators stream through;
+   `unpack_*` are their inverses.
+3. `w4a8_reference` and `w8a8_reference` compute the same thing in plain tensor operations.
+
+Both operators round activations to int8, with a scale per row and block of k, for any number of rows: a row's
+result never depends on its company.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STRIP = 32  # outputs whose weights are interleaved; as in the source
+BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
+SOURCE = Path(__file__).with_suffix(".cpp")
+SCHEMAS = (
+    "w4a8(Tensor x, Tensor packed, int n, int group, bool wide) -> Tensor",
+    "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide) -> Tensor",
+    "dot_peak(int rounds) -> float",
+)
+
+
+# -------------------------------------------------------------------------------------------- the library
+
+
+def compiler() -> str:
+    """The C++ compiler. Raises: RuntimeError when there is none."""
+    found = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
+    if found is None:
+        raise RuntimeError("no C++ compiler; install g++ or set CXX")
+    return found
+
+
+def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
+    """Compile the operators into the cache, unless they are there. namespace: of the operators in torch.ops.
+
+    Raises: RuntimeError with the compiler's first error line.
+    """
+    include = Path(torch.__file__).parent / "include"
+    # a product must not be fused with a sum unless the source says so: results would depend on the compiler
+    command = [
+        compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", *flags,
+        f"-DLIBRARY={namespace}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", str(SOURCE),
+        f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+    key = "\n".join([torch.__version__, processor(), SOURCE.read_text(), *command])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+    library = folder / f"{namespace}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            made = Path(temporary) / library.name
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+            if done.returncode:
+                lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it gave no reason"]
+                raise RuntimeError(f"{command[0]} failed: {lines[0].strip()[:200]}")
+            os.replace(made, library)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
+    return library
+
+
+def processor() -> str:
+    """What `-march=native` stands for here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def register(namespace: str, library: Path) -> torch.library.Library:
+    """Define the operators with their shapes, and load their code."""
+    definition = torch.library.Library(namespace, "FRAGMENT")
+    for schema in SCHEMAS:
+        definition.define(schema)
+
+    def shape_of(x: Tensor, n: int, wide: bool) -> Tensor:
+        return x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if wide else x.dtype)
+
+    torch.library.register_fake(
+        f"{namespace}::w4a8", lambda x, packed, n, group, wide: shape_of(x, n, wide), lib=definition
+    )
+    torch.library.register_fake(
+        f"{namespace}::w8a8", lambda x, packed, scale, wide: shape_of(x, scale.shape[0], wide), lib=definition
+    )
+    torch.ops.load_library(str(library))
+    return definition
+
+
+@functools.cache
+def load_operators() -> str:
+    """Make `torch.ops.gpt_eagle.w4a8` and `w8a8` available. Returns: why they are not, or the empty string."""
+    try:
+        _libraries.append(register("gpt_eagle", build("gpt_eagle")))
+    except (RuntimeError, OSError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+_libraries: list[torch.library.Library] = []  # a definition ends with its object
+
+
+# ---------------------------------------------------------------------------------------------- layouts
+
+
+def _whole_strips(t: Tensor) -> Tensor:
+    return F.pad(t, (0, 0, 0, -t.shape[0] % STRIP))
+
+
+def pack_int4(codes: Tensor, scale: Tensor) -> Tensor:
+    """Lay out int4 weights for `w4a8`.
+
+    codes: [N, K] int8 in -8 .. 7; scale: [N, K/G] bf16
+    Returns: [ceil(N/32), K/G, 64 + 16 G] uint8; per strip and group 32 scales, then for every 4 values of k a byte per
+    output i < 16 and k: output i in the low nibble, output i + 16 in the high one, both with 8 added.
+    """
+    blocks = scale.shape[1]
+    steps = codes.shape[1] // blocks // 4
+    # [strip, half, output, block, step, 4]
+    nibbles = _whole_strips(codes + 8).to(torch.uint8).view(-1, 2, STRIP // 2, blocks, steps, 4)
+    both = (nibbles[:, 0] | nibbles[:, 1] << 4).permute(0, 2, 3, 1, 4)  # [strip, block, step, 16, 4]
+    scales = _whole_strips(scale).view(-1, STRIP, blocks).transpose(1, 2).contiguous()  # [strip, block, 32]
+    return torch.cat((scales.view(torch.uint8), both.reshape(*scales.shape[:2], -1)), 2).contiguous()
+
+
+def unpack_int4(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_int4`. Returns: codes [N, K] int8; scale [N, K/G] bf16."""
+    strips, blocks, _ = packed.shape
+    scales, both = packed.split((2 * STRIP, packed.shape[2] - 2 * STRIP), 2)
+    scale = scales.contiguous().view(torch.bfloat16).transpose(1, 2).reshape(-1, blocks)  # [N, blocks]
+    both = both.reshape(strips, blocks, -1, STRIP // 2, 4)  # [strip, block, step, 16, 4]
+    halves = torch.stack((both & 15, both >> 4), 1)  # [strip, half, block, step, 16, 4]
+    codes = halves.permute(0, 1, 4, 2, 3, 5).reshape(strips * STRIP, -1).to(torch.int8) - 8
+    return codes[:n].contiguous(), scale[:n].contiguous()
+
+
+def pack_int8(codes: Tensor) -> Tensor:
+    """Lay out int8 weights for `w8a8`. codes: [N, K] int8. Returns: [ceil(N/32), K/4, 32, 4] uint8, 128 added."""
+    shifted = (_whole_strips(codes).to(torch.int16) + 128).to(torch.uint8)
+    return shifted.view(-1, STRIP, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
+
+
+def unpack_int8(packed: Tensor, n: int) -> Tensor:
+    """The inverse of `pack_int8`. Returns: codes [N, K] int8."""
+    shifted = packed.transpose(1, 2).reshape(packed.shape[0] * STRIP, -1)
+    return (shifted.to(torch.int16) - 128).to(torch.int8)[:n].contiguous()
+
+
+# -------------------------------------------------------------------------------------------- references
+
+
+def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Round rows to int8 block by block. x: [..., K]. Returns: codes [..., blocks, block] and scales [..., blocks, 1],
+    both fp32; the last block is padded with zeros."""
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    most = blocks.abs().amax(-1, keepdim=True)
+    to_code = torch.where(most > 1e-30, 127 / most, 0)
+    return (blocks * to_code).round(), most / 127
+
+
+def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """`w4a8` in plain operations. x: [M, K]; codes, scale: as for `pack_int4`. Returns: [M, N] fp32."""
+    activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
+    weights = codes.float().unflatten(1, (scale.shape[1], -1))
+    sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact
+    return (sums * scales * scale.float().T).sum(1)
+
+
+def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """`w8a8` in plain operations. x: [M, K]; codes: [N, K]; scale: [N] fp32. Returns: [M, N] fp32."""
+    activations, scales = round_activations(x, BLOCK8)
+    weights = F.pad(codes.float(), (0, -codes.shape[1] % BLOCK8)).unflatten(1, (-1, BLOCK8))
+    sums = torch.einsum("mbk,nbk->mbn", activations, weights)
+    return (sums * scales).sum(1) * scale

@@ -1,0 +1,434 @@
+"""Weight quantization: int8 per output, int4 in groups, at load or saved to disk.
+
+    python generate.py --quant int4                                           # quantize while loading
+    python quantize.py --checkpoint DIR --quant int4 --out DIR-int4           # or once; generate.py loads the result
+
+How it works:
+1. A format (`FORMATS`) turns a float weight into integer codes and scales, one weight at a time, so that a model
+   never exists in full precision; `store` puts the linear layer that holds them in the place of the float one.
+2. int8: codes -127 .. 127, one fp32 scale per output, the largest magnitude exactly.
+   int4: codes -8 .. 7, one bf16 scale per output and group of 32, 64 or 128 inputs. Scales are searched for the least
+   squared error of the group and then refitted (`_search_scale`), which clips a little and may be negative, to
+   reach -8 on the side of the larger extreme.
+3. A layer packs its codes for the operator that multiplies them on its device (`PRODUCTS`):
+   CPU: int8 activations (kernels_cpu.cpp), or PyTorch's packed operators where that cannot be built;
+   CUDA: 16-bit activations (Triton kernels). One semantics per format and device, whatever the number of tokens.
+4. On disk: codes under the weight's own name (int4 two to a byte, the even column low), scales under `_scale`, and
+   `quantization_config` in config.json. Saved and on-load quantization give the same bits.
+
+Sources: clipping by search as in AWQ's and HQQ's weight-only step; the signed scale is llama.cpp's Q4_0.
+Trade-off: no calibration data, so that any checkpoint quantizes alone in one pass.
+Not here: which modules a model has (any nn.Linear will do), embeddings (looked up, never multiplied).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+import kernels_cpu
+from checkpoint import check_out, write_checkpoint
+from config import option, parse, run_or_fail
+
+GROUP_SIZES = (32, 64, 128)
+METHOD = "gpt-eagle"  # `quant_method` in config.json
+SEARCH = tuple(1 - 0.03 * i for i in range(11))  # shares of the largest magnitude that are tried as the range
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What `--quant` asks for, or what a checkpoint's config.json says."""
+
+    format: str  # a key of FORMATS
+    group_size: int = 128  # int4: inputs that share a scale
+    saved: bool = False  # the files hold codes already
+
+    def check(self, where: str) -> Quantization:
+        """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
+        if self.format not in FORMATS:
+            raise ValueError(f"{where}: the format must be one of {', '.join(FORMATS)}; it is {self.format}")
+        if self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
+        return self
+
+
+def saved_quantization(raw: dict) -> Quantization | None:
+    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours."""
+    said = raw.get("quantization_config")
+    if said is None:
+        return None
+    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
+        method = said.get("quant_method") if isinstance(said, dict) else said
+        raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
+    return Quantization(said.get("format", ""), said.get("group_size", 128), saved=True).check("quantization_config")
+
+
+def scale_name(weight: str) -> str:
+    """Where the scales of a stored weight are found."""
+    return weight + "_scale"
+
+
+def check_group(quant: Quantization, weight: str, inputs: int) -> None:
+    """Raises: ValueError when a weight of so many inputs does not fit the format."""
+    if quant.format == "int4" and inputs % quant.group_size:
+        fits = [size for size in GROUP_SIZES if inputs % size == 0]
+        remedy = f"--group_size {fits[-1]}" if fits else "int8"
+        raise ValueError(
+            f"int4 group size {quant.group_size} does not divide in_features {inputs} of {weight}; use {remedy}"
+        )
+    if inputs % 4:
+        raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {inputs}")
+
+
+# ---------------------------------------------------------------------------------------------- products
+
+
+class Product(NamedTuple):
+    """How one device multiplies with one format."""
+
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
+    unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
+    apply: Callable[[Tensor, Tensor, Tensor, int, bool], Tensor]  # x, the same, N, wide -> x . w, in fp32 if wide
+
+
+def _cpu(operator: Callable[..., Tensor], x: Tensor, *operands: object) -> Tensor:
+    wide = operands[-1]
+    y = operator(x.float() if x.dtype == torch.float16 else x, *operands)  # they read bf16 and fp32
+    return y if wide else y.to(x.dtype)
+
+
+def _apply_cpu_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    group = (packed.shape[2] - 2 * kernels_cpu.STRIP) // 16
+    return _cpu(torch.ops.gpt_eagle.w4a8, x, packed, n, group, wide)
+
+
+def _apply_cpu_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    return _cpu(torch.ops.gpt_eagle.w8a8, x, packed, scale, wide)
+
+
+def _torch(operator: Callable[..., Tensor], x: Tensor, n: int, wide: bool, *operands: object) -> Tensor:
+    y = operator(x.reshape(-1, x.shape[-1]).bfloat16(), *operands)[:, :n]  # fast in bf16 only
+    return y.reshape(*x.shape[:-1], n).to(torch.float32 if wide else x.dtype)
+
+
+def _pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows = -codes.shape[0] % 16  # what the operator asks for
+    codes, scale = (nn.functional.pad(t, (0, 0, 0, rows)) for t in (codes, scale))
+    zeros = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()  # [K/G, N, 2]
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1), zeros.bfloat16()
+
+
+def _unpack_torch_int4(packed: Tensor, scale: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    group = k // scale.shape[0]
+    unit = torch.stack((torch.ones_like(scale[..., 0]), torch.zeros_like(scale[..., 1])), -1)
+    codes = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(k).bfloat16(), packed, group, unit)  # [K, N]
+    return codes.T[:n].round().to(torch.int8).contiguous(), scale[:, :n, 0].T.contiguous()
+
+
+def _apply_torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    group = x.shape[-1] // scale.shape[0]
+    return _torch(torch.ops.aten._weight_int4pack_mm_for_cpu, x, n, wide, packed, group, scale)
+
+
+def _apply_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale.bfloat16())
+
+
+def _apply_cuda_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    y = kernels.w4a16(x, packed, scale)
+    return y.float() if wide else y
+
+
+def _apply_cuda_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    y = kernels.w8a16(x, packed, scale)
+    return y.float() if wide else y
+
+
+PRODUCTS = {
+    ("int4", "cpu"): Product(
+        lambda codes, scale: (kernels_cpu.pack_int4(codes, scale), scale.new_empty(0)),
+        lambda packed, scale, n, k: kernels_cpu.unpack_int4(packed, n),
+        _apply_cpu_int4,
+    ),
+    ("int8", "cpu"): Product(
+        lambda codes, scale: (kernels_cpu.pack_int8(codes), scale),
+        lambda packed, scale, n, k: (kernels_cpu.unpack_int8(packed, n), scale),
+        _apply_cpu_int8,
+    ),
+    ("int4", "torch"): Product(_pack_torch_int4, _unpack_torch_int4, _apply_torch_int4),
+    ("int8", "torch"): Product(
+        lambda codes, scale: (codes, scale), lambda packed, scale, n, k: (packed, scale), _apply_torch_int8
+    ),
+    ("int4", "cuda"): Product(
+        lambda codes, scale: (kernels.pack_int4(codes), scale),
+        lambda packed, scale, n, k: (kernels.unpack_int4(packed, n, k), scale),
+        _apply_cuda_int4,
+    ),
+    ("int8", "cuda"): Product(
+        lambda codes, scale: (kernels.pack_int8(codes), scale),
+        lambda packed, scale, n, k: (kernels.unpack_int8(packed, n, k), scale),
+        _apply_cuda_int8,
+    ),
+}
+
+
+def product_of(format: str, device: torch.device) -> Product:
+    """The product that serves a format on a device. On a CPU without a compiler these are PyTorch's, said once."""
+    if device.type == "cuda":
+        return PRODUCTS[format, "cuda"]
+    missing = kernels_cpu.load_operators()
+    if missing and not _said:
+        _said.append(missing)
+        print(f"note: int8 / int4 use PyTorch's own operators, which are slow on trees ({missing})", file=sys.stderr)
+    return PRODUCTS[format, "torch" if missing else "cpu"]
+
+
+_said: list[str] = []
+
+
+# ------------------------------------------------------------------------------------------------ formats
+
+
+class QuantLinear(nn.Module):
+    """A linear layer that holds codes and scales. Subclasses are the formats."""
+
+    format: ClassVar[str]
+    file_dtype: ClassVar[torch.dtype]
+    scale_dtype: ClassVar[torch.dtype]
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False):
+        """codes: [N, K] int8; scale: of the format, on the same device; wide: outputs stay fp32 (LM heads)"""
+        super().__init__()
+        self.out_features, self.in_features = codes.shape
+        self.wide = wide
+        self.product = product_of(self.format, codes.device)
+        packed, scale = self.product.pack(codes, scale)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale)
+        self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
+
+    @staticmethod
+    def encode(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+        """Round a weight. weight: [N, K] float. Returns: codes [N, K] int8; scale."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        """The weight that codes and scale stand for, [N, K] fp32."""
+        raise NotImplementedError
+
+    @staticmethod
+    def to_file(codes: Tensor) -> Tensor:
+        """Codes as they are stored, `file_shape` of `file_dtype`."""
+        return codes
+
+    @staticmethod
+    def from_file(stored: Tensor) -> Tensor:
+        """The inverse of `to_file`."""
+        return stored
+
+    @staticmethod
+    def file_shape(shape: torch.Size) -> torch.Size:
+        """Shape of the stored codes of a weight."""
+        return shape
+
+    @staticmethod
+    def scale_shape(shape: torch.Size, group_size: int) -> torch.Size:
+        """Shape of the scales of a weight."""
+        return shape[:1]
+
+    @classmethod
+    def from_float(cls, weight: Tensor, bias: Tensor | None = None, group_size: int = 128, wide: bool = False):
+        """Quantize a weight, [N, K] float, where it lies."""
+        return cls(*cls.encode(weight, group_size), bias, wide)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        y = self.product.apply(x, self.packed, self.scale, self.out_features, self.wide)
+        return y if self.bias is None else y + self.bias
+
+    def codes_and_scale(self) -> tuple[Tensor, Tensor]:
+        """What was packed."""
+        return self.product.unpack(self.packed, self.scale, self.out_features, self.in_features)
+
+    def dequantize(self) -> Tensor:
+        """The weight that it multiplies with, [N, K] fp32."""
+        return self.decode(*self.codes_and_scale())
+
+    def size_bytes(self) -> int:
+        """Memory of codes and scales."""
+        return sum(t.numel() * t.element_size() for t in (self.packed, self.scale))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.format}"
+
+
+class Int8Linear(QuantLinear):
+    """One byte per weight, one fp32 scale per output."""
+
+    format, file_dtype, scale_dtype = "int8", torch.int8, torch.float32
+
+    @staticmethod
+    def encode(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
+        wide = weight.float()
+        scale = wide.abs().amax(1).clamp(min=1e-30) / 127  # [N]
+        return (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+    @staticmethod
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.float() * scale[:, None]
+
+
+class Int4Linear(QuantLinear):
+    """Half a byte per weight, one bf16 scale per output and group of inputs."""
+
+    format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
+
+    @staticmethod
+    def encode(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+        parts = [_encode_int4(rows, group_size) for rows in weight.split(max(1, 2**17 // weight.shape[1]))]  # in cache
+        codes, scale = (torch.cat(column) for column in zip(*parts))
+        return codes, scale
+
+    @staticmethod
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        return (codes.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+
+    @staticmethod
+    def to_file(codes: Tensor) -> Tensor:
+        nibbles = codes.view(torch.uint8) & 15
+        return nibbles[:, ::2] | nibbles[:, 1::2] << 4
+
+    @staticmethod
+    def from_file(stored: Tensor) -> Tensor:
+        nibbles = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
+        return ((nibbles ^ 8).to(torch.int8) - 8).contiguous()  # the sign of four bits
+
+    @staticmethod
+    def file_shape(shape: torch.Size) -> torch.Size:
+        return torch.Size((shape[0], shape[1] // 2))
+
+    @staticmethod
+    def scale_shape(shape: torch.Size, group_size: int) -> torch.Size:
+        return torch.Size((shape[0], shape[1] // group_size))
+
+
+FORMATS: dict[str, type[QuantLinear]] = {kind.format: kind for kind in (Int8Linear, Int4Linear)}
+
+
+def _encode_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    groups = weight.float().unflatten(1, (-1, group_size))  # [N, K/G, G]
+    scale = _search_scale(groups).bfloat16()
+    codes = torch.empty_like(groups)
+    return _round_int4(groups, scale.float(), codes).to(torch.int8).flatten(1), scale.squeeze(-1)
+
+
+def _round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    return torch.div(groups, scale, out=out).round_().clamp_(-8, 7)
+
+
+def _search_scale(groups: Tensor) -> Tensor:
+    """The best scale of each group for the codes of one of several ranges.
+
+    With codes q of a group w, the best scale is w.q / q.q, and leaves the squared error w.w - (w.q)^2 / q.q.
+    groups: [N, K/G, G] fp32. Returns: [N, K/G, 1] fp32, never 0.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    extreme = torch.where(-low > high, low, high)  # goes to code -8
+    extreme = torch.where(extreme.abs() < 1e-30, 1e-30, extreme)
+    best, most, codes = extreme / -8, torch.zeros_like(low), torch.empty_like(groups)
+    for share in SEARCH:
+        _round_int4(groups, extreme * (share / -8), codes)
+        along = torch.linalg.vecdot(groups, codes)[..., None]  # w.q
+        refit = along / torch.linalg.vecdot(codes, codes)[..., None]
+        explained = along * refit
+        better = explained > most  # an all-zero group keeps its first scale
+        best, most = torch.where(better, refit, best), torch.where(better, explained, most)
+    return best
+
+
+# -------------------------------------------------------------------------------------------------- main
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Options. Units and effects are in the help texts."""
+
+    checkpoint: str = option("", "Hugging Face directory of a target model or an EAGLE head")
+    quant: str = option("int4", "format", ("int8", "int4"))
+    group_size: int = option(128, "inputs that share a scale (int4): 32, 64 or 128")
+    out: str = option("", "directory to write")
+    device: str = option("cpu", "where to compute: cpu or cuda")
+    overwrite: bool = option(False, "replace the directory if it is there")
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    """Whether a stored tensor is the weight of a linear layer."""
+    return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith("embed_tokens.weight")
+
+
+def encoded(files, quant: Quantization, device: str) -> Iterator[tuple[str, Tensor]]:  # files: model.WeightFiles
+    """Every tensor of a directory, the weights of linear layers as codes and scales. Prints its progress."""
+    kind = FORMATS[quant.format]
+    for number, name in enumerate(files.readers, 1):
+        tensor = files.read(name)
+        if is_quantized(name, tensor):
+            codes, scale = kind.encode(tensor.to(device), quant.group_size)
+            yield name, kind.to_file(codes).cpu()
+            yield scale_name(name), scale.cpu()
+        elif not name.endswith("rotary_emb.inv_freq"):
+            yield name, tensor.clone()
+        end = "\n" if number == len(files.readers) else ""
+        print(f"\r{quant.format}: {number} of {len(files.readers)} tensors", end=end, file=sys.stderr, flush=True)
+
+
+def quantize_directory(
+    path: Path, out: Path, quant: Quantization, device: str = "cpu", overwrite: bool = False
+) -> None:
+    """Write a quantized copy of a model directory that generate.py loads as it is.
+
+    Raises: ValueError for a directory that is quantized already, a group size that does not divide, or files that
+    cannot be read or written. Writes: `out`.
+    """
+    from model import WeightFiles, read_json  # model.py imports this file
+
+    quant.check("--quant")
+    raw = read_json(path / "config.json")
+    if saved_quantization(raw) is not None:
+        raise ValueError(f"{path} is quantized already ({raw['quantization_config']['format']}); give the original")
+    if path.resolve() == out.resolve():
+        raise ValueError(f"--out is the checkpoint itself ({out}); name another directory")
+    check_out(out, overwrite)
+    files = WeightFiles(path)
+    for name in files.readers:
+        if is_quantized(name, files.read(name)):
+            check_group(quant, name, files.read(name).shape[1])
+    group = {"group_size": quant.group_size} if quant.format == "int4" else {}
+    raw["quantization_config"] = {"quant_method": METHOD, "format": quant.format, **group}
+    write_checkpoint(out, encoded(files, quant, device), raw, path, overwrite)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
+
+    def body() -> None:
+        if not config.checkpoint or not config.out:
+            raise ValueError("--checkpoint and --out are needed: the directory to read and the one to write")
+        quant = Quantization(config.quant, config.group_size)
+        quantize_directory(Path(config.checkpoint), Path(config.out), quant, config.device, config.overwrite)
+        size = sum(f.stat().st_size for f in Path(config.out).glob("*.safetensors"))
+        print(f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: python generate.py --checkpoint {config.out}")
+
+    run_or_fail("quantize.py", body)
+
+
+if __name__ == "__main__":
+    main()
