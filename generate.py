@@ -33,7 +33,8 @@ import eagle_draft  # noqa: F401  (enters its drafter in DRAFTERS)
 from config import DEMO, GenerateConfig, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
-from model import DTYPES, load_model
+from model import DTYPES, Transformer, load_model
+from stand_in import Shape, inflate_target
 from tokenizer import Tokenizer, chat_template
 
 DEMO_PROMPT = "def read_lines(path):"
@@ -80,7 +81,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     if config.device.startswith("cuda"):
         torch.cuda.set_device(config.device)
     path = Path(config.checkpoint)
-    target = load_model(path, DTYPES.get(config.dtype), config.device)
+    target = _load_target(config, path)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = _load_tokenizer(config, path)
     template = chat_template(path, config.chat or None) if config.chat is not None else None
@@ -97,6 +98,13 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         load_s=time.perf_counter() - began,
     )  # fmt: skip
     return warm_up(with_steps(engine))
+
+
+def _load_target(config: GenerateConfig, path: Path) -> Transformer:
+    dtype, files = DTYPES.get(config.dtype), None
+    if config.inflate:
+        files = inflate_target(path, Shape.parse(config.inflate), dtype, config.device, config.random_twin)
+    return load_model(path, dtype, config.device, files)
 
 
 def _load_tokenizer(config: GenerateConfig, path: Path) -> Tokenizer | None:
@@ -394,6 +402,8 @@ def stats_line(stats: dict[str, Any]) -> str:
         f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
         f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
+    if "stand_in" in stats:
+        line = f"stand-in, {stats['stand_in']}: {line}"
     if "speedup" in stats:
         line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
         if stats["identical"] is not None:

@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import kernels
+
+if TYPE_CHECKING:
+    from stand_in import InflatedFiles
 
 # architecture in config.json -> bias defaults that its config does not spell out: (qkv bias, o_proj bias)
 ARCHITECTURES = {
@@ -69,14 +72,16 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: how the weights are stored
+    stand_in: str = ""  # (ours) what an inflated model stands for; it is printed with every result
 
     @staticmethod
-    def from_dir(path: Path) -> ModelConfig:
+    def from_dir(path: Path, raw: dict | None = None) -> ModelConfig:
         """Read `path/config.json` (and `generation_config.json` for further end-of-sequence ids).
 
+        raw: what to take for the content of config.json
         Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type.
         """
-        raw = read_json(path / "config.json")
+        raw = raw or read_json(path / "config.json")
         names = raw.get("architectures") or [raw.get("model_type", "unknown")]
         if names[0] not in ARCHITECTURES:
             raise ValueError(
@@ -118,6 +123,7 @@ class ModelConfig:
             bos_id=raw.get("bos_token_id"),
             eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
             dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
+            stand_in=str(raw.get("stand_in", "")),
         )
 
 
@@ -447,7 +453,7 @@ class WeightFiles:
 
 def load_weights(
     model: nn.Module,
-    files: WeightFiles,
+    files: WeightFiles | InflatedFiles,
     names: dict[str, tuple[str, ...]],
     dtype: torch.dtype,
     device: str,
@@ -501,22 +507,23 @@ def export_weights(
     return tensors
 
 
-def load_model(path: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Transformer:
+def load_model(
+    path: Path, dtype: torch.dtype | None = None, device: str = "cpu", files: InflatedFiles | None = None
+) -> Transformer:
     """Load a Hugging Face LLaMA-family directory.
 
-    dtype: None keeps the checkpoint's own
+    dtype: None keeps the checkpoint's own; files: the stand-in to build instead
     Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model.
     Raises: ValueError for anything wrong with the directory.
     """
-    config = ModelConfig.from_dir(path)
+    config = ModelConfig.from_dir(path, files.config if files else None)
     if dtype is None:
         if config.dtype not in DTYPES:
             raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
         dtype = DTYPES[config.dtype]
     with torch.device("meta"):
         model = Transformer(config)
-    files = WeightFiles(path)
-    load_weights(model, files, weight_names(config), dtype, device, _ignored(config))
+    load_weights(model, files or WeightFiles(path), weight_names(config), dtype, device, _ignored(config))
     if config.tie_embeddings:
         model.lm_head.weight = model.embedding.weight
     model.rope_freq = rope_frequencies(config, device)
