@@ -20,8 +20,8 @@ How it works (d, e: width and head size of the small model; D, E: of the large o
 
 C is so small that its square vanishes in the fp32 sum of a norm. So in bf16, where D/d and E/e are powers of four, the
 logits are those of the small model bit for bit, as far as the matrix products add in the same order; otherwise the
-scaled weights are rounded. Filler never shares a group of 128 with a larger number of the small model's, so that plain
-symmetric int4 finds the same codes (o_proj: those of groups of e, since heads lie E apart).
+scaled weights are rounded. Filler that shares a group of 128 inputs with numbers of the small model stays below them,
+so that plain symmetric int4 finds the same codes (in o_proj those of groups of e, since its heads lie E apart).
 
 `random_twin` leaves the filler everywhere: a model of no use, of the same shape and without any zero activations,
 against which the timing of a stand-in can be checked.

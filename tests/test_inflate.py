@@ -48,17 +48,20 @@ def outputs(target, head, ids: Tensor) -> list[Tensor]:
         return [target.logits(x) for x in (features, first, second)]
 
 
-def both(shape: Shape, dtype: torch.dtype, pair: tuple[Path, Path] = (TARGET, HEAD)) -> list[tuple[Tensor, Tensor]]:
-    """The outputs of the small model and of its stand-in, side by side."""
+def both(
+    shape: Shape, dtype: torch.dtype, pair: tuple[Path, Path] = (TARGET, HEAD), length: int = 48
+) -> list[tuple[Tensor, Tensor]]:
+    """The outputs of the small model and of its stand-in on `length` tokens, side by side."""
     target = load_model(pair[0], dtype)
-    small = outputs(target, load_head(pair[1], target), ids := some_ids(target.config.vocab_size))
+    ids = some_ids(target.config.vocab_size, length)
+    small = outputs(target, load_head(pair[1], target), ids)
     target = load_model(pair[0], dtype, files=inflate_target(pair[0], shape, dtype))
     large = outputs(target, load_head(pair[1], target, make_head(shape, dtype, pair[1])), ids)
     return list(zip(small, large))
 
 
-def some_ids(vocab: int) -> Tensor:
-    return torch.randint(0, vocab, (1, 48), generator=torch.Generator().manual_seed(1))  # [1, T]
+def some_ids(vocab: int, length: int = 48) -> Tensor:
+    return torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(1))  # [1, T]
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -105,8 +108,11 @@ def test_scaled_rope_commutes(monkeypatch, tmp_path, kind):
     assert relative(scaled[0], plain[0]) > 1e-3, "the scaling must matter here"
 
 
-@pytest.mark.parametrize(("change", "bits"), [("dim=1024", True), ("dim=4096,n_layers=8", True), ("dim=640", False)])
-def test_bf16_bit_for_bit_at_powers_of_four(monkeypatch, change, bits):
+@pytest.mark.parametrize(
+    ("change", "length", "bits"),
+    [("dim=1024", 500, True), ("dim=4096,n_layers=8", 48, True), ("dim=640", 48, False), ("head_dim=64", 48, False)],
+)
+def test_bf16_bit_for_bit_at_powers_of_four(monkeypatch, change, length, bits):
     """With sums that do not depend on the order of addition; a library's products block their inputs by size."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,7 +121,7 @@ def test_bf16_bit_for_bit_at_powers_of_four(monkeypatch, change, bits):
 
     monkeypatch.setattr(F, "linear", linear)
     shape = Shape.parse(f"tiny-0.5b,n_layers=9,ffn_dim=1664,vocab_size=4224,{change}")
-    for small, large in both(shape, torch.bfloat16):
+    for small, large in both(shape, torch.bfloat16, length=length):
         assert torch.equal(small, large[..., : small.shape[-1]]) == bits
         assert relative(small, large) < 0.05
 
@@ -171,6 +177,17 @@ def test_int4_codes_are_the_small_models():
     assert torch.equal(large, int4_codes(WeightFiles(HEAD).read("fc.weight"), 128)[0])
     lm_head = int4_codes(target.read("lm_head.weight")[: small.vocab_size], 128)[0][:, :d]
     assert torch.equal(lm_head, int4_codes(WeightFiles(TARGET).read("lm_head.weight"), 128)[0])
+
+
+def test_filler_stays_below_the_weights_whose_groups_it_shares():
+    shape = Shape.parse("tiny-0.5b,dim=512,head_dim=64")  # few inputs, hence large filler
+    files, place = inflate_target(TARGET, shape, torch.float64), Placement(ModelConfig.from_dir(TARGET), shape)
+    for i, layer in enumerate(range(0, 24, 3)):
+        codes, _ = int4_codes(files.read(f"model.layers.{layer}.self_attn.o_proj.weight"), 64)
+        heads = codes.view(512, 8, 64)[:256, place.q_heads(), :32].flatten(1)
+        assert torch.equal(
+            heads, int4_codes(WeightFiles(TARGET).read(f"model.layers.{i}.self_attn.o_proj.weight"), 32)[0]
+        )
 
 
 def test_channels_beyond_the_constant_are_exactly_zero():
