@@ -10,18 +10,19 @@ How it works (d, e: width and head size of the small model; D, E: of the large o
 1. Every tensor starts as dense random filler. A maker then zeroes those columns that would read a number other than
    zero into a place that must stay empty, and writes the small model's numbers. Nothing is timed on zero weights.
 2. The residual stream carries the small model in channels 0 .. d-1, a constant C in channel d, exact zeros above.
-   RMSNorm's mean grows by the factor d/D less: weight * sqrt(d/D) and eps' = (eps d - C^2) / D undo that.
+   RMSNorm's mean shrinks by d/D: weight * sqrt(d/D) and eps' = (eps d - C^2) / D undo that.
 3. RoPE turns the pairs (j, j + E/2): pair j of the small head becomes pair j * E/e, which turns equally fast, and q
    is scaled by sqrt(E/e). Values keep their order. KV heads are repeated where the large groups are smaller.
 4. More heads, more neurons and the further layers (spread between the real ones) compute on what they read, but
    their values and gates are exactly zero, so they add exactly zero.
-5. Ids beyond the small vocabulary get logits below -400: their rows of the LM head read channel d, which is amplified
-   where no norm follows any more, by the weight of the final norm or by one more neuron in the head's last layer.
+5. Ids beyond the small vocabulary get logits of -3000 or so (float16: -300): their rows of the LM head read channel
+   d, which is amplified where no norm follows any more, by the final norm's weight or a further neuron of the head.
 
 C is so small that its square vanishes in the fp32 sum of a norm. So in bf16, where D/d and E/e are powers of four, the
 logits are those of the small model bit for bit, as far as the matrix products add in the same order; otherwise the
-scaled weights are rounded. Filler that shares a group of 128 inputs with numbers of the small model stays below them,
-so that plain symmetric int4 finds the same codes (in o_proj those of groups of e, since its heads lie E apart).
+scaled weights are rounded. Filler in a row stays below the small model's largest there, so that plain symmetric int8
+(a scale per row) and int4 (per 128 inputs) find the same codes; in o_proj, whose heads lie E apart, int4 finds those of
+groups of e.
 
 `random_twin` leaves the filler everywhere: a model of no use, of the same shape and without any zero activations,
 against which the timing of a stand-in can be checked.
@@ -198,16 +199,14 @@ class Placement:
         out[self.small.dim] = min(16 * self.shrink / self.constant, most)
 
     def lm_head(self, out: Tensor, small: Tensor) -> None:  # [V, D]
-        out[:, : self.small.dim + 1] = 0
-        out[: len(small), : self.small.dim] = small
+        self._project(out, small, torch.arange(len(small)))
         out[len(small) :, self.small.dim] = SILENT
 
     def fc(self, out: Tensor, small: Tensor) -> None:  # [D, 2D], columns: embedding, feature
         d = self.small.dim
         for half in range(2):
-            block = out[:, half * self.shape.dim :]
-            block[:, : d + 1] = 0
-            block[:d, :d] = small[:, half * d : (half + 1) * d]
+            block = out[:, half * self.shape.dim : (half + 1) * self.shape.dim]
+            self._project(block, small[:, half * d : (half + 1) * d], torch.arange(d))
 
     def fc_bias(self, out: Tensor, small: Tensor | None) -> None:  # [D]
         out.zero_()
@@ -219,8 +218,10 @@ class Placement:
 
     def _project(self, out: Tensor, small: Tensor, to: Tensor, source: Tensor | None = None) -> None:
         """Write rows of a projection of the residual stream. to, source: [R] int64, large and small rows."""
+        rows = small if source is None else small[source]
         out[:, : self.small.dim + 1] = 0
-        out[to, : self.small.dim] = (small if source is None else small[source]).to(out.dtype)
+        out[to] *= _limit(out, rows.abs().amax(1))[:, None]
+        out[to, : self.small.dim] = rows.to(out.dtype)
 
     def q_proj(self, out: Tensor, small: Tensor | None) -> None:  # [H * E, D]
         if small is not None:
@@ -248,9 +249,7 @@ class Placement:
         d, e, shape = self.small.dim, self.small.head_dim, self.shape
         small = small.view(d, -1, e)  # [d, h, e]
         large = out.view(shape.dim, shape.n_heads, shape.head_dim)  # [D, H, E]
-        # filler and weights share groups here: filler that stays below them does not change their int4 scale
-        least = small.abs().amax(2).amin(1) / _filler_bound(out.shape)  # [d]
-        large[:d] *= least.clamp(max=1)[:, None, None].to(out.dtype)
+        large[:d] *= _limit(out, small.abs().amax(2).amin(1))[:, None, None]  # below the least of the heads
         reached = len(self.kv_heads()) * (shape.n_heads // shape.n_kv_heads)  # heads that see a small head's values
         large[:, :reached, :e] = 0
         large[:d, self.q_heads(), :e] = small.to(out.dtype)
@@ -258,24 +257,34 @@ class Placement:
     def gate_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
         out[:, : self.small.dim + 1] = 0  # silu(0) = 0
         if small is not None:
-            out[: len(small), : self.small.dim] = small
+            self._project(out, small, torch.arange(len(small)))
         if self.loud:
             out[self.small.ffn_dim, self.small.dim] = 16  # about silu(2)
 
     def up_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
         if small is not None:
-            out[:, : self.small.dim + 1] = 0
-            out[: len(small), : self.small.dim] = small
+            self._project(out, small, torch.arange(len(small)))
         if self.loud:
             out[self.small.ffn_dim, self.small.dim] = 1
 
     def down_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, F]
         if small is not None:
             out[:, : self.small.ffn_dim] = 0
+            out[: self.small.dim] *= _limit(out, small.abs().amax(1))[:, None]
             out[: self.small.dim, : self.small.ffn_dim] = small
         if self.loud:
             out[:, self.small.ffn_dim] = 0
             out[self.small.dim, self.small.ffn_dim] = 4  # about 1 in channel d of the prediction
+
+
+def _filler_bound(size: tuple[int, ...]) -> float:
+    return math.sqrt(3 / size[-1])  # uniform, of variance 1 / inputs
+
+
+def _limit(out: Tensor, largest: Tensor) -> Tensor:
+    """Factors that keep filler below the largest number of its row, so that it changes no scale. largest: [R]."""
+    # 0.98: bf16 rounds the bound, the factor and the product by up to 0.4 % each
+    return (0.98 * largest / _filler_bound(out.shape)).clamp(max=1).to(out.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -333,10 +342,6 @@ def _head_recipes(place: Placement, biased: bool) -> dict[str, Recipe]:
         recipes |= _layer_recipes(replace(place, loud=i == last), f"layers.{i}.", f"layers.{i}.")
     del recipes["layers.0.input_layernorm.weight"]  # the first layer has no norm before its attention
     return recipes
-
-
-def _filler_bound(size: tuple[int, ...]) -> float:
-    return math.sqrt(3 / size[-1])  # uniform, of variance 1 / inputs
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -133,61 +134,84 @@ def test_within_rounding_by_the_librarys_products(dtype, most):
         assert large[..., small.shape[-1] :].max() < -200
 
 
-def int4_codes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def codes(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """Plain symmetric rounding. Returns codes [N, K] and scales [N, K / group]."""
+    most = 2 ** (bits - 1) - 1
     groups = weight.double().unflatten(1, (-1, group))  # [N, K / group, group]
-    scale = (groups.abs().amax(-1) / 7).clamp_min(1e-12)
-    return (groups / scale[..., None]).round().clamp(-8, 7).flatten(1), scale
+    scale = (groups.abs().amax(-1) / most).clamp_min(1e-12)
+    return (groups / scale[..., None]).round().flatten(1), scale
 
 
-def test_int4_codes_are_the_small_models():
-    shape, small = Shape.parse(EXACT), ModelConfig.from_dir(TARGET)
-    target, head = inflate_target(TARGET, shape, torch.bfloat16), make_head(shape, torch.bfloat16)
-    place = Placement(small, shape)
-    d, e, first = small.dim, small.head_dim, torch.arange(small.n_kv_heads)
-    rows = {  # large rows that hold the small ones, in order
-        "q_proj": (place.q_heads()[:, None] * shape.head_dim + place.rotary()).flatten(),
-        "k_proj": (first[:, None] * shape.head_dim + place.rotary()).flatten(),
-        "v_proj": (first[:, None] * shape.head_dim + torch.arange(e)).flatten(),
-    }
-    for source, files, prefix, own in (
-        (TARGET, target, "model.layers.0.", "model.layers.0."),
-        (HEAD, head, *2 * ("layers.0.",)),
+def same_codes(small: Tensor, large: Tensor, place: Placement, part: str, bits: int) -> bool:
+    """Whether a layer's projection, small and large, rounds to the same codes. int8: a scale per row; int4: per 128."""
+    d, e, E, heads = place.small.dim, place.small.head_dim, place.shape.head_dim, place.q_heads()
+    if part == "o_proj":
+        got, _ = codes(large, bits, E if bits == 4 else large.shape[1])
+        got = got.unflatten(1, (-1, E))[:d, heads, :e].flatten(1)
+        return torch.equal(got, codes(small, bits, e if bits == 4 else small.shape[1])[0])
+    heads = {"k_proj": torch.arange(len(small) // e), "v_proj": torch.arange(len(small) // e)}.get(part, heads)
+    places = torch.arange(e) if part == "v_proj" else place.rotary()
+    rows = (heads[:, None] * E + places).flatten() if part[0] in "qkv" else torch.arange(len(small))
+    got, want = (codes(w, bits, 128 if bits == 4 else w.shape[1]) for w in (large[rows], small))
+    gain = math.sqrt(E / e) if part == "q_proj" else 1
+    scales = torch.allclose(got[1][:, : want[1].shape[1]], gain * want[1], rtol=1e-15, atol=0)
+    return scales and torch.equal(got[0][:, : small.shape[1]], want[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sizes", ["dim=1024,head_dim=128", "dim=512,n_heads=8,head_dim=128"])
+def test_codes_are_the_small_models(bits, sizes):
+    shape = Shape.parse(f"tiny-0.5b,n_layers=8,ffn_dim=1664,vocab_size=4224,{sizes}")
+    # in bf16 the factor of q must be a power of two; 512 channels leave room for large filler
+    for path, files, prefix in (
+        (TARGET, inflate_target(TARGET, shape, torch.bfloat16), "model.layers.7."),
+        (HEAD, make_head(shape, torch.bfloat16), "layers.0."),
     ):
-        reader = WeightFiles(source)
-        for part in (
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-            "mlp.down_proj",
-        ):
-            a, b = reader.read(f"{own}{part}.weight"), files.read(f"{prefix}{part}.weight")
-            b = b[rows.get(part.split(".")[1], torch.arange(len(a)))]
-            codes, scales = int4_codes(b, 128)
-            want, want_scales = int4_codes(a, 128)
-            assert torch.equal(codes[:, : a.shape[1]], want), part
-            gain = 2 if part.endswith("q_proj") else 1
-            assert torch.equal(scales[:, : want_scales.shape[1]], gain * want_scales), part
-        codes, _ = int4_codes(files.read(f"{prefix}self_attn.o_proj.weight"), 128)
-        heads = codes.view(shape.dim, shape.n_heads, shape.head_dim)[:d, place.q_heads(), :e].flatten(1)
-        assert torch.equal(heads, int4_codes(reader.read(f"{own}self_attn.o_proj.weight"), e)[0])
-    large = torch.cat([int4_codes(head.read("fc.weight")[:d], 128)[0][:, at : at + d] for at in (0, shape.dim)], 1)
-    assert torch.equal(large, int4_codes(WeightFiles(HEAD).read("fc.weight"), 128)[0])
-    lm_head = int4_codes(target.read("lm_head.weight")[: small.vocab_size], 128)[0][:, :d]
-    assert torch.equal(lm_head, int4_codes(WeightFiles(TARGET).read("lm_head.weight"), 128)[0])
+        reader, place = WeightFiles(path), Placement(EagleConfig.from_dir(path).model, shape)
+        for name in (n for n in files.recipes if n.startswith(prefix) and "proj" in n):
+            assert same_codes(reader.read(name), files.read(name), place, name.split(".")[-2], bits), name
+        for name in {"lm_head.weight", "fc.weight"} & set(files.recipes):
+            small, large = reader.read(name), files.read(name)
+            group = 128 if bits == 4 else large.shape[1]
+            got = codes(large[: len(small)], bits, group)[0].unflatten(1, (-1, shape.dim))[..., :256].flatten(1)
+            assert torch.equal(got, codes(small, bits, 128 if bits == 4 else small.shape[1])[0]), name
 
 
-def test_filler_stays_below_the_weights_whose_groups_it_shares():
-    shape = Shape.parse("tiny-0.5b,dim=512,head_dim=64")  # few inputs, hence large filler
-    files, place = inflate_target(TARGET, shape, torch.float64), Placement(ModelConfig.from_dir(TARGET), shape)
-    for i, layer in enumerate(range(0, 24, 3)):
-        codes, _ = int4_codes(files.read(f"model.layers.{layer}.self_attn.o_proj.weight"), 64)
-        heads = codes.view(512, 8, 64)[:256, place.q_heads(), :32].flatten(1)
-        assert torch.equal(
-            heads, int4_codes(WeightFiles(TARGET).read(f"model.layers.{i}.self_attn.o_proj.weight"), 32)[0]
-        )
+@pytest.mark.parametrize("part", ["o_proj", "down_proj"])
+def test_filler_stays_below_numbers_however_small(part):
+    shape, small = Shape.parse(EXACT), ModelConfig.from_dir(TARGET)
+    recipe = inflate_target(TARGET, shape).recipes
+    size, make = next(
+        (r.size, r.make)
+        for name, r in recipe.items()
+        if f"layers.0.mlp.{part}" in name or f"layers.0.self_attn.{part}" in name
+    )
+    tiny = 1e-4 * torch.randn(small.dim, small.ffn_dim if part == "down_proj" else small.dim, dtype=torch.float64)
+    out = torch.empty(size, dtype=torch.float64).uniform_(-((3 / size[1]) ** 0.5), (3 / size[1]) ** 0.5)
+    make(out, tiny)
+    assert torch.equal(out[: small.dim].abs().amax(1), tiny.abs().amax(1))
+    assert (out[: small.dim] != 0).float().mean() > 0.5
+
+
+def test_int4_outputs_are_the_int4_small_models(monkeypatch):
+    """The whole model through plain int4, padding included."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    shape = Shape.parse("tiny-0.5b,dim=512,n_layers=9,ffn_dim=1664,vocab_size=4224")
+    found = []
+    for files, head_files in (
+        (None, None),
+        (inflate_target(TARGET, shape, torch.float64), make_head(shape, torch.float64)),
+    ):
+        target = load_model(TARGET, torch.float64, files=files)
+        head = load_head(HEAD, target, head_files)
+        for name, module in [*target.named_modules(), *head.named_modules()]:
+            if isinstance(module, torch.nn.Linear):
+                group = 32 if name.endswith("wo") and files is None else 128
+                rounded, scale = codes(module.weight, 4, group)
+                module.weight.data = (rounded.unflatten(1, (-1, group)) * scale[..., None]).flatten(1)
+        found.append(outputs(target, head, some_ids(4096)))
+    for small, large in zip(*found):
+        assert relative(small, large) < 1e-12 and large[..., 4096:].max() < -400
 
 
 def test_channels_beyond_the_constant_are_exactly_zero():
