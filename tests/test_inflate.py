@@ -24,7 +24,7 @@ from config import DEMO
 from eagle_draft import EagleConfig, load_head
 from generate import generate, load
 from helpers import GOLDEN
-from model import ModelConfig, WeightFiles, load_model
+from model import ModelConfig, WeightFiles, load_model, weight_names
 from stand_in import SHAPES, InflatedFiles, Placement, Shape, inflate_head, inflate_target
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
@@ -186,6 +186,7 @@ def test_filler_stays_below_numbers_however_small(part):
         for name, r in recipe.items()
         if f"layers.0.mlp.{part}" in name or f"layers.0.self_attn.{part}" in name
     )
+    torch.manual_seed(0)
     tiny = 1e-4 * torch.randn(small.dim, small.ffn_dim if part == "down_proj" else small.dim, dtype=torch.float64)
     out = torch.empty(size, dtype=torch.float64).uniform_(-((3 / size[1]) ** 0.5), (3 / size[1]) ** 0.5)
     make(out, tiny)
@@ -374,6 +375,21 @@ def test_bad_input(monkeypatch, capsys, tmp_path, argv, says):
     argv = [out if a == "OUT" else a for a in argv]
     assert says in failure(capsys, monkeypatch, "--shape", "tiny-0.5b", "--out", out, *argv)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("tiny-0.5b", 0.54), ("tiny-1b", 1.12), ("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98)]
+    + [("llama3-8b", 8.03), ("llama3-70b", 70.55)],
+)
+def test_named_shapes_fit_the_demo(name, billions):
+    files, head = inflate_target(TARGET, SHAPES[name]), make_head(SHAPES[name], torch.bfloat16)
+    config = ModelConfig.from_dir(TARGET, files.config)
+    assert set(files.recipes) == {theirs for parts in weight_names(config).values() for theirs in parts}
+    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert head.recipes["fc.weight"].size == (config.dim, 2 * config.dim)
+    norm = files.read("model.norm.weight")  # the constant's amplifier: finite in every dtype
+    assert norm.isfinite().all() and replace(files, dtype=torch.float16).read("model.norm.weight").isfinite().all()
 
 
 def test_shape_texts():
