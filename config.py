@@ -33,6 +33,8 @@ class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
+    inflate: str = option("", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b")
+    random_twin: bool = option(False, "random weights instead of the function, in the shape of --inflate")
     draft: str = option("", "who drafts; default: eagle when a head is given or bundled, else none", ("none", "eagle"))
     eagle: str = option("", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists")
     tree: str = option("", "shape of the draft tree; default: dynamic", ("dynamic", "static", "chain"))
@@ -97,6 +99,7 @@ class GenerateConfig:
         _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
         _rule(self.context >= 0, f"--context must be positive, or 0 for the model's own; it is {self.context}")
         _rule(self.sharpness >= 0, f"--sharpness must not be negative; it is {self.sharpness}")
+        _rule(not self.random_twin or self.inflate, "--random_twin needs a shape; name one with --inflate")
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")

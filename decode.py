@@ -201,8 +201,9 @@ class Stats:
 
     def summary(self, engine: Engine) -> dict[str, Any]:
         """The `stats` object of `--json`. tau: emitted tokens per verification, bonus included."""
-        lengths = self.accept_lengths
-        return {
+        lengths, stand_in = self.accept_lengths, engine.target.config.stand_in
+        named = {"stand_in": stand_in} if stand_in else {}  # its numbers never go without its name
+        return named | {
             "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
             "accept_lengths": lengths,
             "cycles": len(lengths),

@@ -34,7 +34,7 @@ from model import (
     Block,
     KVCache,
     ModelConfig,
-    Placement,
+    Storage,
     Transformer,
     WeightFiles,
     Window,
@@ -46,6 +46,7 @@ from model import (
     rope_frequencies,
 )
 from quantize import FORMATS, Quantization, QuantLinear
+from stand_in import InflatedFiles, Shape, inflate_head
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 
@@ -59,9 +60,12 @@ class EagleConfig:
     sharpness: float = 1.0  # key `draft_sharpness` (ours): c above
 
     @staticmethod
-    def from_dir(path: Path) -> EagleConfig:
-        """Read `path/config.json`. Raises: ValueError for a missing or broken file or key."""
-        raw = read_json(path / "config.json")
+    def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
+        """Read `path/config.json`, or take `raw` for its content.
+
+        Raises: ValueError for a missing or broken file or key.
+        """
+        raw = raw or read_json(path / "config.json")
         try:
             # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
             model = ModelConfig.from_dict(raw, "LlamaForCausalLM")
@@ -124,15 +128,16 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> EagleHead:
+def load_head(
+    path: Path, target: Transformer, quant: Quantization | None = None, files: InflatedFiles | None = None
+) -> EagleHead:
     """Load an official EAGLE-1 or EAGLE-2 head for `target`, in the target's dtype and on its device.
 
-    quant: quantize while loading, unless the head's files are quantized already
-
+    quant: quantize while loading, unless the head's files are quantized already; files: the stand-in to build instead
     Raises: ValueError for a head of another version or another target, or broken files.
     """
-    config = EagleConfig.from_dir(path)
-    files = WeightFiles(path)
+    config = EagleConfig.from_dir(path, files.config if files else None)
+    files = files or WeightFiles(path)
     if "midlayer.hidden_norm.weight" in files.readers or "d2t" in files.readers:
         raise ValueError(f"{path} holds an EAGLE-3 head, which is not supported yet; use an EAGLE-1 or EAGLE-2 head")
     for what, ours, theirs in (
@@ -146,8 +151,8 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         head = EagleHead(config)
     # official files repeat the target's embedding
     names, ignored = head_names(config), lambda name: name.endswith(("embed_tokens.weight", "rotary_emb.inv_freq"))
-    place = Placement(weight.dtype, str(weight.device), config.model.quant or quant)
-    load_weights(head, files, names, place, ignored)
+    storage = Storage(weight.dtype, str(weight.device), config.model.quant or quant)
+    load_weights(head, files, names, storage, ignored)
     head.rope_freq = rope_frequencies(config.model, weight.device)
     return head.eval()
 
@@ -366,10 +371,16 @@ def draft_lm_head(target: Transformer, quant: Quantization | None) -> nn.Module:
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
 
 
+def _inflated(target: Transformer, config: GenerateConfig) -> InflatedFiles:
+    path, weight = Path(config.eagle), target.embedding.weight
+    small, shape = EagleConfig.from_dir(path).model, Shape.parse(config.inflate)
+    return inflate_head(path, small, shape, weight.dtype, str(weight.device), config.random_twin)
+
+
 def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     """`--draft eagle`. Raises: ValueError for a head or a tree that does not fit."""
     quant = Quantization(config.quant_draft, config.group_size) if config.quant_draft != "none" else None
-    head = load_head(Path(config.eagle), target, quant)
+    head = load_head(Path(config.eagle), target, quant, _inflated(target, config) if config.inflate else None)
     if config.tree_file:
         tree = StaticTree.from_file(Path(config.tree_file))
     elif config.tree == "static":

@@ -33,8 +33,9 @@ import eagle_draft  # noqa: F401  (enters its drafter in DRAFTERS)
 from config import DEMO, GenerateConfig, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
-from model import DTYPES, load_model
+from model import DTYPES, Transformer, load_model
 from quantize import Quantization
+from stand_in import Shape, inflate_target
 from tokenizer import Tokenizer, chat_template
 
 DEMO_PROMPT = "def read_lines(path):"
@@ -81,8 +82,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     if config.device.startswith("cuda"):
         torch.cuda.set_device(config.device)
     path = Path(config.checkpoint)
-    quant = Quantization(config.quant, config.group_size) if config.quant != "none" else None
-    target = load_model(path, DTYPES.get(config.dtype), config.device, quant)
+    target = _load_target(config, path)
     if target.config.quant is not None:  # the checkpoint holds codes
         config = replace(config, quant=target.config.quant.format, group_size=target.config.quant.group_size)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
@@ -101,6 +101,14 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         load_s=time.perf_counter() - began,
     )  # fmt: skip
     return warm_up(with_steps(engine))
+
+
+def _load_target(config: GenerateConfig, path: Path) -> Transformer:
+    dtype, files = DTYPES.get(config.dtype), None
+    if config.inflate:
+        files = inflate_target(path, Shape.parse(config.inflate), dtype, config.device, config.random_twin)
+    quant = Quantization(config.quant, config.group_size) if config.quant != "none" else None
+    return load_model(path, dtype, config.device, quant, files)
 
 
 def _load_tokenizer(config: GenerateConfig, path: Path) -> Tokenizer | None:
@@ -399,6 +407,8 @@ def stats_line(stats: dict[str, Any]) -> str:
         f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
         f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
+    if "stand_in" in stats:
+        line = f"stand-in, {stats['stand_in']}: {line}"
     if "speedup" in stats:
         line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
         if stats["identical"] is not None:

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ from torch import Tensor, nn
 
 import kernels
 from quantize import FORMATS, Quantization, QuantLinear, check_group, saved_quantization, scale_name
+
+if TYPE_CHECKING:
+    from stand_in import InflatedFiles
 
 # architecture in config.json -> bias defaults that its config does not spell out: (qkv bias, o_proj bias)
 ARCHITECTURES = {
@@ -72,14 +75,16 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: how the weights are stored
     quant: Quantization | None = None  # quantization_config: the files hold codes
+    stand_in: str = ""  # (ours) what an inflated model stands for; it is printed with every result
 
     @staticmethod
-    def from_dir(path: Path) -> ModelConfig:
+    def from_dir(path: Path, raw: dict | None = None) -> ModelConfig:
         """Read `path/config.json` (and `generation_config.json` for further end-of-sequence ids).
 
+        raw: what to take for the content of config.json
         Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type.
         """
-        raw = read_json(path / "config.json")
+        raw = raw or read_json(path / "config.json")
         names = raw.get("architectures") or [raw.get("model_type", "unknown")]
         if names[0] not in ARCHITECTURES:
             raise ValueError(
@@ -122,6 +127,7 @@ class ModelConfig:
             eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
             dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
             quant=saved_quantization(raw),
+            stand_in=str(raw.get("stand_in", "")),
         )
 
 
@@ -166,7 +172,7 @@ def read_json(path: Path) -> dict:
 
 
 class KVCache(NamedTuple):
-    """Static key and value buffers, one pair per layer. A step writes them in place."""
+    """Static key and value buffers, one pair per layer. A step writes them in storage."""
 
     k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]
     v: tuple[Tensor, ...]
@@ -449,7 +455,7 @@ class WeightFiles:
         return self.readers[name]()
 
 
-class Placement(NamedTuple):
+class Storage(NamedTuple):
     """How weights are kept in memory."""
 
     dtype: torch.dtype
@@ -459,27 +465,27 @@ class Placement(NamedTuple):
 
 def load_weights(
     model: nn.Module,
-    files: WeightFiles,
+    files: WeightFiles | InflatedFiles,
     names: dict[str, tuple[str, ...]],
-    place: Placement,
+    storage: Storage,
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Fill a model made on the meta device, one parameter at a time.
 
     names: our parameter -> the tensors it stacks; ignored: which further tensors in the files may stay unused
     Raises: ValueError that names every missing, unexpected or mis-shaped weight.
-    Writes: the parameters; with `place.quant`, linear layers are replaced by quantized ones. At most one parameter
+    Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At most one parameter
     exists twice at any moment.
     """
     params = dict(model.named_parameters())
     assert set(names) == set(params), set(names) ^ set(params)
     linear = set()
-    if place.quant is not None:
+    if storage.quant is not None:
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         for name in linear & set(names):
-            check_group(place.quant, name, params[name].shape[1])
+            check_group(storage.quant, name, params[name].shape[1])
     wanted = {theirs for parts in names.values() for theirs in parts}
-    if place.quant is not None and place.quant.saved:
+    if storage.quant is not None and storage.quant.saved:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
     missing = sorted(wanted - set(files.readers))
     unexpected = sorted(n for n in set(files.readers) - wanted if not ignored(n))
@@ -490,15 +496,17 @@ def load_weights(
         owner, _, leaf = ours.rpartition(".")
         if ours in linear:
             parent, _, child = owner.rpartition(".")
-            layer = _quantized(files, ours, theirs, model.get_submodule(owner), place)
+            layer = _quantized(files, ours, theirs, model.get_submodule(owner), storage)
             setattr(model.get_submodule(parent), child, layer)
         else:
-            value = _stack(files, theirs, params[ours].shape, place.dtype, place.device)
+            value = _stack(files, theirs, params[ours].shape, storage.dtype, storage.device)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _stack(files: WeightFiles, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, device: str) -> Tensor:
-    """The named tensors on top of each other, on the device."""
+def _stack(
+    files: WeightFiles, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None, device: str
+) -> Tensor:
+    """The named tensors on top of each other, on the device. dtype: None keeps the files' own."""
     parts = [files.read(n) for n in names]
     rows = sum(p.shape[0] for p in parts if p.dim())
     if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
@@ -506,20 +514,20 @@ def _stack(files: WeightFiles, names: tuple[str, ...], shape: torch.Size, dtype:
         raise ValueError(
             f"{files.path}: {' + '.join(names)} has shape {got}, but config.json asks for {list(shape)} in all"
         )
-    value = torch.empty(shape, dtype=dtype, device=device)
+    value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=device)
     for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
         target.copy_(part)
     return value
 
 
 def _quantized(
-    files: WeightFiles, ours: str, theirs: tuple[str, ...], layer: nn.Linear, place: Placement
+    files: WeightFiles, ours: str, theirs: tuple[str, ...], layer: nn.Linear, storage: Storage
 ) -> QuantLinear:
     """The layer that takes the place of `layer`, from saved codes or from float weights in the files' own dtype."""
-    quant, shape, device = place.quant, layer.weight.shape, place.device
+    quant, shape, device = storage.quant, layer.weight.shape, storage.device
     kind, wide = FORMATS[quant.format], ours == "lm_head.weight"
     if not quant.saved:
-        weight = _stack(files, theirs, shape, files.read(theirs[0]).dtype, device)
+        weight = _stack(files, theirs, shape, None, device)
         return kind.from_float(weight, layer.bias, quant.group_size, wide)
     stored = _stack(files, theirs, kind.file_shape(shape), kind.file_dtype, device)
     scales = tuple(map(scale_name, theirs))
@@ -546,15 +554,19 @@ def export_weights(
 
 
 def load_model(
-    path: Path, dtype: torch.dtype | None = None, device: str = "cpu", quant: Quantization | None = None
+    path: Path,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    quant: Quantization | None = None,
+    files: InflatedFiles | None = None,
 ) -> Transformer:
     """Load a Hugging Face LLaMA-family directory.
 
-    dtype: None keeps the checkpoint's own; quant: quantize while loading
+    dtype: None keeps the checkpoint's own; quant: quantize while loading; files: the stand-in to build instead
     Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model.
     Raises: ValueError for anything wrong with the directory.
     """
-    config = ModelConfig.from_dir(path)
+    config = ModelConfig.from_dir(path, files.config if files else None)
     if dtype is None:
         if config.dtype not in DTYPES:
             raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
@@ -564,8 +576,8 @@ def load_model(
     quant = config.quant or quant
     with torch.device("meta"):
         model = Transformer(config)
-    files = WeightFiles(path)
-    load_weights(model, files, weight_names(config), Placement(dtype, device, quant), _ignored(config))
+    files = files or WeightFiles(path)
+    load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
     if config.tie_embeddings:
         weight = model.embedding.weight
         if quant is None:

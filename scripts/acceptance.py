@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import DEMO, option, parse, read_jsonl, run_or_fail  # noqa: E402
 from decode import Session  # noqa: E402
 from generate import encode, load  # noqa: E402
+from model import ModelConfig  # noqa: E402
 
 EVAL = Path(DEMO).parents[1] / "data" / "eval"
 
@@ -116,7 +117,9 @@ def run(config: TauConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     tasks = read_tasks(config)
-    print(f"# checkpoint {config.checkpoint}, torch {torch.__version__}, {config.dtype}, seed {config.seed}")
+    stand_in = ModelConfig.from_dir(Path(config.checkpoint)).stand_in
+    named = f" (a stand-in: {stand_in})" if stand_in else ""
+    print(f"# checkpoint {config.checkpoint}{named}, torch {torch.__version__}, {config.dtype}, seed {config.seed}")
     print("| task | T | method | tau | 0-alpha | 1 | 2 | 3 | 4 | repeated 8-grams | prompts |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     jobs = [(float(t), m) for t in config.temperatures.split(",") for m in config.methods.split(",")]

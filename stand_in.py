@@ -1,0 +1,440 @@
+"""A stand-in of real size: a small model and its EAGLE head as the same function in a larger shape.
+
+    files = inflate_target(Path("checkpoints/demo"), Shape.parse("llama2-7b"))
+    target = load_model(files.path, files=files)          # a 7B's memory and time per step, the demo's tokens
+
+What a step of a 7B costs does not depend on what its weights say; how many drafted tokens are accepted does. A
+stand-in has the costs of its shape and the acceptance of the small model, and says so wherever it is printed.
+
+How it works (d, e: width and head size of the small model; D, E: of the large one):
+1. Every tensor starts as dense random filler. A maker then zeroes those columns that would read a number other than
+   zero into a place that must stay empty, and writes the small model's numbers. Nothing is timed on zero weights.
+2. The residual stream carries the small model in channels 0 .. d-1, a constant C in channel d, exact zeros above.
+   RMSNorm's mean shrinks by d/D: weight * sqrt(d/D) and eps' = (eps d - C^2) / D undo that.
+3. RoPE turns the pairs (j, j + E/2): pair j of the small head becomes pair j * E/e, which turns equally fast, and q
+   is scaled by sqrt(E/e). Values keep their order. KV heads are repeated where the large groups are smaller.
+4. More heads, more neurons and the further layers (spread between the real ones) compute on what they read, but
+   their values and gates are exactly zero, so they add exactly zero.
+5. Ids beyond the small vocabulary get logits of -3000 or so (float16: -300): their rows of the LM head read channel
+   d, which is amplified where no norm follows any more, by the final norm's weight or a further neuron of the head.
+
+C is so small that its square vanishes in the fp32 sum of a norm. So in bf16, where D/d and E/e are powers of four, the
+logits are those of the small model bit for bit, as far as the matrix products add in the same order; otherwise the
+scaled weights are rounded. Filler in a row stays below the small model's largest there, so that plain symmetric int8
+(a scale per row) and int4 (per 128 inputs) find the same codes; in o_proj, whose heads lie E apart, int4 finds those of
+groups of e.
+
+`random_twin` leaves the filler everywhere: a model of no use, of the same shape and without any zero activations,
+against which the timing of a stand-in can be checked.
+Trade-off: one tensor is computed at a time, when it is read, and nothing is kept: loading costs no disk and no second
+copy, but every load computes again.
+Not here: writing to disk (scripts/inflate.py); Mixtral and EAGLE-3; models with biases.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import DTYPES, ModelConfig, WeightFiles, read_json
+
+SILENT = -4096.0  # LM head weight of padded ids at the constant channel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a LLaMA, in model.py's names."""
+
+    name: str
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        """Read `NAME` or `NAME,dim=1024,n_layers=9`. Raises: ValueError for what is neither."""
+        name, *changes = text.split(",")
+        if name not in SHAPES:
+            raise ValueError(f"{name} is not a known shape; use one of {', '.join(SHAPES)}")
+        sizes = [f.name for f in fields(Shape) if f.name != "name"]
+        for change in changes:
+            if not re.fullmatch(rf"({'|'.join(sizes)})=[1-9]\d*", change):
+                raise ValueError(f"shape {text}: {change!r} must be like n_layers=9; the sizes are {', '.join(sizes)}")
+        values = {key: int(value) for key, value in (change.split("=") for change in changes)}
+        return replace(SHAPES[name], name=text, **values)
+
+
+def _shape(name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int) -> Shape:
+    return Shape(name, dim, layers, heads, kv_heads, head_dim=128, ffn_dim=ffn_dim, vocab_size=vocab)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _shape("tiny-0.5b", 1024, 24, 8, 4, 5376, 32000),  # 0.47 B in the layers + 0.03 B in the LM head
+        _shape("tiny-1b", 2048, 22, 16, 4, 5632, 32000),  # 0.99 B + 0.07 B; TinyLlama with heads of 128
+        _shape("llama2-7b", 4096, 32, 32, 32, 11008, 32000),
+        _shape("llama2-13b", 5120, 40, 40, 40, 13824, 32000),
+        _shape("llama2-70b", 8192, 80, 64, 8, 28672, 32000),
+        _shape("llama3-8b", 4096, 32, 32, 8, 14336, 128256),
+        _shape("llama3-70b", 8192, 80, 64, 8, 28672, 128256),
+    )
+}
+
+
+def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int = 0) -> None:
+    """Raises: ValueError with the first rule that keeps `small`, read from `where`, from having this shape."""
+    if small.qkv_bias or small.o_bias or small.mlp_bias:
+        raise ValueError(
+            f"{where} has biases in its layers, and only layers without can be inflated; use another model"
+        )
+    if shape.n_heads % shape.n_kv_heads:
+        raise ValueError(
+            f"shape {shape.name}: n_kv_heads must divide n_heads; {shape.n_kv_heads} does not divide {shape.n_heads}"
+        )
+    if shape.head_dim % small.head_dim:
+        raise ValueError(
+            f"shape {shape.name}: head_dim must be a multiple of {where}'s {small.head_dim}; it is {shape.head_dim}"
+        )
+    group, large_group = small.n_heads // small.n_kv_heads, shape.n_heads // shape.n_kv_heads
+    for name, least, why in (
+        ("dim", small.dim + 1, "the width and one channel"),
+        ("n_layers", small.n_layers, "every layer"),
+        ("n_kv_heads", small.n_kv_heads * math.ceil(group / large_group), f"its heads in groups of {large_group}"),
+        ("ffn_dim", small.ffn_dim + spare_neurons, "every neuron" + " and one more" * spare_neurons),
+        ("vocab_size", small.vocab_size, "every token"),
+    ):
+        if getattr(shape, name) < least:
+            raise ValueError(
+                f"shape {shape.name}: {name} must be at least {least}, for {why} of {where}; "
+                f"it is {getattr(shape, name)}: choose a larger shape"
+            )
+
+
+# ---------------------------------------------------------------------------------------------- makers
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the small model's numbers lie. Its methods are the makers: they turn filler into one tensor, in place.
+
+    out: the filler; small: the small model's tensor in fp64, or None in a layer that it does not have
+    """
+
+    small: ModelConfig
+    shape: Shape
+    loud: bool = False  # amplify channel d in a neuron of this layer (a head's last)
+
+    @property
+    def shrink(self) -> float:
+        """How much smaller the root mean square is in the larger shape."""
+        return math.sqrt(self.small.dim / self.shape.dim)
+
+    @property
+    def constant(self) -> float:
+        """C: a power of two whose square is a millionth of what eps adds to a norm's sum of squares."""
+        return 2.0 ** (math.floor(math.log2(math.sqrt(self.small.norm_eps * self.small.dim))) - 10)
+
+    @property
+    def norm_eps(self) -> float:
+        """eps' of every norm."""
+        return (self.small.norm_eps * self.small.dim - self.constant**2) / self.shape.dim
+
+    @property
+    def copies(self) -> int:
+        """Large KV heads that stand for one small one."""
+        small, shape = self.small, self.shape
+        return math.ceil((small.n_heads // small.n_kv_heads) / (shape.n_heads // shape.n_kv_heads))
+
+    def kv_heads(self) -> Tensor:
+        """The small KV head that each of the first large ones stands for: [copies * h] int64."""
+        return torch.arange(self.small.n_kv_heads).repeat_interleave(self.copies)
+
+    def q_heads(self) -> Tensor:
+        """The large head of each small one, in the group of a copy of its KV head: [h] int64."""
+        group, large_group = self.small.n_heads // self.small.n_kv_heads, self.shape.n_heads // self.shape.n_kv_heads
+        head = torch.arange(self.small.n_heads)
+        kv, i = head // group, head % group
+        return (kv * self.copies + i // large_group) * large_group + i % large_group
+
+    def rotary(self) -> Tensor:
+        """The large place of each dimension of a rotated head: [e] int64. Pairs keep their angular speed."""
+        step = self.shape.head_dim // self.small.head_dim
+        pairs = torch.arange(self.small.head_dim // 2) * step
+        return torch.cat((pairs, self.shape.head_dim // 2 + pairs))
+
+    def _heads(self, heads: Tensor, places: Tensor, head_dim: int) -> Tensor:
+        return (heads[:, None] * head_dim + places).flatten()  # rows of a projection, head by head
+
+    # ----------------------------------------------------------------------------- residual stream
+
+    def embedding(self, out: Tensor, small: Tensor) -> None:  # [V, D]
+        out.zero_()  # it feeds the residual stream, where filler has no place
+        out[: len(small), : self.small.dim] = small
+        out[:, self.small.dim] = self.constant
+
+    def norm(self, out: Tensor, small: Tensor | None) -> None:  # [D]
+        if small is not None:
+            out[: self.small.dim] = small * self.shrink
+        if self.loud:  # the root mean square there is about 2 in the demo's head: 0.1 after the norm
+            out[self.small.dim] = self.shrink / (4 * self.constant)
+
+    def final_norm(self, out: Tensor, small: Tensor) -> None:  # [D]
+        self.norm(out, small)
+        # the root mean square there is about 16 in the demo: 1 after the norm, no more than its features
+        most = torch.finfo(out.dtype).max / 2  # in float16 less will have to do
+        out[self.small.dim] = min(16 * self.shrink / self.constant, most)
+
+    def lm_head(self, out: Tensor, small: Tensor) -> None:  # [V, D]
+        self._project(out, small, torch.arange(len(small)))
+        out[len(small) :, self.small.dim] = SILENT
+
+    def fc(self, out: Tensor, small: Tensor) -> None:  # [D, 2D], columns: embedding, feature
+        d = self.small.dim
+        for half in range(2):
+            block = out[:, half * self.shape.dim : (half + 1) * self.shape.dim]
+            self._project(block, small[:, half * d : (half + 1) * d], torch.arange(d))
+
+    def fc_bias(self, out: Tensor, small: Tensor | None) -> None:  # [D]
+        out.zero_()
+        if small is not None:
+            out[: self.small.dim] = small
+        out[self.small.dim] = self.constant
+
+    # -------------------------------------------------------------------------------------- layers
+
+    def _project(self, out: Tensor, small: Tensor, to: Tensor, source: Tensor | None = None) -> None:
+        """Write rows of a projection of the residual stream. to, source: [R] int64, large and small rows."""
+        rows = small if source is None else small[source]
+        out[:, : self.small.dim + 1] = 0
+        out[to] *= _limit(out, rows.abs().amax(1))[:, None]
+        out[to, : self.small.dim] = rows.to(out.dtype)
+
+    def q_proj(self, out: Tensor, small: Tensor | None) -> None:  # [H * E, D]
+        if small is not None:
+            gain = math.sqrt(self.shape.head_dim / self.small.head_dim)
+            self._project(out, small * gain, self._heads(self.q_heads(), self.rotary(), self.shape.head_dim))
+
+    def k_proj(self, out: Tensor, small: Tensor | None) -> None:  # [Hkv * E, D]
+        if small is not None:
+            self._project_kv(out, small, self.rotary())
+
+    def v_proj(self, out: Tensor, small: Tensor | None) -> None:  # [Hkv * E, D]
+        if small is None:
+            out[:, : self.small.dim + 1] = 0
+        else:
+            self._project_kv(out, small, torch.arange(self.small.head_dim))
+
+    def _project_kv(self, out: Tensor, small: Tensor, places: Tensor) -> None:
+        heads = self.kv_heads()
+        to = self._heads(torch.arange(len(heads)), places, self.shape.head_dim)
+        self._project(out, small, to, self._heads(heads, torch.arange(self.small.head_dim), self.small.head_dim))
+
+    def o_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, H * E]
+        if small is None:
+            return
+        d, e, shape = self.small.dim, self.small.head_dim, self.shape
+        small = small.view(d, -1, e)  # [d, h, e]
+        large = out.view(shape.dim, shape.n_heads, shape.head_dim)  # [D, H, E]
+        large[:d] *= _limit(out, small.abs().amax(2).amin(1))[:, None, None]  # below the least of the heads
+        reached = len(self.kv_heads()) * (shape.n_heads // shape.n_kv_heads)  # heads that see a small head's values
+        large[:, :reached, :e] = 0
+        large[:d, self.q_heads(), :e] = small.to(out.dtype)
+
+    def gate_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
+        out[:, : self.small.dim + 1] = 0  # silu(0) = 0
+        if small is not None:
+            self._project(out, small, torch.arange(len(small)))
+        if self.loud:
+            out[self.small.ffn_dim, self.small.dim] = 16  # about silu(2)
+
+    def up_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
+        if small is not None:
+            self._project(out, small, torch.arange(len(small)))
+        if self.loud:
+            out[self.small.ffn_dim, self.small.dim] = 1
+
+    def down_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, F]
+        if small is not None:
+            out[:, : self.small.ffn_dim] = 0
+            out[: self.small.dim] *= _limit(out, small.abs().amax(1))[:, None]
+            out[: self.small.dim, : self.small.ffn_dim] = small
+        if self.loud:
+            out[:, self.small.ffn_dim] = 0
+            out[self.small.dim, self.small.ffn_dim] = 4  # about 1 in channel d of the prediction
+
+
+def _filler_bound(size: tuple[int, ...]) -> float:
+    return math.sqrt(3 / size[-1])  # uniform, of variance 1 / inputs
+
+
+def _limit(out: Tensor, largest: Tensor) -> Tensor:
+    """Factors that keep filler below the largest number of its row, so that it changes no scale. largest: [R]."""
+    # 0.98: bf16 rounds the bound, the factor and the product by up to 0.4 % each
+    return (0.98 * largest / _filler_bound(out.shape)).clamp(max=1).to(out.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+class Recipe(NamedTuple):
+    """How a tensor of the stand-in comes to be."""
+
+    size: tuple[int, ...]
+    make: Callable[[Tensor, Tensor | None], None]
+    source: str | None  # the small model's tensor
+
+
+def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str, Recipe]:
+    """One layer, by Hugging Face name. large, small: name prefixes; small is None for a layer that adds nothing."""
+    shape = place.shape
+    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    quiet = replace(place, loud=False)
+    parts = {
+        "input_layernorm": ((shape.dim,), quiet.norm),
+        "self_attn.q_proj": ((q, shape.dim), place.q_proj),
+        "self_attn.k_proj": ((kv, shape.dim), place.k_proj),
+        "self_attn.v_proj": ((kv, shape.dim), place.v_proj),
+        "self_attn.o_proj": ((shape.dim, q), place.o_proj),
+        "post_attention_layernorm": ((shape.dim,), place.norm),
+        "mlp.gate_proj": ((shape.ffn_dim, shape.dim), place.gate_proj),
+        "mlp.up_proj": ((shape.ffn_dim, shape.dim), place.up_proj),
+        "mlp.down_proj": ((shape.dim, shape.ffn_dim), place.down_proj),
+    }
+    return {
+        f"{large}{part}.weight": Recipe(size, make, None if small is None else f"{small}{part}.weight")
+        for part, (size, make) in parts.items()
+    }
+
+
+def _target_recipes(place: Placement) -> dict[str, Recipe]:
+    small, shape = place.small, place.shape
+    real = {i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)}  # spread, in order
+    embedding, table = "model.embed_tokens.weight", (shape.vocab_size, shape.dim)
+    recipes = {embedding: Recipe(table, place.embedding, embedding)}
+    for i in range(shape.n_layers):
+        recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{real[i]}." if i in real else None)
+    recipes["model.norm.weight"] = Recipe((shape.dim,), place.final_norm, "model.norm.weight")
+    recipes["lm_head.weight"] = Recipe(table, place.lm_head, embedding if small.tie_embeddings else "lm_head.weight")
+    return recipes
+
+
+def _head_recipes(place: Placement, biased: bool) -> dict[str, Recipe]:
+    dim, last = place.shape.dim, place.small.n_layers - 1
+    recipes = {
+        "fc.weight": Recipe((dim, 2 * dim), place.fc, "fc.weight"),
+        "fc.bias": Recipe((dim,), place.fc_bias, "fc.bias" if biased else None),
+    }
+    for i in range(place.small.n_layers):
+        recipes |= _layer_recipes(replace(place, loud=i == last), f"layers.{i}.", f"layers.{i}.")
+    del recipes["layers.0.input_layernorm.weight"]  # the first layer has no norm before its attention
+    return recipes
+
+
+@dataclass(frozen=True)
+class InflatedFiles:
+    """The tensors of a stand-in by name, computed when they are read; to a loader it is a `WeightFiles`."""
+
+    path: Path  # of the small model
+    config: dict  # config.json of the stand-in
+    small: WeightFiles
+    recipes: dict[str, Recipe]  # by Hugging Face name
+    dtype: torch.dtype
+    device: str
+    random_twin: bool
+
+    @property
+    def readers(self) -> dict[str, Callable[[], Tensor]]:
+        """Every tensor's name, and how to get it."""
+        return {name: partial(self.read, name) for name in self.recipes}
+
+    def read(self, name: str) -> Tensor:
+        """Compute one tensor. It is the same every time, on one kind of device."""
+        recipe = self.recipes[name]
+        out = torch.empty(recipe.size, dtype=self.dtype, device=self.device)
+        low, high = (0.5, 1.5) if out.dim() == 1 else (-_filler_bound(recipe.size), _filler_bound(recipe.size))
+        out.uniform_(low, high, generator=torch.Generator(self.device).manual_seed(zlib.crc32(name.encode())))
+        if not self.random_twin:
+            small = self.small.read(recipe.source).to(self.device, torch.float64) if recipe.source else None
+            recipe.make(out, small)
+        return out
+
+
+def inflate_target(
+    path: Path, shape: Shape, dtype: torch.dtype | None = None, device: str = "cpu", random_twin: bool = False
+) -> InflatedFiles:
+    """A stand-in of this shape for the target in `path`.
+
+    dtype: None keeps the small model's; random_twin: filler everywhere
+    Raises: ValueError for a directory or a shape that cannot be used.
+    """
+    small = ModelConfig.from_dir(path)
+    check_fit(small, shape, path)
+    place = Placement(small, shape)
+    recipes = _target_recipes(place)
+    return _inflate(path, place, recipes, dtype, device, random_twin)
+
+
+def inflate_head(
+    path: Path,
+    small: ModelConfig,
+    shape: Shape,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    random_twin: bool = False,
+) -> InflatedFiles:
+    """A stand-in for the EAGLE-1/2 head in `path`, to go with a target of this shape.
+
+    small: the head's own configuration
+    Raises: ValueError for a directory or a shape that cannot be used.
+    """
+    shape = replace(shape, n_layers=small.n_layers)
+    check_fit(small, shape, path, spare_neurons=1)
+    place = Placement(small, shape)
+    recipes = _head_recipes(place, bool(read_json(path / "config.json").get("bias", True)))
+    files = _inflate(path, place, recipes, dtype, device, random_twin)
+    return replace(files, config=files.config | {"bias": True})
+
+
+def _inflate(
+    path: Path, place: Placement, recipes: dict[str, Recipe], dtype: torch.dtype | None, device: str, random_twin: bool
+) -> InflatedFiles:
+    raw, files, shape = read_json(path / "config.json"), WeightFiles(path), place.shape
+    if raw.get("stand_in"):
+        raise ValueError(f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from")
+    if place.small.quant is not None:
+        raise ValueError(f"{path} is quantized; inflate the original, and quantize the result with --quant")
+    missing = sorted({r.source for r in recipes.values() if r.source} - set(files.readers))
+    if missing:
+        raise ValueError(f"{path}: {missing[0]} is missing; a LLaMA, or an EAGLE-1 or EAGLE-2 head, can be inflated")
+    dtype = dtype or DTYPES.get(place.small.dtype)
+    if dtype is None:
+        raise ValueError(f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
+    what = "model of random weights" if random_twin else f"function of {path.resolve().name}"
+    config = raw | {
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn_dim,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "rms_norm_eps": place.norm_eps,
+        "tie_word_embeddings": False,  # channel d differs between embedding and LM head
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "stand_in": f"a {shape.name}-shaped {what}",
+    }
+    return InflatedFiles(path, config, files, recipes, dtype, device, random_twin)

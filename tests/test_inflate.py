@@ -1,0 +1,461 @@
+"""Stand-ins: the same function in another shape, in fp64, bf16 and int4 codes; the same tokens; files on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import checkpoint
+import generate as cli
+import inflate as script
+from config import DEMO
+from eagle_draft import EagleConfig, load_head
+from generate import generate, load
+from helpers import GOLDEN
+from model import ModelConfig, WeightFiles, load_model, weight_names
+from stand_in import SHAPES, InflatedFiles, Placement, Shape, inflate_head, inflate_target
+
+TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
+GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
+EXACT = "tiny-0.5b,n_layers=10,ffn_dim=1792,vocab_size=4224"  # width * 4, heads * 4: powers of four
+PROMPT = "def read_lines(path):"
+ROOT = Path(script.__file__).parents[1]
+
+
+def make_head(shape: Shape, dtype: torch.dtype, path: Path = HEAD, **options) -> InflatedFiles:
+    return inflate_head(path, EagleConfig.from_dir(path).model, shape, dtype, **options)
+
+
+def outputs(target, head, ids: Tensor) -> list[Tensor]:
+    """Logits of the target, of the head on its features, and of the head on its own prediction: 3 x [1, T, V]."""
+    positions = torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        features, _ = target(ids, positions)
+        embedded = target.embedding(ids[:, 1:])
+        first = head(embedded, features[:, :-1], positions[:, :-1])
+        second = head(embedded, first, positions[:, :-1])
+        return [target.logits(x) for x in (features, first, second)]
+
+
+def both(
+    shape: Shape, dtype: torch.dtype, pair: tuple[Path, Path] = (TARGET, HEAD), length: int = 48
+) -> list[tuple[Tensor, Tensor]]:
+    """The outputs of the small model and of its stand-in on `length` tokens, side by side."""
+    target = load_model(pair[0], dtype)
+    ids = some_ids(target.config.vocab_size, length)
+    small = outputs(target, load_head(pair[1], target), ids)
+    target = load_model(pair[0], dtype, files=inflate_target(pair[0], shape, dtype))
+    large = outputs(target, load_head(pair[1], target, files=make_head(shape, dtype, pair[1])), ids)
+    return list(zip(small, large))
+
+
+def some_ids(vocab: int, length: int = 48) -> Tensor:
+    return torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(1))  # [1, T]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The largest difference on the small vocabulary, in units of the largest logit."""
+    return float((a - b[..., : a.shape[-1]]).abs().max() / a.abs().max())
+
+
+# ------------------------------------------------------------------------------------ the same function
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pair"),
+    [
+        ("dim=512,n_layers=9,n_heads=8,n_kv_heads=4,head_dim=128", (TARGET, HEAD)),
+        ("dim=512,n_layers=8,n_heads=8,n_kv_heads=8,head_dim=64", (TARGET, HEAD)),  # multi-head: KV heads twice
+        ("dim=300,n_layers=17,n_heads=9,n_kv_heads=9,head_dim=96", (TARGET, HEAD)),  # nothing divides anything
+        ("dim=640,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=32", (TARGET, HEAD)),  # groups of 2 in groups of 3
+        ("dim=257,n_layers=8,n_heads=20,n_kv_heads=4,head_dim=32,vocab_size=4096", (TARGET, HEAD)),  # the least width
+        ("dim=512,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=64,vocab_size=1000", GOLDEN_PAIR),
+    ],
+)
+def test_fp64_outputs_are_the_small_models(monkeypatch, sizes, pair):
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # norms and RoPE compute in fp32 otherwise
+    shape = Shape.parse(f"tiny-0.5b,ffn_dim=1600,vocab_size=4200,{sizes}")
+    for small, large in both(shape, torch.float64, pair):
+        assert small.dtype == torch.float64
+        assert relative(small, large) < 1e-12
+        padding = large[..., small.shape[-1] :]
+        assert padding.numel() == 0 or padding.max() < -400
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_scaled_rope_commutes(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    raw = json.loads((TARGET / "config.json").read_text())
+    extra = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16}
+    raw["rope_scaling"] = {"rope_type": kind, "factor": 4.0} | (extra if kind == "llama3" else {})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(TARGET / "model.safetensors")
+    shape = Shape.parse("tiny-0.5b,dim=512,n_layers=8,ffn_dim=1600,vocab_size=4096")
+    scaled, *_ = both(shape, torch.float64, (tmp_path, HEAD))
+    assert relative(*scaled) < 1e-12
+    plain, *_ = both(shape, torch.float64)
+    assert relative(scaled[0], plain[0]) > 1e-3, "the scaling must matter here"
+
+
+@pytest.mark.parametrize(
+    ("change", "length", "bits"),
+    [("dim=1024", 500, True), ("dim=4096,n_layers=8", 48, True), ("dim=640", 48, False), ("head_dim=64", 48, False)],
+)
+def test_bf16_bit_for_bit_at_powers_of_four(monkeypatch, change, length, bits):
+    """With sums that do not depend on the order of addition; a library's products block their inputs by size."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = (x.double() @ weight.double().T).to(x.dtype)
+        return y if bias is None else y + bias
+
+    monkeypatch.setattr(F, "linear", linear)
+    shape = Shape.parse(f"tiny-0.5b,n_layers=9,ffn_dim=1664,vocab_size=4224,{change}")
+    for small, large in both(shape, torch.bfloat16, length=length):
+        assert torch.equal(small, large[..., : small.shape[-1]]) == bits
+        assert relative(small, large) < 0.05
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.05), ("float16", 0.01)])
+def test_within_rounding_by_the_librarys_products(dtype, most):
+    for small, large in both(Shape.parse(EXACT), getattr(torch, dtype)):
+        assert relative(small, large) < most
+        assert large[..., small.shape[-1] :].max() < -200
+
+
+def codes(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """Plain symmetric rounding. Returns codes [N, K] and scales [N, K / group]."""
+    most = 2 ** (bits - 1) - 1
+    groups = weight.double().unflatten(1, (-1, group))  # [N, K / group, group]
+    scale = (groups.abs().amax(-1) / most).clamp_min(1e-12)
+    return (groups / scale[..., None]).round().flatten(1), scale
+
+
+def same_codes(small: Tensor, large: Tensor, place: Placement, part: str, bits: int) -> bool:
+    """Whether a layer's projection, small and large, rounds to the same codes. int8: a scale per row; int4: per 128."""
+    d, e, E, heads = place.small.dim, place.small.head_dim, place.shape.head_dim, place.q_heads()
+    if part == "o_proj":
+        got, _ = codes(large, bits, E if bits == 4 else large.shape[1])
+        got = got.unflatten(1, (-1, E))[:d, heads, :e].flatten(1)
+        return torch.equal(got, codes(small, bits, e if bits == 4 else small.shape[1])[0])
+    heads = {"k_proj": torch.arange(len(small) // e), "v_proj": torch.arange(len(small) // e)}.get(part, heads)
+    places = torch.arange(e) if part == "v_proj" else place.rotary()
+    rows = (heads[:, None] * E + places).flatten() if part[0] in "qkv" else torch.arange(len(small))
+    got, want = (codes(w, bits, 128 if bits == 4 else w.shape[1]) for w in (large[rows], small))
+    gain = math.sqrt(E / e) if part == "q_proj" else 1
+    scales = torch.allclose(got[1][:, : want[1].shape[1]], gain * want[1], rtol=1e-15, atol=0)
+    return scales and torch.equal(got[0][:, : small.shape[1]], want[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sizes", ["dim=1024,head_dim=128", "dim=512,n_heads=8,head_dim=128"])
+def test_codes_are_the_small_models(bits, sizes):
+    shape = Shape.parse(f"tiny-0.5b,n_layers=8,ffn_dim=1664,vocab_size=4224,{sizes}")
+    # in bf16 the factor of q must be a power of two; 512 channels leave room for large filler
+    for path, files, prefix in (
+        (TARGET, inflate_target(TARGET, shape, torch.bfloat16), "model.layers.7."),
+        (HEAD, make_head(shape, torch.bfloat16), "layers.0."),
+    ):
+        reader, place = WeightFiles(path), Placement(EagleConfig.from_dir(path).model, shape)
+        for name in (n for n in files.recipes if n.startswith(prefix) and "proj" in n):
+            assert same_codes(reader.read(name), files.read(name), place, name.split(".")[-2], bits), name
+        for name in {"lm_head.weight", "fc.weight"} & set(files.recipes):
+            small, large = reader.read(name), files.read(name)
+            group = 128 if bits == 4 else large.shape[1]
+            got = codes(large[: len(small)], bits, group)[0].unflatten(1, (-1, shape.dim))[..., :256].flatten(1)
+            assert torch.equal(got, codes(small, bits, 128 if bits == 4 else small.shape[1])[0]), name
+
+
+@pytest.mark.parametrize("part", ["o_proj", "down_proj"])
+def test_filler_stays_below_numbers_however_small(part):
+    shape, small = Shape.parse(EXACT), ModelConfig.from_dir(TARGET)
+    recipe = inflate_target(TARGET, shape).recipes
+    size, make = next(
+        (r.size, r.make)
+        for name, r in recipe.items()
+        if f"layers.0.mlp.{part}" in name or f"layers.0.self_attn.{part}" in name
+    )
+    torch.manual_seed(0)
+    tiny = 1e-4 * torch.randn(small.dim, small.ffn_dim if part == "down_proj" else small.dim, dtype=torch.float64)
+    out = torch.empty(size, dtype=torch.float64).uniform_(-((3 / size[1]) ** 0.5), (3 / size[1]) ** 0.5)
+    make(out, tiny)
+    assert torch.equal(out[: small.dim].abs().amax(1), tiny.abs().amax(1))
+    assert (out[: small.dim] != 0).float().mean() > 0.5
+
+
+def test_int4_outputs_are_the_int4_small_models(monkeypatch):
+    """The whole model through plain int4, padding included."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    shape = Shape.parse("tiny-0.5b,dim=512,n_layers=9,ffn_dim=1664,vocab_size=4224")
+    found = []
+    for files, head_files in (
+        (None, None),
+        (inflate_target(TARGET, shape, torch.float64), make_head(shape, torch.float64)),
+    ):
+        target = load_model(TARGET, torch.float64, files=files)
+        head = load_head(HEAD, target, files=head_files)
+        for name, module in [*target.named_modules(), *head.named_modules()]:
+            if isinstance(module, torch.nn.Linear):
+                group = 32 if name.endswith("wo") and files is None else 128
+                rounded, scale = codes(module.weight, 4, group)
+                module.weight.data = (rounded.unflatten(1, (-1, group)) * scale[..., None]).flatten(1)
+        found.append(outputs(target, head, some_ids(4096)))
+    for small, large in zip(*found):
+        assert relative(small, large) < 1e-12 and large[..., 4096:].max() < -400
+
+
+def test_channels_beyond_the_constant_are_exactly_zero():
+    shape = Shape.parse(EXACT)
+    target = load_model(TARGET, torch.bfloat16, files=inflate_target(TARGET, shape))
+    ids = some_ids(4096)
+    with torch.no_grad():
+        features, captured = target(ids, torch.arange(ids.shape[1])[None], capture=tuple(range(shape.n_layers)))
+    constant = Placement(ModelConfig.from_dir(TARGET), shape).constant
+    for x in (*captured, features):
+        assert not x[..., 257:].any()
+    assert all((x[..., 256] == constant).all() for x in captured)
+    # never the largest of a row (int8 would round the others), never lost beside it
+    share = features[..., 256] / features[..., :256].abs().amax(-1)
+    assert share.min() > 1 / 64 and share.max() < 1
+    unchanged = [torch.equal(captured[i], captured[i + 1]) for i in range(shape.n_layers - 1)]
+    assert [i for i, same in enumerate(unchanged) if same] == [4], "layers 4 and 9 of 10 add exactly nothing"
+
+
+# ------------------------------------------------------------------------------------------- the filler
+
+
+def zero_share(weight: Tensor) -> float:
+    return float((weight == 0).float().mean())
+
+
+def test_filler_is_dense():
+    shape, small = Shape.parse(EXACT), ModelConfig.from_dir(TARGET)
+    files = inflate_target(TARGET, shape)
+    live = (small.dim + 1) / shape.dim  # of a projection's columns
+    real = {i * shape.n_layers // small.n_layers for i in range(small.n_layers)}
+    inert = next(i for i in range(shape.n_layers) if i not in real)
+    for part, most in (("v_proj", live), ("q_proj", 0), ("k_proj", 0), ("o_proj", 0)):
+        assert zero_share(files.read(f"model.layers.{inert}.self_attn.{part}.weight")) < most + 0.01
+        assert zero_share(files.read(f"model.layers.0.self_attn.{part}.weight")) < live + 0.01
+    for part, most in (("gate_proj", live), ("up_proj", 0), ("down_proj", 0)):
+        assert zero_share(files.read(f"model.layers.{inert}.mlp.{part}.weight")) < most + 0.01
+    reached = small.ffn_dim / shape.ffn_dim
+    assert zero_share(files.read("model.layers.0.mlp.down_proj.weight")) < reached + 0.01
+
+
+def test_random_twin_has_no_zeros_and_another_function():
+    shape = Shape.parse(EXACT)
+    for files in (inflate_target(TARGET, shape, random_twin=True), make_head(shape, torch.bfloat16, random_twin=True)):
+        assert max(zero_share(files.read(name)) for name in files.recipes if "layers.0" in name) < 0.01
+        assert "random weights" in files.config["stand_in"]
+    target = load_model(TARGET, torch.float32, files=inflate_target(TARGET, shape, torch.float32, random_twin=True))
+    ids = some_ids(4096)
+    with torch.no_grad():
+        features, _ = target(ids, torch.arange(ids.shape[1])[None])
+        logits = target.logits(features)
+    assert (features != 0).all() and logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_tensors_are_the_same_every_time():
+    files = inflate_target(TARGET, Shape.parse(EXACT))
+    one, other = (f"model.layers.{i}.self_attn.q_proj.weight" for i in (4, 9))
+    assert torch.equal(files.read(one), files.read(one))
+    assert not torch.equal(files.read(one)[:, 300:], files.read(other)[:, 300:])
+
+
+# ------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}, {"tree": "chain", "tree_depth": 4}])
+def test_decoding_gives_the_same_tokens(options):
+    options = {"max_new_tokens": 32, "device": "cpu", "dtype": "float32", **options}
+    small, large = load(**options), load(inflate=EXACT, **options)
+    assert large.target.config.dim == 1024 and large.config.draft == "eagle"
+    a, b = generate(small, [PROMPT]), generate(large, [PROMPT])
+    assert a.tokens == b.tokens and a.text == b.text
+    assert a.stats["accept_lengths"] == b.stats["accept_lengths"]
+    assert b.stats["stand_in"] == f"a {EXACT}-shaped function of demo" and "stand_in" not in a.stats
+
+
+def test_everything_printed_names_the_stand_in(capsys, tmp_path):
+    cli.main(
+        [
+            "--inflate",
+            EXACT,
+            "--max_new_tokens",
+            "8",
+            "--device",
+            "cpu",
+            "--json",
+            str(tmp_path / "out.json"),
+            "--compare",
+        ]
+    )
+    out, _ = capsys.readouterr()
+    assert out.splitlines()[-1].startswith(f"stand-in, a {EXACT}-shaped function of demo: ")
+    assert json.loads((tmp_path / "out.json").read_text())["stats"]["stand_in"].startswith("a tiny-0.5b")
+
+
+# ----------------------------------------------------------------------------------------------- files
+
+
+def inflate(*argv: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["inflate.py", *argv])
+    script.main()
+
+
+SMALL = ["--shape", "tiny-0.5b", "--dim", "512", "--n_layers", "8", "--ffn_dim", "1664", "--vocab_size", "4224"]
+
+
+def test_what_is_written_is_what_is_built(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "new" / "half"
+    inflate(*SMALL, "--out", str(out), monkeypatch=monkeypatch)
+    assert "function of demo" in capsys.readouterr().out
+    shape = Shape.parse("tiny-0.5b,dim=512,n_layers=8,ffn_dim=1664,vocab_size=4224")
+    for path, files in ((out, inflate_target(TARGET, shape)), (Path(f"{out}-eagle"), make_head(shape, torch.bfloat16))):
+        disk = WeightFiles(path)
+        assert set(disk.readers) == set(files.readers)
+        assert all(torch.equal(disk.read(name), files.read(name)) for name in files.recipes)
+        assert json.loads((path / "config.json").read_text()) == files.config
+    assert sorted(p.name for p in out.parent.iterdir()) == ["half", "half-eagle"]
+    options = {"max_new_tokens": 16, "device": "cpu", "dtype": "float32"}
+    assert generate(load(checkpoint=str(out), **options), [PROMPT]).text == generate(load(**options), [PROMPT]).text
+
+
+def test_shards_are_bounded_and_complete(tmp_path):
+    files = make_head(Shape.parse("tiny-0.5b,dim=512,ffn_dim=1664,vocab_size=4224"), torch.bfloat16)
+    script.write(files, tmp_path / "head", shard_bytes=3_000_000)
+    shards = sorted((tmp_path / "head").glob("*.safetensors"))
+    assert len(shards) > 2
+    assert all(p.stat().st_size < 3_100_000 for p in shards)
+    assert sum(len(load_file(p)) for p in shards) == len(files.recipes)
+
+
+def failure(capsys, monkeypatch, *argv: str) -> str:
+    """The one line that the script ends with, at status 2."""
+    with pytest.raises(SystemExit) as stop:
+        inflate(*argv, monkeypatch=monkeypatch)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("inflate.py: ")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--dim", "256"], "dim must be at least 257"),
+        (["--n_layers", "7"], "n_layers must be at least 8"),
+        (["--n_heads", "4", "--n_kv_heads", "4"], "n_kv_heads must be at least 8"),
+        (["--n_heads", "8", "--n_kv_heads", "2"], "n_kv_heads must be at least 4"),
+        (["--n_heads", "9", "--n_kv_heads", "4"], "n_kv_heads must divide n_heads; 4 does not divide 9"),
+        (["--head_dim", "48"], "head_dim must be a multiple of"),
+        (["--ffn_dim", "1536"], "ffn_dim must be at least 1537, for every neuron and one more"),
+        (["--vocab_size", "4095"], "vocab_size must be at least 4096"),
+        (["--dim", "-5"], "--dim must be positive, or 0 for the shape's own; it is -5"),
+        (["--out", ""], "--out is missing"),
+        (["--shape", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["--checkpoint", "nowhere"], "no such directory: nowhere"),
+        (["--eagle", DEMO], "fc.bias is missing; a LLaMA, or an EAGLE-1 or EAGLE-2 head, can be inflated"),
+        (["--eagle_out", "OUT"], "--eagle_out must not be the target's directory"),
+    ],
+)
+def test_bad_input(monkeypatch, capsys, tmp_path, argv, says):
+    out = str(tmp_path / "out")
+    argv = [out if a == "OUT" else a for a in argv]
+    assert says in failure(capsys, monkeypatch, "--shape", "tiny-0.5b", "--out", out, *argv)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("tiny-0.5b", 0.54), ("tiny-1b", 1.12), ("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98)]
+    + [("llama3-8b", 8.03), ("llama3-70b", 70.55)],
+)
+def test_named_shapes_fit_the_demo(name, billions):
+    files, head = inflate_target(TARGET, SHAPES[name]), make_head(SHAPES[name], torch.bfloat16)
+    config = ModelConfig.from_dir(TARGET, files.config)
+    assert set(files.recipes) == {theirs for parts in weight_names(config).values() for theirs in parts}
+    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert head.recipes["fc.weight"].size == (config.dim, 2 * config.dim)
+    norm = files.read("model.norm.weight")  # the constant's amplifier: finite in every dtype
+    assert norm.isfinite().all() and replace(files, dtype=torch.float16).read("model.norm.weight").isfinite().all()
+
+
+def test_shape_texts():
+    assert Shape.parse("llama2-7b,n_layers=9") == replace(SHAPES["llama2-7b"], name="llama2-7b,n_layers=9", n_layers=9)
+    for text in ("llama2-8b", "llama2-7b,n_layers", "llama2-7b,layers=3", "llama2-7b,dim=0", "llama2-7b,"):
+        with pytest.raises(ValueError, match="shape"):
+            Shape.parse(text)
+
+
+def test_generate_refuses_a_twin_without_a_shape():
+    with pytest.raises(ValueError, match="--random_twin needs a shape"):
+        load(random_twin=True)
+
+
+def test_what_is_there_is_kept(monkeypatch, capsys, tmp_path):
+    other, out = tmp_path / "other", tmp_path / "out"
+    other.mkdir()
+    (other / "thesis.txt").write_text("precious")
+    assert "exists; give --overwrite" in failure(capsys, monkeypatch, *SMALL, "--out", str(other))
+    assert "replaces stand-ins only" in failure(capsys, monkeypatch, *SMALL, "--out", str(other), "--overwrite")
+    assert "replaces stand-ins only" in failure(capsys, monkeypatch, *SMALL, "--out", DEMO, "--overwrite")
+    assert [p.name for p in other.iterdir()] == ["thesis.txt"]
+    files = make_head(Shape.parse("tiny-0.5b,dim=512"), torch.bfloat16)
+    script.write(files, out)
+    with pytest.raises(ValueError, match="exists"):
+        script.write(files, out)
+    script.write(replace(files, dtype=torch.float16), out, overwrite=True)
+    assert WeightFiles(out).read("fc.weight").dtype == torch.float16
+    with pytest.raises(ValueError, match="is a stand-in itself"):
+        make_head(Shape.parse("llama2-7b"), torch.bfloat16, out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_a_full_disk(monkeypatch, tmp_path):
+    files = make_head(Shape.parse("tiny-0.5b,dim=512"), torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+        with pytest.raises(ValueError, match=r"needs 0.0 GB, and .* has 0.0 GB free; make room"):
+            script.write(files, tmp_path / "out")
+    save, calls = checkpoint.save_file, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        save(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(ValueError, match="No space left on device.*free some space"):
+        script.write(files, tmp_path / "out", shard_bytes=1_000_000)
+    assert len(calls) == 2 and not list(tmp_path.iterdir())
+
+
+def test_a_kill_leaves_nothing_under_the_name(tmp_path):
+    out, part = tmp_path / "out", tmp_path / "out.tmp"
+    many_shards = (
+        "import inflate; w = inflate.write; inflate.write = lambda *a: w(*a, shard_bytes=10**7); inflate.main()"
+    )
+    argv = [sys.executable, "-c", many_shards, "--shape", "tiny-1b", "--out", str(out)]
+    with subprocess.Popen(argv, cwd=ROOT / "scripts", stderr=subprocess.DEVNULL) as child:
+        deadline = time.monotonic() + 60
+        while not list(part.glob("*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        child.send_signal(signal.SIGKILL)
+    assert list(part.glob("*.safetensors")), "it must have been killed in the middle"
+    assert not out.exists()
+    script.write(make_head(Shape.parse("tiny-0.5b,dim=512"), torch.bfloat16), out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"] and WeightFiles(out).readers
