@@ -1,0 +1,199 @@
+"""Time one linear layer for 1 to 64 tokens in every weight format, against what the machine could do at best.
+
+    python scripts/bench_linear.py --json linear.json
+    python scripts/bench_linear.py --shapes 4096x11008 --tokens 1,8,64 --rounds 5
+
+How it works:
+1. Two ceilings are measured first and again at the end: the read bandwidth, and the integer multiply-adds per second
+   of the same instructions on registers alone. At best a product takes max(bytes / bandwidth, multiply-adds / peak).
+2. Every contestant goes through its own 200 MB of weights, more than a cache holds, so that it reads memory.
+3. Rounds: each measures every contestant at every number of tokens once, in an order that rotates, so that a machine
+   that drifts drifts for all of them. Medians and quartiles over rounds.
+
+bf16 is `F.linear`; torch-int8 and torch-int4 are PyTorch's own packed operators, the rest is kernels_cpu.cpp.
+Not here: CUDA (gpu_check.py), whole models (bench.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import kernels_cpu  # noqa: E402
+from config import option, parse, run_or_fail  # noqa: E402
+from generate import write_text  # noqa: E402
+from measure import Series, environment, read_bandwidth  # noqa: E402
+from quantize import FORMATS, PRODUCTS  # noqa: E402
+
+ROTATED_BYTES = 200_000_000
+PEAK_ROUNDS = 1_000_000  # about 0.1 s
+KINDS = {  # name -> (format, group size, product); bf16 has none
+    "bf16": None,
+    "torch-int8": ("int8", 0, "torch"),
+    "torch-int4-128": ("int4", 128, "torch"),
+    "int8": ("int8", 0, "cpu"),
+    "int4-32": ("int4", 32, "cpu"),
+    "int4-64": ("int4", 64, "cpu"),
+    "int4-128": ("int4", 128, "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Options. Units and effects are in the help texts."""
+
+    shapes: str = option("5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas")
+    tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
+    kinds: str = option(",".join(KINDS), "contestants")
+    rounds: int = option(9, "measurements of each")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    json: str = option("", "write the results to this file")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        unknown = set(self.kinds.split(",")) - set(KINDS)
+        if unknown:
+            raise ValueError(f"--kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
+        if self.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1; it is {self.rounds}")
+        for shape in self.shapes.split(","):
+            parts = shape.split("x")
+            if len(parts) != 2 or not all(p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts):
+                raise ValueError(f"--shapes are OUTPUTSxINPUTS in multiples of 128; one is {shape!r}")
+        if not all(p.isdigit() and int(p) for p in self.tokens.split(",")):
+            raise ValueError(f"--tokens must be numbers like 1,8,64; it is {self.tokens!r}")
+
+
+class Contestant:
+    """Several copies of one layer in one format, used in turn."""
+
+    def __init__(self, kind: str, n: int, k: int):
+        """n, k: outputs and inputs"""
+        self.n, self.turn = n, 0
+        make = partial(torch.randn, n, k, dtype=torch.bfloat16)
+        if KINDS[kind] is None:
+            self.apply: Callable[..., Tensor] = lambda x, w: F.linear(x, w)
+            first = (make(),)
+        else:
+            format, group, where = KINDS[kind]
+            product = PRODUCTS[format, where]
+            self.apply = lambda x, packed, scale: product.apply(x, packed, scale, n, False)
+            first = product.pack(*FORMATS[format].encode(make(), group))
+        self.bytes = sum(t.nbytes for t in first)
+        copies = max(3, -(-ROTATED_BYTES // self.bytes))
+        self.weights = [first, *(tuple(t.clone() for t in first) for _ in range(copies - 1))]
+
+    def seconds(self, x: Tensor) -> float:
+        """One call, on weights that have not been read lately."""
+        self.turn = (self.turn + 1) % len(self.weights)
+        began = time.perf_counter()
+        self.apply(x, *self.weights[self.turn])
+        return time.perf_counter() - began
+
+
+def dot_peak() -> float:
+    """Integer multiply-adds per second of all threads on registers, the best of five runs."""
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        done = torch.ops.gpt_eagle.dot_peak(PEAK_ROUNDS)
+        best = max(best, done / (time.perf_counter() - began))
+    return best
+
+
+def bench_shape(shape: str, config: LinearConfig, bandwidth: float, peak: float) -> list[dict]:
+    """Measure one shape. Returns: a record per contestant and number of tokens."""
+    n, k = map(int, shape.split("x"))
+    tokens = [int(m) for m in config.tokens.split(",")]
+    contestants = {kind: Contestant(kind, n, k) for kind in config.kinds.split(",")}
+    inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in tokens}
+    taken: dict[tuple[str, int], list[float]] = {(kind, m): [] for kind in contestants for m in tokens}
+    order = list(taken)
+    for number in tqdm(range(-1, config.rounds), desc=shape, unit="round"):
+        shift = number * 7 % len(order)  # nobody always follows the same neighbour
+        for kind, m in order[shift:] + order[:shift]:
+            seconds = contestants[kind].seconds(inputs[m])
+            if number >= 0:  # the first round warms up
+                taken[kind, m].append(seconds)
+    records = []
+    for (kind, m), seconds in taken.items():
+        series = Series.quartiles(seconds)
+        least = contestants[kind].bytes / bandwidth
+        if kind != "bf16":
+            least = max(least, m * n * k / peak)
+        records.append({
+            "shape": shape, "kind": kind, "tokens": m, "ms": series.median * 1e3,
+            "quartiles_ms": [series.low * 1e3, series.high * 1e3],
+            "gb_per_s": contestants[kind].bytes / series.median / 1e9,
+            "of_m1": series.median / Series.quartiles(taken[kind, tokens[0]]).median,
+            "of_ceiling": series.median / least,
+        })  # fmt: skip
+    return records
+
+
+def table(records: list[dict], value: Callable[[dict], str]) -> str:
+    """A Markdown table: a row per contestant, a column per number of tokens."""
+    tokens = list(dict.fromkeys(r["tokens"] for r in records))
+    lines = [
+        f"| {records[0]['shape']} | " + " | ".join(f"M={m}" for m in tokens) + " |",
+        "|---" * (len(tokens) + 1) + "|",
+    ]
+    for kind in dict.fromkeys(r["kind"] for r in records):
+        cells = [value(r) for r in records if r["kind"] == kind]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def bench(config: LinearConfig) -> None:
+    """Measure and print everything."""
+    config.check()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    missing = kernels_cpu.load_operators()
+    if missing:
+        raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
+    ceilings = [(read_bandwidth("cpu", 5), dot_peak())]
+    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    bandwidth, peak = ceilings[0][0].median, ceilings[0][1]
+    print(f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, {config.rounds} rounds")
+    print(f"ceilings: read bandwidth {ceilings[0][0].text(1e-9, 1)} GB/s, {peak / 1e12:.2f} T int8 multiply-adds/s")
+    records = []
+    for shape in config.shapes.split(","):
+        rows = bench_shape(shape, config, bandwidth, peak)
+        records += rows
+        print(
+            "\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak), bf16 bytes only)\n"
+        )
+        print(table(rows, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
+        print("\nGB/s\n\n" + table(rows, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
+    ceilings.append((read_bandwidth("cpu", 5), dot_peak()))
+    print(f"\nceilings at the end: {ceilings[1][0].text(1e-9, 1)} GB/s, {ceilings[1][1] / 1e12:.2f} T multiply-adds/s")
+    document = {
+        "environment": environment("cpu"),
+        "ceilings": [{"gb_per_s": b.median / 1e9, "multiply_adds_per_s": p} for b, p in ceilings],
+        "records": records,
+    }
+    if config.json:
+        write_text(config.json, json.dumps(document))
+
+
+def main() -> None:
+    config = parse(LinearConfig, "bench_linear.py", __doc__)
+    run_or_fail("bench_linear.py", lambda: bench(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What rounding the weights costs: held-out perplexity and KL divergence for every format, as it runs on each device.
+
+    python scripts/quant_quality.py --json quality.json                       # the demo, on its held-out text
+    python scripts/quant_quality.py --checkpoint DIR --text some.txt
+
+How it works:
+1. The text is cut into sequences that the model reads whole. The reference is the checkpoint's own dtype.
+2. Each format is loaded as generate.py loads it. "int8 activations" is what a CPU runs (kernels_cpu.cpp); "16-bit
+   activations" is what CUDA computes, here with the dequantized weights in the model's dtype; "torch" is PyTorch's
+   operators, which serve where no compiler is.
+3. "plain" rounds int4 by the largest magnitude of a group, without the search of quantize.py.
+
+KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the same best token.
+Not here: the change of tau (bench.py, as `--methods eagle:dynamic:quant_draft=int4`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from config import DEMO, option, parse, run_or_fail  # noqa: E402
+from generate import write_text  # noqa: E402
+from measure import environment, shown_path  # noqa: E402
+from model import Transformer, load_model  # noqa: E402
+from quantize import FORMATS, GROUP_SIZES, PRODUCTS, Quantization, QuantLinear  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
+
+BATCH = 8  # sequences read together
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """Options. Units and effects are in the help texts."""
+
+    checkpoint: str = option(DEMO, "Hugging Face directory of the target")
+    text: str = option("", "text files, separated by commas; default: the demo's held-out text")
+    seq_len: int = option(512, "tokens per sequence")
+    sequences: int = option(64, "sequences per text")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    json: str = option("", "write the results to this file")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        for name, least in (("seq_len", 2), ("sequences", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    format: str  # "" is the reference
+    group_size: int
+    runs: str  # which product
+
+
+def rows() -> Iterator[Row]:
+    """Every format in every way that it runs."""
+    yield Row("", 0, "reference")
+    for format in FORMATS:
+        for group in GROUP_SIZES if format == "int4" else (0,):
+            kinds = ("int8 activations", "16-bit activations", "torch")
+            yield from (Row(format, group, runs) for runs in (*kinds, *(["plain"] if format == "int4" else [])))
+
+
+# ------------------------------------------------------------------------------------------------- texts
+
+
+def read_texts(config: QualityConfig) -> dict[str, list[str]]:
+    """Documents by name. Raises: ValueError for a file that cannot be read."""
+    if config.text:
+        try:
+            return {name: [Path(name).read_text(encoding="utf-8")] for name in config.text.split(",")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--text: cannot read {config.text} ({type(error).__name__})") from None
+    if Path(config.checkpoint).resolve() != Path(DEMO).resolve():
+        raise ValueError("--text is missing; only the demo has held-out text of its own")
+    from train_demo import TrainConfig, read_python, read_sums
+
+    sums = Path(TrainConfig().sums)
+    return {"python": read_python()["held_out"], "sums": read_sums(sums)["held_out"]}
+
+
+def batches(documents: list[str], tokenizer: Tokenizer, config: QualityConfig) -> list[Tensor]:
+    """The documents one after the other, [<= BATCH, seq_len] int64 each. Raises: ValueError for too little text."""
+    ids = [i for document in documents for i in tokenizer.encode(document, bos=True)]
+    count = min(config.sequences, len(ids) // config.seq_len)
+    if not count:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than one sequence of --seq_len {config.seq_len}")
+    whole = torch.tensor(ids[: count * config.seq_len]).view(count, config.seq_len)
+    return list(whole.split(BATCH))
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def plain_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Symmetric rounding by the largest magnitude of the group."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    scale = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7).bfloat16()
+    return (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).flatten(1), scale.squeeze(-1)
+
+
+def as_linear(layer: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+    """The layer as a float one with the same weights: what a kernel with 16-bit activations computes."""
+    linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
+    linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
+    linear.bias = layer.bias
+    return linear
+
+
+def build(path: Path, row: Row) -> tuple[Transformer, float]:
+    """The model of a row, and its bits per weight of linear layers."""
+    if not row.format:
+        model = load_model(path)
+        return model, 8.0 * model.embedding.weight.itemsize
+    model = load_model(path, quant=Quantization(row.format, row.group_size or 128))
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    bits = 8 * sum(layer.size_bytes() for layer in layers.values()) / weights
+    original = load_model(path) if row.runs == "plain" else None
+    for name, layer in layers.items():
+        if original is not None:
+            layer.packed, layer.scale = layer.product.pack(
+                *plain_int4(original.get_submodule(name).weight, row.group_size)
+            )
+        if row.runs == "torch":
+            layer.product, (layer.packed, layer.scale) = (
+                PRODUCTS[row.format, "torch"],
+                PRODUCTS[row.format, "torch"].pack(*layer.codes_and_scale()),
+            )
+        elif row.runs != "int8 activations":
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, as_linear(layer, model.embedding.weight.dtype))
+    return model, bits
+
+
+@torch.inference_mode()
+def compare(reference: Transformer, model: Transformer, texts: list[Tensor]) -> tuple[float, float, float]:
+    """Returns: perplexity of `model`, mean KL from `reference` (nats), share of equal best tokens."""
+    loss = divergence = agreement = 0.0
+    for ids in texts:
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        p, q = (m.logits(m(ids, positions)[0]).log_softmax(-1) for m in (reference, model))  # [B, T, V]
+        loss -= q[:, :-1].gather(2, ids[:, 1:, None]).sum().item()
+        divergence += (p.exp() * (p - q)).sum().item()
+        agreement += (p.argmax(-1) == q.argmax(-1)).sum().item()
+    tokens = sum(ids.numel() for ids in texts)
+    predicted = tokens - sum(len(ids) for ids in texts)
+    return math.exp(loss / predicted), divergence / tokens, agreement / tokens
+
+
+def run(config: QualityConfig) -> None:
+    """Measure and print everything."""
+    config.check()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    path = Path(config.checkpoint)
+    tokenizer = Tokenizer.load(path)
+    texts = {name: batches(documents, tokenizer, config) for name, documents in read_texts(config).items()}
+    reference, _ = build(path, Row("", 0, "reference"))
+    records = []
+    for row in tqdm(list(rows()), unit="format"):
+        model, bits = build(path, row)
+        record = row._asdict() | {"bits_per_weight": bits}
+        for name, text in texts.items():
+            perplexity, divergence, agreement = compare(reference, model, text)
+            record[name] = {"perplexity": perplexity, "kl": divergence, "agreement": agreement}
+        records.append(record)
+    sizes = {name: sum(ids.numel() for ids in text) for name, text in texts.items()}
+    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print(f"{shown_path(config.checkpoint)}, {str(reference.embedding.weight.dtype)}, tokens: {sizes}\n")
+    print("| format | runs as | bits | " + " | ".join(f"{name}: ppl | KL | agree" for name in texts) + " |")
+    print("|---" * (3 + 3 * len(texts)) + "|")
+    for r in records:
+        named = r["format"] + (f" g{r['group_size']}" if r["group_size"] else "") or "reference"
+        cells = [f"{r[t]['perplexity']:.3f} | {r[t]['kl']:.4f} | {r[t]['agreement']:.3f}" for t in texts]
+        print(f"| {named} | {r['runs']} | {r['bits_per_weight']:.2f} | " + " | ".join(cells) + " |")
+    if config.json:
+        write_text(config.json, json.dumps({"environment": environment("cpu"), "tokens": sizes, "rows": records}))
+
+
+def main() -> None:
+    config = parse(QualityConfig, "quant_quality.py", __doc__)
+    run_or_fail("quant_quality.py", lambda: run(config))
+
+
+if __name__ == "__main__":
+    main()
