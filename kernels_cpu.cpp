@@ -57,6 +57,7 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // gcc copies every accumulator around the intrinsic: 2x
   return acc;
 }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats add_scaled(Ints v, Floats scale, Floats acc) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(v), scale, acc); }
 inline Floats from_bf16(const uint16_t* p) {
@@ -87,6 +88,7 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 #endif
 }
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats add_scaled(Ints v, Floats scale, Floats acc) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), scale, acc); }
 inline Floats from_bf16(const uint16_t* p) {
@@ -114,6 +116,7 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   EACH_LANE for (int b = 0; b < 32; b += 8) acc.lane[i] += int32_t(uint8_t(w.lane[i] >> b)) * int8_t(x.lane[i] >> b);
   return acc;
 }
+inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
 inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
 inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
   EACH_LANE acc.lane[i] += float(v.lane[i]) * scale.lane[i];
@@ -233,6 +236,7 @@ struct Pass {
 };
 
 template <class F, int M> void tile(const Activations& a, Pass pass) {
+  constexpr int U = M * NV >= 8 ? 1 : M * NV >= 4 ? 2 : 4;  // steps at a time: independent sums hide dot's latency
   const auto [row, first, last, panel, next, stride, acc] = pass;
   const uint8_t *w = panel, *ahead = next;
   const int8_t* x = &a.codes[row * a.k + first * a.block * M];
@@ -240,27 +244,34 @@ template <class F, int M> void tile(const Activations& a, Pass pass) {
     const int64_t steps = std::min(a.block, a.k - b * a.block) / 4;
     const int32_t* starts = &a.starts[row * a.blocks + b * M];
     const float* scales = &a.scales[row * a.blocks + b * M];
-    Ints dots[M][NV];
-    for (int m = 0; m < M; m++)
-      for (int j = 0; j < NV; j++) dots[m][j] = splat(starts[m]);
     const uint8_t* p = w + F::HEADER;
-    for (int64_t s = 0; s < steps; s++, p += F::STEP_BYTES, x += 4 * M) {
+    Ints dots[U][M][NV];
+    for (int u = 0; u < U; u++)
+      for (int m = 0; m < M; m++)
+        for (int j = 0; j < NV; j++) dots[u][m][j] = splat(u ? 0 : starts[m]);
+    const auto step = [&](Ints(&sums)[M][NV]) {
       Ints codes[NV];
       F::codes(p, codes);
       for (int i = 0; i < F::STEP_BYTES; i += 64) __builtin_prefetch(ahead + i);
-      ahead += stride;
       for (int m = 0; m < M; m++) {
         int32_t four;
         std::memcpy(&four, x + 4 * m, 4);
         const Ints xs = splat(four);
-        for (int j = 0; j < NV; j++) dots[m][j] = dot<F::SMALL>(dots[m][j], codes[j], xs);
+        for (int j = 0; j < NV; j++) sums[m][j] = dot<F::SMALL>(sums[m][j], codes[j], xs);
       }
-    }
+      p += F::STEP_BYTES, x += 4 * M, ahead += stride;
+    };
+    int64_t s = 0;
+    for (; s + U <= steps; s += U)
+      for (int u = 0; u < U; u++) step(dots[u]);
+    for (; s < steps; s++) step(dots[0]);
     for (int j = 0; j < NV; j++) {
       const Floats scale = F::scale(w, j);
       for (int m = 0; m < M; m++) {
+        Ints total = dots[0][m][j];
+        for (int u = 1; u < U; u++) total = add(total, dots[u][m][j]);
         float* sum = acc + m * STRIP + j * LANES;
-        store(sum, add_scaled(dots[m][j], multiply(scale, splat(scales[m])), load(sum)));
+        store(sum, add_scaled(total, multiply(scale, splat(scales[m])), load(sum)));
       }
     }
     w = p;
@@ -279,6 +290,15 @@ inline void put(at::BFloat16* y, float v) {  // to nearest even, without the lib
   std::memcpy(&bits, &v, 4);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   y->x = uint16_t(v != v ? 0x7fc0 : rounded);
+}
+
+template <class Out> void put_row(Out* y, float* sums, const float* scale, int64_t columns) {
+  if (scale)
+    for (int64_t i = 0; i < columns; i++) sums[i] *= scale[i];
+  if (columns == STRIP)
+    for (int64_t i = 0; i < STRIP; i++) put(y + i, sums[i]);
+  else
+    for (int64_t i = 0; i < columns; i++) put(y + i, sums[i]);
 }
 
 // y[M, n] = x . w; scale: per output, or null
@@ -300,15 +320,9 @@ void product(const Activations& a, const uint8_t* packed, int64_t n, const float
                                (F::STEP_BYTES + T - 1) / T, &acc[row * STRIP]});
         }
       }
-      float scales[STRIP];
       const int64_t columns = std::min(STRIP, n - strip * STRIP);
-      for (int64_t i = 0; i < STRIP; i++) scales[i] = scale && i < columns ? scale[strip * STRIP + i] : 1.0f;
-      for (int64_t m = 0; m < M; m++) {
-        const float* sums = &acc[m * STRIP];
-        Out* to = y + m * n + strip * STRIP;
-        if (columns == STRIP) for (int64_t i = 0; i < STRIP; i++) put(to + i, sums[i] * scales[i]);
-        else for (int64_t i = 0; i < columns; i++) put(to + i, sums[i] * scales[i]);
-      }
+      for (int64_t m = 0; m < M; m++)
+        put_row(y + m * n + strip * STRIP, &acc[m * STRIP], scale ? scale + strip * STRIP : nullptr, columns);
     }
   });
 }
