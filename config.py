@@ -205,9 +205,11 @@ def run_or_fail(program: str, body: Callable[[], None]) -> None:
         sys.exit(141)
 
 
-def read_jsonl(path: Path, what: str) -> list[dict]:
-    """Read one JSON object a line (or a JSON array of them). what: the flag that named the file.
+def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
+    """Read one JSON object a line (or a JSON array of them).
 
+    what: the flag that named the file
+    check: says what is wrong with an object; "" when nothing is
     Raises: ValueError that names the file and the line.
     """
     try:
@@ -220,7 +222,10 @@ def read_jsonl(path: Path, what: str) -> list[dict]:
         for number, line in lines:  # noqa: B007  (the message needs the number)
             if line.strip():
                 value = json.loads(line)
-                rows += value if isinstance(value, list) else [value]
+                found = value if isinstance(value, list) else [value]
+                wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
+                _rule(not wrong, f"{what}: {path} line {number}: {wrong}")
+                rows += found
     except json.JSONDecodeError as error:
         raise ValueError(f"{what}: {path} line {number} is not valid JSON: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):
