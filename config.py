@@ -188,7 +188,9 @@ def parse(options: type, program: str, description: str, argv: list[str] | None 
             extra |= {"type": kinds.get(str(f.type), str), "choices": f.metadata["choices"]}
         if f.metadata.get("optional"):
             extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
-        parser.add_argument(f"--{f.name}", **extra)
+        if f.metadata.get("positional"):  # may be left out, as every option
+            extra |= {"nargs": "?"}
+        parser.add_argument(f.name if f.metadata.get("positional") else f"--{f.name}", **extra)
     return options(**vars(parser.parse_args(argv)))
 
 
