@@ -343,11 +343,18 @@ def settings_of(config: BenchConfig) -> list[Setting]:
     return [Setting(q, t, b) for q in config.quant.split(",") for t in temperatures for b in sizes]
 
 
+def open_log(path: str, what: str) -> Log:
+    """A log of this program. Raises: ValueError for another file."""
+    log = Log(path, what)
+    for number, row in enumerate(log.rows, 1):
+        if "ceiling_bytes_per_s" not in row or "calibration" not in row:
+            raise ValueError(f"{what}: {path} line {number} is no line of bench.py; name another file")
+    return log
+
+
 def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log) -> list[Unit]:
     """What the log lacks. Raises: ValueError for a log of another configuration."""
-    for number, row in enumerate(log.rows, 1):
-        if "config" not in row or "task" not in row:
-            raise ValueError(f"--json: {config.json} line {number} is no line of this program; name another file")
+    for row in log.rows:
         for name, value in config.fixed.items():
             if row["config"].get(name) != value:
                 was = f"--{name} {row['config'].get(name)}, here {value}"
@@ -425,35 +432,37 @@ def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) 
     yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
 
-def run(config: BenchConfig) -> None:
-    """Measure what the log lacks, then report."""
-    config.check()
-    if config.report:
-        rows = Log(config.report, "--report").rows
-    else:
-        config = replace(config, device=pick_device(config.device))
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        tasks = read_tasks(config)
-        for setting in settings_of(config):  # every combination, before anything is measured
-            for method in config.methods.split(","):
-                method_config(method, setting, config)
-        log = Log(config.json, "--json")
-        units = units_to_do(config, tasks, log)
-        if log.rows:
-            print(f"{config.json} holds {len(log.rows)} lines; {sum(len(u.lacking) for u in units)} are to be measured")
+def run(config: BenchConfig) -> list[dict]:
+    """Measure what the log lacks. Returns: all of its rows."""
+    config = replace(config, device=pick_device(config.device))
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    tasks = read_tasks(config)
+    for setting in settings_of(config):  # every combination, before anything is measured
+        for method in config.methods.split(","):
+            method_config(method, setting, config)
+    log = open_log(config.json, "--json")
+    units = units_to_do(config, tasks, log)
+    if log.rows:
+        print(f"{config.json} holds {len(log.rows)} lines; {sum(len(u.lacking) for u in units)} are to be measured")
+    if units:
         machine, ceiling = environment(config.device), read_bandwidth(config.device, CEILING_RUNS)
         print("\n".join(header_lines(config, machine, ceiling)), flush=True)
         part = Log(f"{config.json}.part" if config.json else "", "--json")
         measure(Bench(config, tasks, log, part, machine, ceiling), units)
-        rows = log.rows
-    write_report(rows, config.table, config.plots)
+    return log.rows
 
 
 def main() -> None:
     """The command line."""
     config = parse(BenchConfig, "bench.py", __doc__)
-    run_or_fail("bench.py", lambda: run(config))
+
+    def body() -> None:
+        config.check()
+        rows = open_log(config.report, "--report").rows if config.report else run(config)
+        write_report(rows, config.table, config.plots)
+
+    run_or_fail("bench.py", body)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,11 @@ def tables(rows: list[dict]) -> Iterator[str]:
             faster = f"{mean(speedups):.2f}" if speedups else ""
             empty = " | ".join([""] * (len(COLUMNS) - 4))
             yield f"| **mean** | {method} | {faster} | {tau:.2f} | {empty} |"
+        peak = max(row["peak_memory_bytes"] for row in panel.rows) / 1e9
+        compiling = ", ".join(f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items())
+        compiled = all(row["compiled"] for row in panel.rows)
+        how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
+        yield f"\n{how}; peak memory of the process {peak:.2f} GB."
 
 
 def cells(row: dict) -> list[str]:

@@ -69,10 +69,8 @@ def labels(ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:
 
 def cycle_of(row: dict, decoder: Any) -> dict[str, Any]:
     """What the page needs of a line. decoder: gives the emitted tokens' text, or None to show ids."""
-    names = {"tokens": "draft_tokens"} | {
-        name: name for name in ("pos", "root", "parents", "depths", "path", "emitted")
-    }
-    cycle = {short: row[name] for short, name in names.items() if name in row}
+    kept = ("pos", "root", "parents", "depths", "path", "emitted")
+    cycle = {"tokens": row["draft_tokens"]} | {name: row[name] for name in kept}
     cycle["text"] = [decoder.push([id]) if decoder else f"{id} " for id in row["emitted"]]
     if "values" in row:
         cycle["values"] = [None if v is None else round(v, 3) for v in row["values"]]
