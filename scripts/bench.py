@@ -250,6 +250,7 @@ def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
     lengths = [length for row in rows for length in row]
     if not lengths:  # every prompt ended with its first token
         return {"tau": 0.0, "tau_error": 0.0, "histogram": [0] * (depth + 1), "by_depth": []}
+    depth = max(depth, *lengths)  # drafters that choose between trees may have deeper ones
     tau = sum(lengths) / len(lengths) + 1
     # a ratio of sums; its standard error over prompts, by their linearised deviations
     off = [sum(row) + len(row) - tau * len(row) for row in rows]
@@ -287,7 +288,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
     facts = acceptance([row for one in first for row in one["accept_lengths"]], engine.drafter.depth)
     timed = speed(name, rounds)
     same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
-    chain = name != "none" and engine.drafter.width == 1
+    chain = engine.config.draft in ("eagle", "model") and engine.drafter.width == 1
     pass_s = timed["verify_ms"] / 1e3
     return {
         **facts, **timed,
