@@ -85,6 +85,8 @@ class BenchConfig:
             parts = getattr(self, name).split(",")
             if len(set(parts)) < len(parts) or "" in parts:
                 raise ValueError(f"--{name} must be a list of different values; it is {getattr(self, name)!r}")
+        if self.report and self.json:
+            raise ValueError("--report measures nothing; it cannot go with --json")
         for name in ("json", "table"):
             if not Path(getattr(self, name)).parent.is_dir():
                 raise ValueError(f"--{name}: cannot write {getattr(self, name)}; its directory does not exist")
@@ -266,20 +268,26 @@ def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
 def speed(name: str, rounds: list[dict]) -> dict[str, Any]:
     """Tokens per second, speedup over `none` in the same round, and milliseconds of a cycle."""
     mine = [r["outcomes"][name] for r in rounds]
-    rate = [one["tokens"] / one["decode_s"] if one["decode_s"] else 0.0 for one in mine]
-    plain = [r["outcomes"].get("none", {"tokens": 0}) for r in rounds]
-    pairs = [r * p["decode_s"] / p["tokens"] for r, p in zip(rate, plain) if r and p["tokens"]]
+    rate = [_rate(one) for one in mine]
+    plain = [_rate(r["outcomes"]["none"]) if "none" in r["outcomes"] else 0.0 for r in rounds]
+    pairs = [r / p for r, p in zip(rate, plain) if r and p]
     cycles = max(sum(one["cycles"] for one in mine), 1)
     total = {key: sum(one[key] for one in mine) for key in ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens")}
     parts = {"draft": total["draft_s"], "verify": total["verify_s"]}
     parts["rest"] = total["decode_s"] - parts["draft"] - parts["verify"]
-    rates, ratios = Series.quartiles(rate), Series.quartiles(pairs) if pairs else None
+    rates = Series.quartiles([r for r in rate if r] or [0.0])
+    ratios = Series.quartiles(pairs) if pairs else None
     return {
         "tokens_per_s": rates.median, "tokens_per_s_quartiles": rates[1:],
         "speedup": ratios.median if ratios else None, "speedup_quartiles": ratios[1:] if ratios else None,
         **{f"{part}_ms": seconds / cycles * 1e3 for part, seconds in parts.items()},
         **total, "cycles": cycles, "runs": len(mine),
     }  # fmt: skip
+
+
+def _rate(outcome: dict[str, Any]) -> float:
+    """Tokens per second; 0 where the first token was the last one."""
+    return outcome["tokens"] / outcome["decode_s"] if outcome["decode_s"] else 0.0
 
 
 def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> dict[str, Any]:

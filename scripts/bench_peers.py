@@ -91,9 +91,12 @@ class PeersConfig:
             raise ValueError("--assistant names the draft model of the peer transformers:assistant; give both or none")
         if self.gguf and not Path(self.gguf).is_dir():
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
+        if not Path(self.json).parent.is_dir():
+            raise ValueError(f"--json: cannot write {self.json}; its directory does not exist")
 
     @property
     def peer_list(self) -> list[str]:
+        """The peers' names."""
         return [] if self.peers == "none" else self.peers.split(",")
 
 
@@ -372,6 +375,9 @@ def bench(config: PeersConfig) -> None:
     base = load(replace(method_config("none", Setting("none", 0.0, 1), config), compile=False))
     config = replace(config, dtype=base.config.dtype)
     prompts = [encode(base, [text], []) for text in texts]
+    room = base.context - config.max_new_tokens
+    if max(map(len, prompts)) > room:
+        raise ValueError(f"a prompt has {max(map(len, prompts))} tokens, the context has room for {room}; raise it")
     packages = [p for peer in config.peer_list for p in PACKAGES[peer.partition(":")[0]] if p != "gguf"]
     machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, 5)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)

@@ -242,6 +242,7 @@ def test_methods_become_options():
         (["--repeats", "0"], "--repeats must be at least 1; it is 0"),
         (["--json", "nowhere/log.jsonl"], "--json: cannot write nowhere/log.jsonl"),
         (["--report", "nowhere.jsonl"], "the log holds no measurement"),
+        (["--report", "a.jsonl", "--json", "b.jsonl"], "--report measures nothing"),
     ],
 )
 def test_mistakes_are_one_line(capsys, monkeypatch, argv, message):
@@ -317,6 +318,9 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
 
 def test_peer_mistakes_are_one_line(capsys, monkeypatch):
     assert "there is no vllm" in failure(capsys, monkeypatch, bench_peers, "--peers", "vllm")
+    assert "cannot write nowhere/x" in failure(capsys, monkeypatch, bench_peers, "--json", "nowhere/x")
+    long = ["--peers", "none", "--options", "context=80", "--max_new_tokens", "64"]
+    assert "the context has room for 16; raise it" in failure(capsys, monkeypatch, bench_peers, *long)
     missing = failure(capsys, monkeypatch, bench_peers, "--peers", "transformers:assistant")
     assert "--assistant names the draft model" in missing
     assert "fewer than 5 runs" in failure(capsys, monkeypatch, bench_peers, "--peers", "none", "--limit", "1")
