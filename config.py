@@ -198,7 +198,9 @@ def parse(options: type, program: str, description: str, argv: list[str] | None 
             extra |= {"type": kinds.get(str(f.type), str), "choices": f.metadata["choices"]}
         if f.metadata.get("optional"):
             extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
-        parser.add_argument(f"--{f.name}", **extra)
+        if f.metadata.get("positional"):  # may be left out, as every option
+            extra |= {"nargs": "?"}
+        parser.add_argument(f.name if f.metadata.get("positional") else f"--{f.name}", **extra)
     return options(**vars(parser.parse_args(argv)))
 
 
@@ -215,9 +217,11 @@ def run_or_fail(program: str, body: Callable[[], None]) -> None:
         sys.exit(141)
 
 
-def read_jsonl(path: Path, what: str) -> list[dict]:
-    """Read one JSON object a line (or a JSON array of them). what: the flag that named the file.
+def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
+    """Read one JSON object a line (or a JSON array of them).
 
+    what: the flag that named the file
+    check: says what is wrong with an object; "" when nothing is
     Raises: ValueError that names the file and the line.
     """
     try:
@@ -230,7 +234,10 @@ def read_jsonl(path: Path, what: str) -> list[dict]:
         for number, line in lines:  # noqa: B007  (the message needs the number)
             if line.strip():
                 value = json.loads(line)
-                rows += value if isinstance(value, list) else [value]
+                found = value if isinstance(value, list) else [value]
+                wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
+                _rule(not wrong, f"{what}: {path} line {number}: {wrong}")
+                rows += found
     except json.JSONDecodeError as error:
         raise ValueError(f"{what}: {path} line {number} is not valid JSON: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):

@@ -187,6 +187,7 @@ class Stats:
     """What happened, added up over every row and cycle."""
 
     accept_lengths: list[int] = field(default_factory=list)  # per cycle and live row, bonus not counted
+    live_rows: list[list[int]] = field(default_factory=list)  # per cycle, the rows that these lengths belong to
     tokens: int = 0  # decoded after prefill
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -196,6 +197,7 @@ class Stats:
     def add(self, other: Stats) -> None:
         """Add what another session measured."""
         self.accept_lengths += other.accept_lengths
+        self.live_rows += other.live_rows
         for name in ("tokens", "prefill_s", "decode_s", "draft_s", "verify_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -352,16 +354,18 @@ class Session:
 
     def _read(self, cycle: Cycle) -> tuple[list[list[int]], bool]:
         """Returns: the new tokens of every row; whether all rows are done."""
-        new, finished = [], True
+        new, finished, live = [], True, []
         for row, (*emitted, count, length, done) in enumerate(cycle.report.read()):
             new.append(emitted[:count])
             finished = finished and bool(done)
             if count == 0:  # the row was done before this cycle
                 continue
+            live.append(row)
             self.stats.accept_lengths.append(length)
             self.stats.tokens += count
             if cycle.tree is not None:
                 self.trace.append(_trace_row(cycle, row, emitted[: length + 1], length))
+        self.stats.live_rows.append(live)
         return new, finished
 
     def _note(self, new: list[list[int]]) -> list[list[int]]:
@@ -428,9 +432,9 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 def _trace_row(cycle: Cycle, row: int, emitted: list[int], length: int) -> dict:
-    """One line of `--trace`."""
+    """One line of `--trace`. `values` is there where the drafter gives its nodes one; padding has none (null)."""
     tokens, parents, depths = (x[row].tolist() for x in cycle.tree[:3])
-    return {
+    line = {
         "row": row,
         "pos": int(cycle.pos[row]),
         "root": tokens[0],
@@ -441,3 +445,6 @@ def _trace_row(cycle: Cycle, row: int, emitted: list[int], length: int) -> dict:
         "path": cycle.path[row, 1 : length + 1].tolist(),
         "emitted": emitted,
     }
+    if cycle.tree.values is not None:
+        line["values"] = [v if v > float("-inf") else None for v in cycle.tree.values[row, 1:].tolist()]
+    return line

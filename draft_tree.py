@@ -34,6 +34,7 @@ class DraftTree(NamedTuple):
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
     q: Tensor | None = None  # [B, N, V] fp32, distribution each node's children were sampled from (residual rule)
+    values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0; for the trace only
 
 
 class Accepted(NamedTuple):
@@ -178,8 +179,9 @@ def rerank(root: Tensor, pool: Candidates, size: int, depth: int, by_value: bool
     node = node.scatter(1, chosen + 1, numbers)
     parents = node.gather(1, pool.parents.gather(1, chosen) + 1)  # [B, N-1]
     tokens = torch.cat((root[:, None], pool.tokens.gather(1, chosen)), 1)
-    valid = torch.cat((torch.ones_like(root[:, None]).bool(), pool.values.gather(1, chosen) > float("-inf")), 1)
-    return build_tree(tokens, torch.cat((torch.zeros_like(root[:, None]), parents), 1), valid, depth)
+    values = torch.cat((pool.values.new_zeros(root.shape[0], 1), pool.values.gather(1, chosen)), 1)  # [B, N]
+    parents = torch.cat((torch.zeros_like(root[:, None]), parents), 1)
+    return build_tree(tokens, parents, values > float("-inf"), depth)._replace(values=values)
 
 
 # --------------------------------------------------------------------------------------- static trees

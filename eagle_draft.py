@@ -300,7 +300,7 @@ class EagleDrafter:
     def _static(self, state: EagleState, root: Root) -> DraftTree:
         B, plan = root.token.shape[0], self.plan
         noise = root.noise.unbind(1) if root.noise is not None else [None] * self.depth
-        tokens, valid, q = [root.token[:, None]], [torch.ones_like(root.token[:, None]).bool()], []
+        tokens, scores, q = [root.token[:, None]], [torch.zeros(B, 1, device=root.token.device)], []
         out, slot, row = state.hidden[:, None], 0, 0
         for depth, level in enumerate(plan.levels):
             if depth > 0:
@@ -310,17 +310,21 @@ class EagleDrafter:
             if self.children == "sampled":
                 log_q = sampling.process(self.lm_head(out).float(), self.rule).log_softmax(-1)  # [B, R, V]
                 q.append(log_q.exp())
-                best, picked = (log_q + root.fresh[:, row : row + len(level.nodes)]).topk(level.k, dim=-1)
+                picked = (log_q + root.fresh[:, row : row + len(level.nodes)]).topk(level.k, dim=-1).indices
+                best = log_q.gather(2, picked)  # [B, R, k]
                 row += len(level.nodes)
             else:
                 picked, best = self._children(out, noise[depth], level.k)  # [B, R, k]
             tokens.append(picked.flatten(1)[:, level.picks])  # [B, children of this level]
-            valid.append(best.flatten(1)[:, level.picks] > float("-inf"))
+            scores.append(best.flatten(1)[:, level.picks])
         every_q = None
         if q:  # leaves have no children, hence no q
             every_q = q[0].new_zeros(B, self.size, q[0].shape[2]).index_copy(1, plan.inner, torch.cat(q, 1))
-        parents = plan.parents.expand(B, -1)
-        return draft_tree.build_tree(torch.cat(tokens, 1), parents, torch.cat(valid, 1), self.depth, every_q)
+        parents, score = plan.parents.expand(B, -1), torch.cat(scores, 1)  # [B, N]
+        valid = score > float("-inf")
+        tree = draft_tree.build_tree(torch.cat(tokens, 1), parents, valid, self.depth, every_q)
+        values = torch.where(tree.mask, score[:, None], 0).sum(-1)  # [B, N], summed along each path
+        return tree._replace(values=values)
 
 
 class StaticLevel(NamedTuple):

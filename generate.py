@@ -153,6 +153,18 @@ def warm_up(engine: Engine) -> Engine:
     return replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
 
 
+def with_config(engine: Engine, config: GenerateConfig) -> Engine:
+    """The loaded target under other options of drafting, sampling and batching, warmed up. The target is shared.
+
+    config: checked, with the engine's checkpoint, device, dtype and context
+    Raises: ValueError for a draft that does not fit.
+    """
+    config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)  # as it was loaded
+    config = _resolve_draft(config, Path(config.checkpoint))
+    drafter = DRAFTERS[config.draft](engine.target, config)
+    return warm_up(with_steps(replace(engine, config=config, drafter=drafter)))
+
+
 def _probe(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
 

@@ -20,32 +20,29 @@ Not here: drafting, quantization, batches, prompts of text.
 from __future__ import annotations
 
 import json
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from bench_peers import make_transformers  # noqa: E402
 from config import GenerateConfig, option, parse, pick_device, run_or_fail  # noqa: E402
-from decode import Engine, Session, Stats, peak_memory_bytes, with_steps  # noqa: E402
+from decode import Engine, Session, common_prefix, peak_memory_bytes, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
+from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
 from model import DTYPES, Transformer, load_model  # noqa: E402
 
-CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
 
 
@@ -107,24 +104,6 @@ class BenchConfig:
         """(capacity, prompt tokens) of the capacity section; the first is the smallest power of two that fits."""
         small = 1 << (self.used + self.tokens - 1).bit_length()
         return [(min(small, self.capacity), self.used), (self.capacity, self.used), (self.capacity, self.long_used)]
-
-
-class Series(NamedTuple):
-    """Repeated measurements of one thing, as their median and range."""
-
-    median: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(values: list[float]) -> Series:
-        """Sum up measurements."""
-        return Series(statistics.median(values), min(values), max(values))
-
-    def text(self, scale: float, digits: int) -> str:
-        """`median (low-high)`, scaled."""
-        median, low, high = (f"{x * scale:.{digits}f}" for x in self)
-        return f"{median} ({low}-{high})"
 
 
 # ------------------------------------------------------------------------------------- model and memory
@@ -219,17 +198,6 @@ def _anonymous_bytes() -> int:
 # ------------------------------------------------------------------------------------------ contestants
 
 
-class Outcome(NamedTuple):
-    """One run."""
-
-    tokens: list[int]  # new ones
-    first_s: float  # until the first new token is decided
-    step_s: float  # mean of the others
-
-
-Contestant = Callable[[list[int]], Outcome]  # continues a prompt
-
-
 def make_engine(config: BenchConfig, target: Transformer, capacity: int, compile: bool) -> Engine:
     """Our runtime, warmed up. Raises: ValueError when it cannot compile."""
     options = GenerateConfig(
@@ -242,80 +210,7 @@ def make_engine(config: BenchConfig, target: Transformer, capacity: int, compile
     return engine
 
 
-def run_session(session: Session, prompt: list[int]) -> Outcome:
-    """Continue a prompt; what the session has cached of it stays cached."""
-    session.stats = Stats()
-    tokens = [token for new in session.run([prompt]) for token in new[0]]
-    stats = session.stats
-    assert stats.tokens == len(tokens) - 1, (stats.tokens, len(tokens))
-    return Outcome(tokens, stats.prefill_s, stats.decode_s / stats.tokens)
-
-
-class TokenClock:
-    """What `generate` calls with the prompt, then with every token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        """Note when a token has reached the host."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
-def make_transformers(config: BenchConfig, path: Path) -> Contestant:
-    """`generate` of transformers, greedy, with its default cache."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[config.dtype]).to(config.device).eval()
-
-    def run(prompt: list[int]) -> Outcome:
-        ids, clock = torch.tensor([prompt], device=config.device), TokenClock()
-        began = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.tokens, do_sample=False, streamer=clock
-            )
-        tokens, times = out[0, len(prompt) :].tolist(), clock.times[1:]  # the first call brings the prompt
-        assert len(tokens) == len(times) == config.tokens, (len(tokens), len(times))
-        return Outcome(tokens, times[0] - began, (times[-1] - times[0]) / (len(times) - 1))
-
-    return run
-
-
 # ------------------------------------------------------------------------------------------ measurement
-
-
-def read_bandwidth(device: str, runs: int) -> Series:
-    """Bytes per second of summing up a large buffer."""
-    buffer = torch.ones(CEILING_BYTES // 4, device=device)
-    seconds = []
-    for _ in range(runs + 1):
-        began = time.perf_counter()
-        buffer.sum().item()
-        seconds.append(time.perf_counter() - began)
-    return Series.of([buffer.nbytes / s for s in seconds[1:]])
-
-
-def in_turn(contestants: dict[str, Callable[[], Outcome]], runs: int, title: str) -> dict[str, list[Outcome]]:
-    """Run everybody once to warm up, then `runs` rounds of everybody, one after the other."""
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
-    bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run")
-    for _ in range(runs + 1):
-        for name, run in contestants.items():
-            outcomes[name].append(run())
-            bar.update()
-    bar.close()
-    return {name: done[1:] for name, done in outcomes.items()}
-
-
-def step_bytes(target: Transformer, config: BenchConfig, used: int) -> float:
-    """Bytes that a step reads at least: every weight but the embedding's other rows, and the cached prefix."""
-    c, itemsize = target.config, DTYPES[config.dtype].itemsize
-    weights = sum(p.nbytes for p in target.parameters()) - (c.vocab_size - 1) * c.dim * itemsize
-    return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize * (used + config.tokens / 2)
 
 
 def measure_speed(config: BenchConfig, target: Transformer, path: Path, prompt: list[int]) -> dict[str, Any]:
@@ -323,7 +218,7 @@ def measure_speed(config: BenchConfig, target: Transformer, path: Path, prompt: 
     engines = {name: make_engine(config, target, config.capacity, name == "compiled") for name in ("eager", "compiled")}
     contestants = {n: lambda e=engine: run_session(Session(e, [(0, 0)]), prompt) for n, engine in engines.items()}
     if config.peers == "transformers":
-        peer = make_transformers(config, path)
+        peer = make_transformers(path, config.dtype, config.device, config.tokens)
         contestants["transformers"] = lambda: peer(prompt)
     outcomes = in_turn(contestants, config.runs, "speed")
     steps = {name: [o.step_s for o in done] for name, done in outcomes.items()}
@@ -333,7 +228,7 @@ def measure_speed(config: BenchConfig, target: Transformer, path: Path, prompt: 
             "step_s": Series.of(steps[name])._asdict(),
             "first_s": Series.of([o.first_s for o in done])._asdict(),
             "tokens_per_s": Series.of([1 / s for s in steps[name]])._asdict(),
-            "same_tokens": _common(reference, done[0].tokens),
+            "same_tokens": common_prefix(reference, done[0].tokens),
         }
         for name, done in outcomes.items()
     }
@@ -343,10 +238,6 @@ def measure_speed(config: BenchConfig, target: Transformer, path: Path, prompt: 
         if name != "compiled"
     }
     return {"rows": rows, "compiled_is_faster_by": ratios, "compile_s": engines["compiled"].compile_s}
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def measure_capacity(config: BenchConfig, target: Transformer, prompt: list[int]) -> list[dict[str, Any]]:
@@ -366,34 +257,6 @@ def measure_capacity(config: BenchConfig, target: Transformer, prompt: list[int]
 
 
 # ----------------------------------------------------------------------------------------------- report
-
-
-def environment(config: BenchConfig) -> dict[str, Any]:
-    """What a measurement depends on."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        commit = ""
-    versions = {}
-    if config.peers == "transformers":
-        import transformers
-
-        versions["transformers"] = transformers.__version__
-    return {
-        "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else _cpu_name(),
-        "torch": torch.__version__,
-        **versions,
-        "commit": commit or "unknown",
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
@@ -433,7 +296,8 @@ def bench(config: BenchConfig) -> None:
     config = BenchConfig(**(asdict(config) | {"device": pick_device(config.device)}))
     if config.threads:
         torch.set_num_threads(config.threads)
-    machine, ceiling = environment(config), read_bandwidth(config.device, config.runs)
+    packages = ["transformers"] if config.peers == "transformers" else []
+    machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, config.runs)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)
     generator = torch.Generator().manual_seed(config.seed)
     longest = max(config.used, config.long_used)
@@ -450,7 +314,7 @@ def bench(config: BenchConfig) -> None:
         result |= {
             "model_bytes": size,
             "ceiling_bytes_per_s": ceiling._asdict(),
-            "step_bytes": step_bytes(target, config, config.used),
+            "step_bytes": pass_bytes(target, config.used + config.tokens / 2),
             "speed": measure_speed(config, target, path, prompt[: config.used]),
             "capacity": measure_capacity(config, target, prompt),
             "peak_memory_bytes": peak_memory_bytes(config.device),

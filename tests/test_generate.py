@@ -79,7 +79,7 @@ def test_trace_contract(capsys, tmp_path):
     decided = [rows[0]["root"]]
     for row in rows:
         assert set(row) == {
-            "row", "pos", "root", "draft_tokens", "parents", "depths", "accept_length", "path", "emitted"
+            "row", "pos", "root", "draft_tokens", "parents", "depths", "accept_length", "path", "emitted", "values"
         }  # fmt: skip
         assert len(row["draft_tokens"]) == len(row["parents"]) == len(row["depths"]) == 25
         assert len(row["emitted"]) == row["accept_length"] + 1 == len(row["path"]) + 1

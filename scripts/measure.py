@@ -1,0 +1,205 @@
+"""What the benchmarks share: spreads, turns, the bandwidth ceiling, the machine, and JSON lines that survive a kill.
+
+1. Contestants run in turn, round after round, so that a machine that drifts drifts for all of them; ratios are taken
+   inside a round.
+2. The ceiling is the read bandwidth of a buffer that no cache holds, measured in a process of its own, so that the
+   buffer does not count as anybody's peak memory.
+3. A log is appended to line by line. A line that a kill tore is dropped with a message and measured again.
+
+Not here: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from decode import Session, Stats  # noqa: E402
+from model import Transformer  # noqa: E402
+
+CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
+
+
+class Series(NamedTuple):
+    """Repeated measurements of one thing: their median and its spread."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: list[float]) -> Series:
+        """Median and range, for a few runs."""
+        return Series(statistics.median(values), min(values), max(values))
+
+    @staticmethod
+    def quartiles(values: list[float]) -> Series:
+        """Median and quartiles, for many."""
+        if len(values) < 2:
+            return Series.of(values)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Series(median, low, high)
+
+    def text(self, scale: float, digits: int) -> str:
+        """`median (low-high)`, scaled."""
+        median, low, high = (f"{x * scale:.{digits}f}" for x in self)
+        return f"{median} ({low}-{high})"
+
+
+# ------------------------------------------------------------------------------------------------ turns
+
+
+class Outcome(NamedTuple):
+    """One run of one prompt."""
+
+    tokens: list[int]  # new ones
+    first_s: float  # until the first new token is decided
+    step_s: float  # mean of the others
+
+
+def run_session(session: Session, prompt: list[int]) -> Outcome:
+    """Continue a prompt with our runtime; what the session has cached of it stays cached."""
+    session.stats = Stats()
+    tokens = [token for new in session.run([prompt]) for token in new[0]]
+    stats = session.stats
+    assert stats.tokens == len(tokens) - 1, (stats.tokens, len(tokens))
+    return Outcome(tokens, stats.prefill_s, stats.decode_s / stats.tokens if stats.tokens else 0.0)
+
+
+def in_turn(contestants: dict[str, Callable[[], Any]], runs: int, title: str) -> dict[str, list[Any]]:
+    """Run everybody once to warm up, then `runs` rounds of everybody, one after the other."""
+    outcomes: dict[str, list[Any]] = {name: [] for name in contestants}
+    bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run")
+    for _ in range(runs + 1):
+        for name, run in contestants.items():
+            outcomes[name].append(run())
+            bar.update()
+    bar.close()
+    return {name: done[1:] for name, done in outcomes.items()}
+
+
+# ---------------------------------------------------------------------------------------------- machine
+
+
+def read_bandwidth(device: str, runs: int) -> Series:
+    """Bytes per second of summing up a large buffer, in a process of its own."""
+    child = "import sys, measure; print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
+    command = [sys.executable, "-c", child, device, str(runs), str(torch.get_num_threads())]
+    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"the bandwidth of {device} cannot be measured: {done.stderr.strip().splitlines()[-1]}")
+    return Series.of([float(x) for x in done.stdout.split()])
+
+
+def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
+    torch.set_num_threads(threads)
+    buffer = torch.ones(CEILING_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(runs + 1):  # the first warms up
+        began = time.perf_counter()
+        buffer.sum().item()
+        seconds.append(time.perf_counter() - began)
+    return [buffer.nbytes / s for s in seconds[1:]]
+
+
+def pass_bytes(target: Transformer, cached: float) -> float:
+    """Bytes that a pass reads at least: every weight but the embedding's other rows, and `cached` keys and values."""
+    c, embedding = target.config, target.embedding.weight
+    tied = any(p is embedding for p in target.lm_head.parameters())
+    skipped = 0 if tied else embedding.nbytes - embedding[0].nbytes
+    weights = sum(x.nbytes for x in (*target.parameters(), *target.buffers())) - skipped
+    return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
+
+
+def environment(device: str, *packages: str) -> dict[str, Any]:
+    """What a measurement depends on. packages: importable names whose versions matter too."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name(),
+        "torch": torch.__version__,
+        **{name: __import__(name).__version__ for name in packages},
+        "commit": commit or "unknown",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def shown_path(path: str) -> str:
+    """A path for a record: relative to the project where it lies inside, so that records hold no machine's paths."""
+    inside = path and Path(path).resolve().is_relative_to(ROOT)
+    return str(Path(path).resolve().relative_to(ROOT)) if inside else path
+
+
+# ------------------------------------------------------------------------------------------------- logs
+
+
+class Log:
+    """JSON lines that are appended to as they are measured; `rows` holds what the file holds."""
+
+    def __init__(self, path: str, what: str):
+        """path: "" keeps the rows in memory only; what: the flag that named the file
+
+        Raises: ValueError for a file that is no such log. Writes: the file, when its last line is torn.
+        """
+        self.path, self.rows = Path(path) if path else None, []
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            raise ValueError(f"{what}: cannot read {path}: {error.strerror}") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:  # not JSON, or not UTF-8
+                if number < len(lines):
+                    raise ValueError(f"{what}: {path} line {number} is not valid JSON; name another file") from None
+                print(f"note: {path} line {number} is torn; it is dropped and measured again", file=sys.stderr)
+                return os.truncate(self.path, sum(map(len, lines[:-1])))
+            if not isinstance(row, dict):
+                raise ValueError(f"{what}: {path} line {number} is no JSON object; name another file")
+            self.rows.append(row)
+        if lines and not lines[-1].endswith(b"\n"):
+            self._write("\n")
+
+    def add(self, rows: list[dict]) -> None:
+        """Append rows, in one write."""
+        self.rows += rows
+        self._write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def clear(self) -> None:
+        """Forget everything. Writes: removes the file."""
+        self.rows = []
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, text: str) -> None:
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())

@@ -1,0 +1,449 @@
+"""The benchmarks and the trace viewer on the bundled demo: what a log holds, resuming, reports, peers, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+import bench_peers
+import plot_trace
+from bench import BenchConfig, Setting, acceptance, calibration, method_config
+from bench_peers import TokenClock
+from bench_report import DRAWINGS
+from config import DEMO
+from generate import generate, load
+from helpers import golden_case
+from llama_cpp_peer import FORMATS, LlamaCpp, gguf_name, interleaved, write_gguf
+from measure import Log, Series
+from model import ModelConfig, load_model, weight_names
+
+METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
+TASKS = [
+    {"id": "a-1", "task": "a", "turns": ["def read_lines(path):"]},
+    {"id": "a-2", "task": "a", "turns": ["import os\n", "class Tree:"]},
+    {"id": "a-3", "task": "a", "turns": ["for line in file:"]},
+    {"id": "b-1", "task": "b", "turns": ["Question: What is 2 + 2?\nAnswer:"]},
+]
+
+
+@pytest.fixture(autouse=True)
+def ceiling(monkeypatch):
+    """A fixed bandwidth: measuring it takes seconds and a gigabyte."""
+    fixed = lambda device, runs: Series(1e10, 1e10, 1e10)  # noqa: E731
+    monkeypatch.setattr(bench, "read_bandwidth", fixed)
+    monkeypatch.setattr(bench_peers, "read_bandwidth", fixed)
+
+
+def write_lines(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def config_in(folder: Path, **options) -> BenchConfig:
+    """A small benchmark in fp32, where vanilla's tokens are everybody's."""
+    plain = {"methods": METHODS, "dtype": "float32", "device": "cpu", "max_new_tokens": 12, "traced": 2}
+    plain |= {"tasks": write_lines(folder / "tasks.jsonl", TASKS), "json": str(folder / "log.jsonl")}
+    return BenchConfig(**(plain | options))
+
+
+def command(monkeypatch, program, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program.__name__, *argv])
+    program.main()
+
+
+def failure(capsys, monkeypatch, program, *argv: str) -> str:
+    """Run a command line; it must end with status 2 and one line on standard error."""
+    with pytest.raises(SystemExit) as stop:
+        command(monkeypatch, program, *argv)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A log of two tasks and three methods, and its folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "read_bandwidth", lambda device, runs: Series(1e10, 1e10, 1e10))
+        bench.run(config_in(folder))
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------ the log
+
+
+def test_one_line_per_task_and_method(measured):
+    rows = rows_of(measured)
+    assert [(r["task"], r["method"]) for r in rows] == [(t, m) for t in "ab" for m in METHODS.split(",")]
+    assert not list(measured.glob("*.part")) and not list(measured.glob("*.tmp"))
+    for row in rows:
+        plain, chain = row["method"] == "none", "chain" in row["method"]
+        assert row["identical"] == 1.0 and row["speedup"] > 0 and row["tokens_per_s"] > 0
+        assert row["tau"] == 1 if plain else row["tau"] > 1.5
+        assert row["speedup"] == 1 if plain else row["speedup"] != 1
+        assert (row["n_alpha"] is not None) == chain
+        assert sum(row["histogram"]) == row["cycles"]
+        assert row["tau"] == pytest.approx(1 + sum(n * c for n, c in enumerate(row["histogram"])) / row["cycles"])
+        split = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
+        assert split * row["cycles"] / 1e3 == pytest.approx(row["decode_s"])
+        nodes = [n for n, _, _ in row["calibration"]]
+        assert sum(nodes) == 0 if plain else sum(nodes) >= 3
+        assert row["config"]["checkpoint"] == "checkpoints/demo" and row["environment"]["threads"]
+        assert row["prompts"] == (3 if row["task"] == "a" else 1) and row["runs"] == row["prompts"]
+
+
+def test_tau_is_that_of_generate(measured):
+    engine = load(dtype="float32", device="cpu", max_new_tokens=12, tree="dynamic")
+    stats = generate(engine, [row["turns"] for row in TASKS[:3]]).stats
+    row = next(r for r in rows_of(measured) if r["task"] == "a" and r["method"] == "eagle:dynamic")
+    assert row["tau"] == pytest.approx(stats["tau"]) and row["cycles"] == stats["cycles"]
+
+
+def test_batches_count_the_same_and_keep_prompts_apart(measured, tmp_path):
+    (row,) = bench.run(config_in(tmp_path, methods="eagle:dynamic", batch_sizes="3", limit=3))[:1]
+    alone = next(r for r in rows_of(measured) if r["task"] == "a" and r["method"] == "eagle:dynamic")
+    assert row["histogram"] == alone["histogram"] and row["speedup"] is None and row["identical"] is None
+    assert row["tau_error"] > 0 and row["cycles"] < alone["cycles"] and row["runs"] == 1
+    assert row["tau_error"] == pytest.approx(alone["tau_error"]), "each length went to its own prompt"
+
+
+def test_a_torn_line_is_measured_again(measured, tmp_path, monkeypatch, capsys):
+    text = (measured / "log.jsonl").read_bytes()
+    (tmp_path / "log.jsonl").write_bytes(text[:-30])
+    asked = []
+    real = bench.run_round
+    monkeypatch.setattr(bench, "run_round", lambda c, *rest: asked.append(list(c)) or real(c, *rest))
+    rows = bench.run(config_in(tmp_path))
+    assert asked == [["none", "eagle:dynamic"]], "only what is missing, and vanilla beside it"
+    assert [(r["task"], r["method"]) for r in rows] == [(r["task"], r["method"]) for r in rows_of(measured)]
+    assert (tmp_path / "log.jsonl").read_bytes().splitlines()[:5] == text.splitlines()[:5]
+    assert rows[-1]["histogram"] == rows_of(measured)[-1]["histogram"]
+    assert "log.jsonl line 6 is torn; it is dropped" in capsys.readouterr().err
+
+
+def test_a_kill_in_the_middle_of_a_task_loses_one_round(tmp_path, monkeypatch, capsys):
+    config = config_in(tmp_path, methods="none,eagle:static", limit=3)
+    real, seen = bench.run_round, []
+
+    def killed(collectors, number, repeat):
+        seen.append(number)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return real(collectors, number, repeat)
+
+    monkeypatch.setattr(bench, "run_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(config)
+    part = tmp_path / "log.jsonl.part"
+    assert not (tmp_path / "log.jsonl").exists() and len(part.read_text().splitlines()) == 2
+    part.write_bytes(part.read_bytes()[:-9])
+    rows = bench.run(config)
+    assert seen == [0, 1, 2, 1, 2, 0], "round 1 was torn, round 2 was killed; then the other task"
+    assert len(rows) == 4 and rows[0]["runs"] == 3 and not part.exists()
+    assert "line 2 is torn" in capsys.readouterr().err
+    bench.run(config)
+    assert len(seen) == 6, "nothing is left to measure"
+    assert "holds 4 lines; 0 are to be measured" in capsys.readouterr().out
+
+
+def test_logs_that_cannot_be_resumed(measured, tmp_path):
+    with pytest.raises(ValueError, match="was measured with --max_new_tokens 12, here 13; name another file"):
+        bench.run(replace(config_in(tmp_path), json=str(measured / "log.jsonl"), tasks="demo", max_new_tokens=13))
+    with pytest.raises(ValueError, match="line 1 is no line of bench.py"):
+        bench.open_log(write_lines(tmp_path / "other.jsonl", [{"x": 1}]), "--json")
+    (tmp_path / "broken.jsonl").write_text('{"x": 1\n{"x": 2}\n')
+    with pytest.raises(ValueError, match="line 1 is not valid JSON"):
+        Log(str(tmp_path / "broken.jsonl"), "--json")
+
+
+# ----------------------------------------------------------------------------------------------- counting
+
+
+def test_acceptance_is_the_official_count():
+    for run in golden_case("eagle1_chain5_mha_alpha")["runs"]:
+        facts = acceptance([run["accept_lengths"]], 5)
+        assert facts["tau"] == pytest.approx(run["tau_mean_tokens_per_cycle"])
+        tried = [(a, n) for a, n in zip(run["alpha"], run["alpha_num"]) if n]
+        assert facts["by_depth"] == pytest.approx([a / n for a, n in tried])
+
+
+def test_acceptance_without_a_cycle():
+    assert acceptance([], 3) == {"tau": 0.0, "tau_error": 0.0, "histogram": [0] * 4, "by_depth": []}
+
+
+def test_calibration_counts_nodes_below_accepted_ones():
+    first, second, third = (math.log(p) for p in (0.62, 0.12, 0.33))
+    values = [first, second, first + third, second + third, None]
+    row = {"parents": [0, 0, 1, 2, 0], "path": [1, 3], "values": values}
+    counted = {n: one for n, one in enumerate(calibration([row])) if one[0]}
+    # node 4 hangs on a rejected node, node 5 is padding
+    assert {n: one[:2] for n, one in counted.items()} == {12: [1, 1], 2: [1, 0], 6: [1, 1]}
+    assert sum(one[2] for one in counted.values()) == pytest.approx(0.62 + 0.12 + 0.33)
+    assert not any(n for n, *_ in calibration([row | {"values": [None] * 5}]))
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "static", "chain"])
+def test_values_of_a_trace_fall_along_paths_and_agree_between_trees(tree):
+    options = {"dtype": "float32", "device": "cpu", "max_new_tokens": 8, "trace": "-"}
+    ids = [5, 17, 300, 40]
+    trace = generate(load(tree=tree, **options), [ids]).trace
+    wide = generate(load(tree="dynamic", **options), [ids]).trace[0]
+    by_token = {t: v for t, v, p in zip(wide["draft_tokens"], wide["values"], wide["parents"]) if p == 0}
+    for row in trace:
+        values = [0.0, *row["values"]]
+        assert all(value <= values[parent] for parent, value in zip(row["parents"], row["values"]))
+    first = [(t, v) for t, v, p in zip(trace[0]["draft_tokens"], trace[0]["values"], trace[0]["parents"]) if p == 0]
+    assert first and all(v == pytest.approx(by_token[t], abs=1e-4) for t, v in first if t in by_token)
+    assert any(t in by_token for t, _ in first)
+
+
+def test_repeated():
+    assert bench.repeated(list(range(20))) == 0 and bench.repeated([1] * 20) == pytest.approx(12 / 13)
+
+
+# ------------------------------------------------------------------------------------ methods and mistakes
+
+
+def test_methods_become_options():
+    setting = Setting("none", 1.0, 4)
+    config = BenchConfig(options="top_p=0.9,ignore_eos")
+    got = method_config("eagle:static:residual", setting, config)
+    assert (got.draft, got.tree, got.accept, got.temperature, got.batch_size) == ("eagle", "static", "residual", 1.0, 4)
+    assert got.top_p == 0.9 and got.ignore_eos
+    got = method_config("eagle:dynamic:topk:tree_size=30:no_rerank", setting, config)
+    assert (got.tree, got.children, got.tree_size, got.no_rerank) == ("dynamic", "topk", 30, True)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--methods", "none,telepathy"], "argument --draft: invalid choice: 'telepathy'"),
+        (["--methods", "eagle:ring"], "--methods: eagle:ring: ring is no tree"),
+        (["--methods", "eagle:static:tree_size=9"], "--tree_size belongs to --tree dynamic"),
+        (["--methods", "eagle:dynamic:topk"], "--children has no effect at temperature 0"),
+        (["--options", "speed=9"], "unrecognized arguments: --speed=9"),
+        (["--temperatures", "warm"], "must be lists of numbers"),
+        (["--tasks", "riddles"], "there is no riddles; name a JSONL file, or one of demo, gsm8k"),
+        (["--methods", "none,none"], "--methods must be a list of different values"),
+        (["--repeats", "0"], "--repeats must be at least 1; it is 0"),
+        (["--json", "nowhere/log.jsonl"], "--json: cannot write nowhere/log.jsonl"),
+        (["--report", "nowhere.jsonl"], "the log holds no measurement"),
+        (["--report", "a.jsonl", "--json", "b.jsonl"], "--report measures nothing"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, monkeypatch, argv, message):
+    assert message in failure(capsys, monkeypatch, bench, *argv)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"id": "x", "task": "a", "turns": ["t"]', "line 3 is not valid JSON"),
+        ('{"id": "x", "task": "a", "turns": []}', "line 3: a row must be like"),
+        ('{"id": "x", "task": "a", "turns": ["t", 5]}', "line 3: a row must be like"),
+        ('{"id": "x", "turns": ["t"]}', "line 3: a row must be like"),
+        ('{"task": "a", "turns": ["t"]}', "line 3: a row must be like"),
+    ],
+)
+def test_a_malformed_task_file_names_its_line(capsys, monkeypatch, tmp_path, line, message):
+    good = '{"id": "y", "task": "a", "turns": ["t"]}\n'
+    (tmp_path / "tasks.jsonl").write_text(f"{good}\n{line}\n{good}")
+    assert message in failure(capsys, monkeypatch, bench, "--tasks", str(tmp_path / "tasks.jsonl"))
+
+
+def test_long_prompts_are_left_out_aloud(tmp_path, capsys):
+    engine = load(device="cpu", draft="none", max_new_tokens=12)
+    task = bench.fitting(engine, "a", [["x"], ["x " * 3000]], config_in(tmp_path))
+    assert (len(task.prompts), task.left_out) == (1, 1)
+    assert "1 prompts of a have more than 2036 tokens; they are left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no prompt of a has at most 1 tokens"):
+        bench.fitting(engine, "a", [["a b c d"]], config_in(tmp_path, max_prompt=1))
+
+
+# ----------------------------------------------------------------------------------------------- report
+
+
+def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):
+    before = (measured / "log.jsonl").read_bytes()
+    monkeypatch.setattr(bench, "run", None)  # nothing may be measured
+    log, plots, table = str(measured / "log.jsonl"), tmp_path / "plots", tmp_path / "table.md"
+    command(monkeypatch, bench, "--report", log, "--plots", str(plots), "--table", str(table))
+    lines = capsys.readouterr().out.splitlines()
+    summary = json.loads(lines[-1])["rows"]
+    assert [r["tau"] for r in summary] == [r["tau"] for r in rows_of(measured)]
+    for row in rows_of(measured):
+        shown = next(line for line in lines if line.startswith(f"| {row['task']} | {row['method']} |"))
+        assert f" {row['tau']:.2f} ± {row['tau_error']:.2f} " in shown and f"{row['speedup']:.2f} (" in shown
+    assert sum(line.startswith("| **mean** |") for line in lines) == 3
+    assert table.read_text().strip() in "\n".join(lines)
+    files = sorted(plots.iterdir())
+    assert [file.stem for file in files] == sorted(DRAWINGS)
+    assert all(file.read_bytes()[:4] == b"\x89PNG" and file.stat().st_size > 5000 for file in files)
+    assert (measured / "log.jsonl").read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------ peers
+
+
+def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    file = str(tmp_path / "out.json")
+    argv = ["--limit", "2", "--rounds", "2", "--max_new_tokens", "8", "--dtype", "float32", "--widths", "--json", file]
+    command(monkeypatch, bench_peers, *argv, "--device", "cpu")
+    result = json.loads(Path(file).read_text())
+    names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
+    assert list(result["speed"]) == names
+    for name in names:
+        assert result["speed"][name]["same"] == 1.0, "greedy in fp32"
+        assert result["parity"][name]["max"] < 1e-3 < result["parity"]["scale"]["rms"]
+        assert result["speed"][name]["tokens_per_s"][0] > 0
+    assert list(result["widths"]) == ["ours none", "transformers"]
+    assert all(len(row) == len(bench_peers.WIDTHS) for row in result["widths"].values())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+
+
+def test_peer_mistakes_are_one_line(capsys, monkeypatch):
+    assert "there is no vllm" in failure(capsys, monkeypatch, bench_peers, "--peers", "vllm")
+    assert "cannot write nowhere/x" in failure(capsys, monkeypatch, bench_peers, "--json", "nowhere/x")
+    long = ["--peers", "none", "--options", "context=80", "--max_new_tokens", "64"]
+    assert "the context has room for 16; raise it" in failure(capsys, monkeypatch, bench_peers, *long)
+    missing = failure(capsys, monkeypatch, bench_peers, "--peers", "transformers:assistant")
+    assert "--assistant names the draft model" in missing
+    assert "fewer than 5 runs" in failure(capsys, monkeypatch, bench_peers, "--peers", "none", "--limit", "1")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
+    line = failure(capsys, monkeypatch, bench_peers, "--peers", "llama.cpp:f16")
+    assert "needs the package llama_cpp; pip install -r scripts/requirements-peers.txt" in line
+
+
+def test_token_clock_counts_what_comes_together():
+    clock = TokenClock()
+    clock.began, clock.puts = 1.0, [(1.1, 7), (1.5, 1), (2.0, 3), (2.5, 2)]  # the first brings the prompt
+    outcome = clock.outcome([9] * 6, skip=1)
+    assert outcome.first_s == pytest.approx(0.5) and outcome.step_s == pytest.approx(1.0 / 5)
+
+
+def test_interleaved_rows_rotate_neighbours():
+    """Rotating pairs of neighbours of the reordered rows is rotating halves of the original ones."""
+    heads, size, angle = 2, 8, torch.arange(4.0)
+    weight = torch.arange(heads * size, dtype=torch.float32)[:, None]
+    halves = weight.view(heads, 2, size // 2)
+    turned = torch.stack(
+        (
+            halves[:, 0] * angle.cos() - halves[:, 1] * angle.sin(),
+            halves[:, 1] * angle.cos() + halves[:, 0] * angle.sin(),
+        ),
+        1,
+    )
+    pairs = interleaved(weight, size).view(heads, size // 2, 2)
+    theirs = torch.stack(
+        (
+            pairs[..., 0] * angle.cos() - pairs[..., 1] * angle.sin(),
+            pairs[..., 1] * angle.cos() + pairs[..., 0] * angle.sin(),
+        ),
+        -1,
+    )
+    torch.testing.assert_close(theirs.transpose(1, 2), turned)
+
+
+def test_every_weight_has_a_gguf_name():
+    theirs = [name for stacked in weight_names(ModelConfig.from_dir(Path(DEMO))).values() for name in stacked]
+    assert len({gguf_name(name) for name in theirs}) == len(theirs) == 8 * 9 + 3
+    assert gguf_name("model.layers.3.mlp.up_proj.weight") == "blk.3.ffn_up.weight"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_llama_cpp_computes_the_same_function(tmp_path, kind):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    ids = torch.randint(3, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
+    target = load_model(Path(DEMO), torch.float32)
+    with torch.inference_mode():
+        logits = target.logits(target(ids, torch.arange(24)[None])[0])[0]  # [T, V]
+    write_gguf(Path(DEMO), tmp_path / "demo.gguf", kind)
+    peer = LlamaCpp(tmp_path / "demo.gguf", 64, 1, 32)
+    theirs = torch.from_numpy(peer.feed(ids[0].tolist(), 0, every=True).copy())
+    bound = {"bf16": 0.02, "f16": 0.005, "q8_0": 0.05, "q4_0": 0.4}[kind]
+    assert float((theirs - logits).square().mean().sqrt()) < bound * float(logits.std())
+    again = torch.from_numpy(peer.feed(ids[0, 20:].tolist(), 20, every=True).copy())  # rolls back, then repeats
+    torch.testing.assert_close(again, theirs[20:], atol=0.1, rtol=0.05)
+    peer.close()
+
+
+# ---------------------------------------------------------------------------------------- trace viewer
+
+
+TRACE = {
+    "row": 0, "pos": 4, "root": 7, "draft_tokens": [1, 2, 3], "parents": [0, 0, 1], "depths": [1, 1, 2],
+    "accept_length": 1, "path": [1], "emitted": [1, 9], "values": [-0.1, -2.5, None],
+}  # fmt: skip
+
+
+def page_data(html: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
+
+
+def test_the_page_holds_every_cycle_and_needs_no_network(tmp_path, monkeypatch, capsys):
+    engine = load(device="cpu", max_new_tokens=20, trace="-", batch_size=2)
+    trace = generate(engine, ["def f(x):", "import os"]).trace
+    file = write_lines(tmp_path / "trace.jsonl", trace)
+    command(monkeypatch, plot_trace, file)
+    html = (tmp_path / "trace.html").read_text()
+    data = page_data(html)
+    assert [len(one["cycles"]) for one in data["rows"]] == [sum(r["row"] == n for r in trace) for n in (0, 1)]
+    for one in data["rows"]:
+        mine = [r for r in trace if r["row"] == one["row"]]
+        assert [c["emitted"] for c in one["cycles"]] == [r["emitted"] for r in mine]
+        assert [c["path"] for c in one["cycles"]] == [r["path"] for r in mine]
+        ids = [mine[0]["root"], *(id for r in mine for id in r["emitted"])]
+        text = one["start"] + "".join(piece for c in one["cycles"] for piece in c["text"])
+        assert text == engine.tokenizer.decode(ids, continuation=True)
+    assert not re.search(r"https?:|//[a-z]|src=|@import|url\(", html), "the page is self-contained"
+    assert "cycles" in capsys.readouterr().out
+
+
+def test_text_cannot_leave_its_place_in_the_page():
+    evil = b"</script><script>alert('x')</script>"
+    stub = SimpleNamespace(
+        piece=lambda id: evil, stream=lambda continuation: SimpleNamespace(push=lambda ids: evil.decode())
+    )
+    html = plot_trace.page([TRACE], "</title><b>", stub)
+    assert "alert(" not in html.replace(r"\u003cscript>alert('x')", "") and "</title><b>" not in html
+    assert html.count("</script>") == plot_trace.TEMPLATE.read_text().count("</script>")
+    assert page_data(html)["labels"]["1"] == evil.decode() and page_data(html)["title"] == "</title><b>"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"parents": [0, 3, 1]}, "line 2: a node's parent must come before it"),
+        ({"path": [2, 3], "emitted": [2, 3, 9]}, "line 2: path must lead from the root"),
+        ({"emitted": [1]}, "line 2: emitted must hold"),
+        ({"depths": [1]}, "line 2: draft_tokens, parents, depths and values must be equally long"),
+        ({"root": None}, "line 2: it is no line of generate.py --trace"),
+    ],
+)
+def test_a_malformed_trace_names_its_line(tmp_path, capsys, monkeypatch, change, message):
+    file = write_lines(tmp_path / "trace.jsonl", [TRACE, TRACE | change])
+    assert message in failure(capsys, monkeypatch, plot_trace, file)
+    assert not (tmp_path / "trace.html").exists()
+
+
+def test_a_trace_without_values_or_tokenizer(tmp_path, monkeypatch):
+    file = write_lines(tmp_path / "t.jsonl", [{k: v for k, v in TRACE.items() if k != "values"}])
+    command(monkeypatch, plot_trace, file, "--checkpoint", "none", "--out", str(tmp_path / "page.html"))
+    data = page_data((tmp_path / "page.html").read_text())
+    assert data["labels"]["9"] == "9" and "values" not in data["rows"][0]["cycles"][0]
