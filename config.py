@@ -22,6 +22,12 @@ from sampling import Sampling
 
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
 
+# the options of a looked-up draft, and of a tree that is grown
+NGRAM = ("ngram_tokens", "ngram_branches", "ngram_max", "ngram_min")
+TREE = (
+    "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "expand_by", "no_rerank", "children", "sharpness",
+)  # fmt: skip
+
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, **extra: Any) -> Any:
     """A dataclass field that is also a flag."""
@@ -35,9 +41,21 @@ class GenerateConfig:
     checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
     inflate: str = option("", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b")
     random_twin: bool = option(False, "random weights instead of the function, in the shape of --inflate")
-    draft: str = option("", "who drafts; default: eagle when a head is given or bundled, else none", ("none", "eagle"))
+    draft: str = option(
+        "",
+        "who drafts: a head, a lookup in the text so far, another model; default: eagle when a head is given or "
+        "bundled, else none",
+        ("none", "eagle", "ngram", "model", "eagle+ngram"),
+    )
     eagle: str = option("", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists")
-    tree: str = option("", "shape of the draft tree; default: dynamic", ("dynamic", "static", "chain"))
+    draft_checkpoint: str = option("", "Hugging Face directory of the draft model (--draft model)")
+    ngram_tokens: int = option(10, "tokens copied per continuation (ngram)")
+    ngram_branches: int = option(2, "different continuations at most (ngram)")
+    ngram_max: int = option(3, "a match in the text counts up to this many tokens (ngram)")
+    ngram_min: int = option(1, "and from this many on (ngram)")
+    tree: str = option(
+        "", "shape of the draft tree; default: dynamic, for a draft model chain", ("dynamic", "static", "chain")
+    )
     tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]")
     tree_depth: int = option(6, "drafted levels (dynamic, chain)")
     tree_topk: int = option(10, "children kept per node, and nodes expanded per level (dynamic)")
@@ -86,7 +104,10 @@ class GenerateConfig:
 
     def check(self) -> None:
         """Raises: ValueError for a value or a combination that cannot work."""
-        for name in ("tree_depth", "tree_topk", "max_new_tokens", "num_samples", "batch_size"):
+        for name in (
+            "tree_depth", "tree_topk", "max_new_tokens", "num_samples", "batch_size",
+            "ngram_tokens", "ngram_branches", "ngram_max", "ngram_min",
+        ):  # fmt: skip
             _rule(getattr(self, name) >= 1, f"--{name} must be at least 1; it is {getattr(self, name)}")
         _rule(
             2 <= self.tree_size <= MAX_NODES,
@@ -133,20 +154,33 @@ class GenerateConfig:
         _rule(self.temperature > 0 or self.accept == "exact", f"--accept residual {greedy}")
         if self.draft == "none":
             self.check_undrafted()
+        self._check_drafter()
         self._check_tree()
 
     def check_undrafted(self) -> None:
         """Raises: ValueError for options of a draft, when nothing drafts."""
-        for name in ("eagle", "quant_draft", "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "expand_by",
-                     "no_rerank", "children", "sharpness", "accept"):  # fmt: skip
+        for name in ("eagle", "draft_checkpoint", "quant_draft", *NGRAM, *TREE, "accept"):
             _rule(getattr(self, name) == default_of(name), f"--{name} needs a draft; there is none, or --draft none")
+
+    def _check_drafter(self) -> None:
+        model, ngram = self.draft == "model", self.draft.endswith("ngram")
+        _rule(not model or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
+        _rule(model or not self.draft_checkpoint, "--draft_checkpoint belongs to --draft model; add that")
+        _rule(not self.eagle or self.draft not in ("model", "ngram"), f"--eagle does nothing with --draft {self.draft}")
+        for name in () if ngram else NGRAM:
+            _rule(getattr(self, name) == default_of(name), f"--{name} belongs to --draft ngram and eagle+ngram")
+        for name in (*TREE, "quant_draft") if self.draft == "ngram" else ():
+            _rule(getattr(self, name) == default_of(name), f"--{name} does nothing with --draft ngram; see --ngram_*")
+        if self.draft == "eagle+ngram":
+            whole = self.tree in ("", "dynamic") and not self.tree_file and not self.no_rerank
+            _rule(whole, "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag")
 
     def _check_tree(self) -> None:
         _rule(
             not (self.tree_file and self.tree in ("dynamic", "chain")),
             f"--tree_file is a static tree, not {self.tree}",
         )
-        dynamic = not self.tree_file and self.tree in ("", "dynamic")
+        dynamic = not self.tree_file and (self.tree == "dynamic" or (self.tree == "" and self.draft != "model"))
         shape = "--tree static" if self.tree == "static" else "--tree_file"
         fixed = bool(self.tree_file) or self.tree == "static"
         _rule(not fixed or self.tree_depth == 6, f"--tree_depth belongs to dynamic trees and chains, not to {shape}")

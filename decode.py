@@ -6,7 +6,8 @@ A cycle has three steps, each tensors to tensors with static shapes, compiled `f
    accepted, with the bonus token after it, and its keys and values move next to the prefix.
 3. extend: the drafter takes in the rows that were accepted, with the target's features.
 
-Vanilla decoding is the cycle whose tree is only its root. Rows that are done go through the motions and decide
+Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has the steps of a cycle for each;
+the report of a cycle says which one suits the next. Rows that are done go through the motions and decide
 nothing, so the host may read the outcome of a cycle late (a lag of one on CUDA).
 The output is a function of (weights, prompt, seed) alone; sampling.py says why.
 
@@ -31,7 +32,7 @@ from torch import Tensor
 import sampling
 from config import GenerateConfig
 from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction, path_to
-from drafters import Drafter, Root, Rows
+from drafters import Drafter, Root, Rows, Text
 from model import KVCache, Transformer, Window, causal_window
 from sampling import NoiseKey, Sampling
 
@@ -56,11 +57,12 @@ class Verified(NamedTuple):
 
     rows: Rows  # confirmed rows, D+1 of them, for the drafter
     path: Tensor  # [B, D+1] int64, accepted nodes, for the trace
-    report: Tensor  # [B, D+4] int64: emitted tokens, their count after cuts (0: was done), accept length, done
+    # [B, D+5] int64: emitted tokens, their count after cuts (0: was done), accept length, done, preferred preset
+    report: Tensor
 
 
 class Steps(NamedTuple):
-    """The compiled parts of a cycle."""
+    """The compiled parts of a cycle, for one preset of the drafter."""
 
     draft: Callable[[DecodeState], tuple[DraftTree, Tensor | None]]
     verify: Callable[[KVCache, DecodeState, DraftTree, Tensor | None], tuple[DecodeState, Verified]]
@@ -76,7 +78,7 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    steps: Steps | None = None
+    steps: tuple[Steps, ...] = ()  # one per preset of the drafter
     tokenizer: Any = None  # tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # tokenizer.ChatTemplate, with --chat
     load_s: float = 0.0
@@ -92,8 +94,13 @@ def end_ids(engine: Engine) -> list[int]:
 
 
 def with_steps(engine: Engine) -> Engine:
-    """Give the engine the steps of a cycle, compiled when the config says so."""
-    target, drafter, config, rule = engine.target, engine.drafter, engine.config, engine.config.sampling
+    """Give the engine the steps of a cycle for every preset, compiled when the config says so."""
+    return replace(engine, steps=tuple(_make_steps(engine, preset) for preset in engine.drafter.presets))
+
+
+def _make_steps(engine: Engine, drafter: Drafter) -> Steps:
+    """The steps of a cycle in which `drafter`, a preset of the engine's, proposes the tree."""
+    target, config, rule, prefer = engine.target, engine.config, engine.config.sampling, engine.drafter.prefer
     D, N, V = drafter.depth, drafter.size, target.config.vocab_size
     device = target.embedding.weight.device
     ends = torch.tensor(end_ids(engine), device=device)
@@ -110,7 +117,7 @@ def with_steps(engine: Engine) -> Engine:
             draws = state.draws[:, None] * NODE_STRIDE + fresh_rows
             fresh = sampling.gumbel(state.key, draws, V, sampling.DRAFT)
         root = state.tokens.gather(1, state.pos[:, None]).squeeze(1)
-        return drafter.draft(state.draft, Root(root, noise, fresh)), noise
+        return drafter.draft(state.draft, Root(root, noise, fresh, Text(state.tokens, state.pos))), noise
 
     def verify(cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None):
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
@@ -123,7 +130,9 @@ def with_steps(engine: Engine) -> Engine:
             at_node = noise.gather(1, tree.depths[:, :, None].expand(-1, -1, V)) if noise is not None else None
             accepted = accept(tree, sampling.choose(logits, rule, at_node), D)
         cache.compact(state.pos, compaction(accepted))
-        return _advance(state, accepted, features, ends)
+        state, rows, report = _advance(state, tree, accepted, features, ends)
+        preset = prefer(Text(state.tokens, state.pos))[:, None]
+        return state, Verified(rows, accepted.path, torch.cat((report, preset), 1))
 
     def extend(state: DecodeState, rows: Rows) -> DecodeState:
         """Hand the confirmed rows to the drafter. Writes: its cache."""
@@ -132,7 +141,7 @@ def with_steps(engine: Engine) -> Engine:
     steps = (draft, verify, extend)
     if config.compile:
         steps = (torch.compile(_own_code(step), fullgraph=True, dynamic=False) for step in steps)
-    return replace(engine, steps=Steps(*steps))
+    return Steps(*steps)
 
 
 def _own_code(step: FunctionType) -> FunctionType:
@@ -159,8 +168,13 @@ def _accept_residual(
     return Accepted(path, length, emitted)
 
 
-def _advance(state: DecodeState, accepted: Accepted, features: Tensor, ends: Tensor) -> tuple[DecodeState, Verified]:
-    """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens."""
+def _advance(
+    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, ends: Tensor
+) -> tuple[DecodeState, Rows, Tensor]:
+    """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens.
+
+    Returns: the state; the confirmed rows; the report without its last column.
+    """
     emitted = accepted.emitted  # [B, D+1]
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     inside = steps <= accepted.length[:, None]
@@ -173,10 +187,11 @@ def _advance(state: DecodeState, accepted: Accepted, features: Tensor, ends: Ten
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(kept, state.pos[:, None] + 1 + steps, trash), emitted)
     done = state.done | (is_end & kept).any(1) | (pos >= state.limit)
-    rows = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
-    confirmed = Rows(emitted, features.gather(1, rows), count)
+    path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
+    slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
+    rows = Rows(torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots)
     report = torch.cat((emitted, torch.stack((count, accepted.length, done.long()), 1)), 1)  # [B, D+4]
-    return state._replace(pos=pos, draws=state.draws + count, done=done), Verified(confirmed, accepted.path, report)
+    return state._replace(pos=pos, draws=state.draws + count, done=done), rows, report
 
 
 # ------------------------------------------------------------------------------------------------ stats
@@ -309,6 +324,7 @@ class Session:
             pos=zeros, draws=zeros, done=zeros == 0, limit=zeros, key=key,
             draft=engine.drafter.init(B, slots),
         )  # fmt: skip
+        self.preset = 0  # which of the engine's steps the next cycle runs
         self.history: list[list[int]] = [[] for _ in range(B)]  # every token, prompts and roots included
         self.stats = Stats()
         self.trace: list[dict] = []
@@ -342,7 +358,7 @@ class Session:
         self.stats.decode_s += sum(seconds.values()) - seconds.get("consumer", 0.0)
 
     def _cycle(self, clock: Stopwatch) -> Cycle:
-        steps, before = self.engine.steps, self.state
+        steps, before = self.engine.steps[self.preset], self.state
         tree, noise = steps.draft(before)
         clock.mark("draft")
         state, verified = steps.verify(self.cache, before, tree, noise)
@@ -353,11 +369,12 @@ class Session:
         return Cycle(HostCopy(verified.report), len(clock.marks) - 1, *kept)
 
     def _read(self, cycle: Cycle) -> tuple[list[list[int]], bool]:
-        """Returns: the new tokens of every row; whether all rows are done."""
-        new, finished, live = [], True, []
-        for row, (*emitted, count, length, done) in enumerate(cycle.report.read()):
+        """Returns: the new tokens of every row; whether all rows are done. Writes: preset, stats, trace."""
+        new, finished, wanted, live = [], True, 0, []
+        for row, (*emitted, count, length, done, preset) in enumerate(cycle.report.read()):
             new.append(emitted[:count])
-            finished = finished and bool(done)
+            if not done:
+                finished, wanted = False, max(wanted, preset)
             if count == 0:  # the row was done before this cycle
                 continue
             live.append(row)
@@ -366,6 +383,7 @@ class Session:
             if cycle.tree is not None:
                 self.trace.append(_trace_row(cycle, row, emitted[: length + 1], length))
         self.stats.live_rows.append(live)
+        self.preset = min(wanted, len(self.engine.steps) - 1)
         return new, finished
 
     def _note(self, new: list[list[int]]) -> list[list[int]]:
@@ -395,6 +413,7 @@ class Session:
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)
         self.state = state._replace(done=done, draws=state.draws + (length > 0))
+        self.preset = len(engine.steps) - 1
         new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
         return new, bool(done.all())
 
@@ -421,8 +440,8 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     ends_here = ((count > 0) & (start + count == state.pos))[:, None]
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos[:, None], trash), root)
-    following = (window.slots + 1).clamp(max=trash)
-    rows = Rows(state.tokens.gather(1, following), features, count)
+    span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
+    rows = Rows(state.tokens.gather(1, span), features, count)  # read again: by now the roots are in
     return state._replace(draft=engine.drafter.extend(state.draft, rows))
 
 

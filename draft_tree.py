@@ -5,7 +5,8 @@ so every relation follows from `parents` by a few rounds of boolean algebra: anc
 the accepted path need no list of leaves, no host and no data-dependent shape.
 
 Dynamic trees (EAGLE-2, arXiv 2406.16858, section 4): `Candidates` collects every drafted token level by level,
-`expand` picks the next frontier, `rerank` keeps the best nodes. Static trees (EAGLE-1): `StaticTree`.
+`expand` picks the next frontier, `graft` adds a chain that was found elsewhere, `rerank` keeps the best nodes.
+Static trees (EAGLE-1): `StaticTree`.
 
 Padding is what `valid` says, never a token id. All scores are fp32.
 Not here: who scores a token (drafters), and who decides it (sampling).
@@ -35,6 +36,8 @@ class DraftTree(NamedTuple):
     valid: Tensor  # [B, N] bool
     q: Tensor | None = None  # [B, N, V] fp32, distribution each node's children were sampled from (residual rule)
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0; for the trace only
+    # [B, N] int64, slot of each node's row in the drafter's own cache, counted from the root's; 0: it has none
+    slots: Tensor | None = None
 
 
 class Accepted(NamedTuple):
@@ -162,19 +165,50 @@ def best_first(values: Tensor) -> Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices
 
 
-def rerank(root: Tensor, pool: Candidates, size: int, depth: int, by_value: bool = True) -> DraftTree:
-    """Keep the best `size` - 1 candidates of the pool below the root.
+def graft(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
+    """Add a chain below the root. Where the pool has one of its nodes already, that is used and its value raised.
 
-    root: [B] int64
+    tokens: [B, L] int64
+    values: [B, L] fp32, not rising along the chain; -inf: no candidate
+    Returns: the pool with L candidates more, -inf those that it had; siblings stay different, parents stay first.
+    """
+    above = torch.full_like(tokens[:, :1], -1)  # [B, 1], flat index of the node above
+    for token, value in zip(tokens.split(1, 1), values.split(1, 1)):  # [B, 1]
+        P = pool.tokens.shape[1]
+        same = (pool.parents == above) & (pool.tokens == token) & (pool.values > float("-inf"))  # [B, P], one at most
+        found = same.any(1, keepdim=True)
+        here = (same * torch.arange(P, device=tokens.device)).sum(1, keepdim=True)  # [B, 1]
+        raised = torch.where(same, torch.maximum(pool.values, value), pool.values)
+        pool = Candidates(
+            torch.cat((pool.tokens, token), 1),
+            torch.cat((raised, value.masked_fill(found, float("-inf"))), 1),
+            torch.cat((pool.parents, above), 1),
+        )
+        above = torch.where(found, here, P)
+    return pool
+
+
+def rerank(root: Tensor, pool: Candidates, size: int, depth: int, by_value: bool = True) -> DraftTree:
+    """Keep the best `size` - 1 candidates of the pool below the root: `tree_of` what `best_nodes` chooses."""
+    return tree_of(root, pool, best_nodes(pool, size, by_value), depth)
+
+
+def best_nodes(pool: Candidates, size: int, by_value: bool) -> Tensor:
+    """The `size` - 1 best candidates: [B, N-1] flat indices, ascending.
+
     by_value: False keeps the first levels whole instead (the no-re-rank ablation of EAGLE-2 Table 3)
     A value never exceeds its parent's and ties keep the parent first, so every kept node's parent is kept.
     """
-    P = pool.tokens.shape[1]
     if by_value:
-        chosen = best_first(pool.values)[:, : size - 1].sort(dim=1).values  # [B, N-1], ascending flat index
-    else:
-        chosen = torch.arange(size - 1, device=root.device).expand(root.shape[0], -1)
-    node = torch.zeros(root.shape[0], P + 1, dtype=torch.long, device=root.device)  # flat index + 1 -> node
+        return best_first(pool.values)[:, : size - 1].sort(dim=1).values
+    return torch.arange(size - 1, device=pool.values.device).expand(pool.values.shape[0], -1)
+
+
+def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> DraftTree:
+    """The tree of the chosen candidates. root: [B] int64; chosen: [B, N-1] flat indices, ascending."""
+    B, size = chosen.shape[0], chosen.shape[1] + 1
+    # flat index + 1 -> node
+    node = torch.zeros(B, pool.tokens.shape[1] + 1, dtype=torch.long, device=root.device)  # [B, P+1]
     numbers = torch.arange(1, size, device=root.device).expand_as(chosen)
     node = node.scatter(1, chosen + 1, numbers)
     parents = node.gather(1, pool.parents.gather(1, chosen) + 1)  # [B, N-1]

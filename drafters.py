@@ -4,26 +4,39 @@ A drafter owns a state (a NamedTuple of tensors), fills it with the rows that th
 proposes a tree (`draft`). Both are pure steps with static shapes, compiled `fullgraph=True`. Whatever a drafter
 proposes, the output stays the target's own.
 
-To add one: write a class with the members of `Drafter` and enter its loader in `DRAFTERS`.
+A drafter may come in presets: trees of different sizes over one state, each compiled. After every cycle `prefer` says
+which of them suits each row, and the host runs the largest that any row wants. A stale or a wrong preference costs
+time and nothing else.
+
+To add one: subclass `Drafter` and enter its loader in `DRAFTERS`.
 Here: `RootOnly`, which proposes nothing; vanilla decoding is its verification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from draft_tree import DraftTree, root_tree
 
 
-class Rows(NamedTuple):
-    """Rows that the target has computed and decided: feature f_j with the token x_{j+1} that follows it."""
+class Text(NamedTuple):
+    """Everything decided so far."""
 
-    tokens: Tensor  # [B, R] int64, x_{j+1}
+    tokens: Tensor  # [B, S + 1] int64; entries past pos are padding
+    pos: Tensor  # [B] int64, index of the root, the token decided last
+
+
+class Rows(NamedTuple):
+    """Rows that the target has computed and decided: feature f_j between the tokens x_j and x_{j+1}."""
+
+    tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
     features: Tensor  # [B, R, F], f_j
     count: Tensor  # [B] int64, how many leading rows are real; the rest is padding
+    slots: Tensor | None = None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: rows of a prompt
 
 
 class Root(NamedTuple):
@@ -31,51 +44,54 @@ class Root(NamedTuple):
 
     token: Tensor  # [B] int64
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
-    fresh: Tensor | None = None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
+    fresh: Tensor | None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
+    text: Text
 
 
-class Drafter(Protocol):
-    """What the loop needs of a drafter."""
+class Drafter:
+    """What the loop needs of a drafter. The defaults are those of one that keeps nothing."""
 
     depth: int  # D, drafted levels at most
     size: int  # N, nodes of its tree, root included
     width: int  # children of a node at most
-    fresh_rows: int  # rows of noise of its own that it samples children with (residual rule), else 0
+    fresh_rows: int = 0  # rows of noise of its own that it samples children with (residual rule)
+
+    @property
+    def presets(self) -> tuple[Drafter, ...]:
+        """Drafters over the same state, smallest tree first; none has a larger tree than this one."""
+        return (self,)
+
+    def prefer(self, text: Text) -> Tensor:
+        """The number of the preset that suits each row in the next cycle: [B] int64."""
+        return torch.zeros_like(text.pos)
 
     def facts(self) -> dict[str, Any]:
         """What the options came to, under their names, for the record."""
+        return {}
 
     def init(self, batch: int, slots: int) -> Any:
         """An empty state for `batch` rows with `slots` target positions each."""
+        return ()
 
     def extend(self, state: Any, rows: Rows) -> Any:
         """Take in confirmed rows. Writes: the drafter's own cache."""
+        return state
 
     def rewind(self, state: Any, length: Tensor) -> Any:
         """Forget all but the first `length` rows ([B] int64); at least one row follows before the next draft."""
+        return state
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree below the root. Writes: scratch slots of the drafter's cache."""
+        raise NotImplementedError
 
 
-class RootOnly:
+class RootOnly(Drafter):
     """Proposes nothing, so that every verification decides one token."""
 
-    depth, size, width, fresh_rows = 0, 1, 0, 0
+    depth, size, width = 0, 1, 0
 
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def init(self, batch: int, slots: int) -> tuple:
-        return ()
-
-    def extend(self, state: tuple, rows: Rows) -> tuple:
-        return state
-
-    def rewind(self, state: tuple, length: Tensor) -> tuple:
-        return state
-
-    def draft(self, state: tuple, root: Root) -> DraftTree:
+    def draft(self, state: Any, root: Root) -> DraftTree:
         return root_tree(root.token)
 
 

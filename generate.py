@@ -1,4 +1,4 @@
-"""Generate text with a LLaMA target and an EAGLE draft head.
+"""Generate text with a LLaMA target and whatever drafts for it.
 
     python generate.py --compile --prompt "def read_lines(path):"
 
@@ -29,14 +29,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-import eagle_draft  # noqa: F401  (enters its drafter in DRAFTERS)
+import eagle_draft  # noqa: F401  (these three enter their drafters in DRAFTERS)
+import model_draft  # noqa: F401
+import ngram_draft  # noqa: F401
 from config import DEMO, GenerateConfig, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
 from model import DTYPES, Transformer, load_model
 from quantize import Quantization
 from stand_in import Shape, inflate_target
-from tokenizer import Tokenizer, chat_template
+from tokenizer import Tokenizer, chat_template, has_tokenizer
 
 DEMO_PROMPT = "def read_lines(path):"
 MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
@@ -107,13 +109,13 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     dtype, files = DTYPES.get(config.dtype), None
     if config.inflate:
         files = inflate_target(path, Shape.parse(config.inflate), dtype, config.device, config.random_twin)
-    quant = Quantization(config.quant, config.group_size) if config.quant != "none" else None
+    quant = None if config.quant == "none" else Quantization(config.quant, config.group_size)
     return load_model(path, dtype, config.device, quant, files)
 
 
 def _load_tokenizer(config: GenerateConfig, path: Path) -> Tokenizer | None:
     """The checkpoint's tokenizer; none is needed where only ids go in and out."""
-    if not (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file():
+    if not has_tokenizer(path):
         return Tokenizer.load(path) if config.chat is not None else None  # load says what is missing
     try:
         return Tokenizer.load(path)
@@ -127,14 +129,15 @@ def _load_tokenizer(config: GenerateConfig, path: Path) -> Tokenizer | None:
 def _resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     """Fill in `draft` and `eagle`: a head next to the target is used unless told otherwise."""
     bundled = path.with_name(path.name + "-eagle")
-    eagle = config.eagle or (str(bundled) if bundled.is_dir() and config.draft != "none" else "")
+    takes_head = config.draft in ("", "eagle", "eagle+ngram")
+    eagle = config.eagle or (str(bundled) if bundled.is_dir() and takes_head else "")
     draft = config.draft or ("eagle" if eagle else "none")
-    if draft == "eagle" and not eagle:
-        raise ValueError(f"--draft eagle needs a head; name its directory with --eagle (there is no {bundled})")
+    if draft.startswith("eagle") and not eagle:
+        raise ValueError(f"--draft {draft} needs a head; name its directory with --eagle (there is no {bundled})")
     if draft == "none":
         config.check_undrafted()
-    quant = "none" if draft == "none" else config.quant_draft or config.quant
-    return replace(config, draft=draft, eagle=eagle if draft == "eagle" else "", quant_draft=quant)
+    quant = "none" if draft in ("none", "ngram") else config.quant_draft or config.quant
+    return replace(config, draft=draft, eagle=eagle if draft.startswith("eagle") else "", quant_draft=quant)
 
 
 def warm_up(engine: Engine) -> Engine:
@@ -148,8 +151,9 @@ def warm_up(engine: Engine) -> Engine:
             print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
             return warm_up(with_steps(replace(engine, config=replace(engine.config, compile=False))))
     quiet = replace(engine, config=replace(engine.config, max_new_tokens=3, ignore_eos=True, trace=""))
-    for _ in Session(quiet, [(0, 0)]).run([[0, 0][: engine.context - 1]]):
-        pass
+    for steps in engine.steps:
+        for _ in Session(replace(quiet, steps=(steps,)), [(0, 0)]).run([[0, 0][: engine.context - 1]]):
+            pass
     return replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
 
 

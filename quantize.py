@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import kernels
 import kernels_cpu
 from checkpoint import check_out, write_checkpoint
-from config import option, parse, run_or_fail
+from config import GenerateConfig, option, parse, run_or_fail
 
 GROUP_SIZES = (32, 64, 128)
 METHOD = "gpt-eagle"  # `quant_method` in config.json
@@ -58,6 +58,11 @@ class Quantization:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
         return self
+
+
+def draft_quantization(config: GenerateConfig) -> Quantization | None:
+    """What `--quant_draft` came to."""
+    return None if config.quant_draft == "none" else Quantization(config.quant_draft, config.group_size)
 
 
 def saved_quantization(raw: dict) -> Quantization | None:

@@ -112,9 +112,19 @@ class Tokenizer:
         """The bytes of one token; none for control tokens and for ids beyond the vocabulary (padded LM heads)."""
         return b"" if id in self._hidden else self._piece(id)
 
+    def token_bytes(self) -> list[bytes]:
+        """What every id stands for, control tokens by their names: equal lists are equal vocabularies."""
+        names = {token.id: text.encode() for text, token in self._added.items()}
+        return [names[i] if i in names else self._piece(i) for i in range(self.vocab_size)]
+
     def id_of(self, token: str | None) -> int | None:
         """The id of a control or added token."""
         return self._added[token].id if token in self._added else None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory holds a tokenizer's file."""
+    return (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
 
 
 class StreamDecoder:

@@ -19,7 +19,7 @@ import sampling
 from config import DEMO
 from decode import Session, with_steps
 from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
-from drafters import Root, RootOnly, Rows
+from drafters import Drafter, Root, RootOnly, Rows
 from eagle_draft import DynamicTree, EagleDrafter
 from generate import generate, load
 from helpers import chi_square, decode, engine_for, golden_head, golden_target
@@ -161,12 +161,12 @@ def test_rows_that_end_at_different_times():
 # --------------------------------------------------------------------------------- drafters made for a case
 
 
-class Scripted:
+class Scripted(Drafter):
     """Drafts a chain of given tokens, by the number of tokens decided so far; wrong ones where it has none."""
 
     def __init__(self, script: list[int], depth: int, start: int):
         self.script = torch.tensor([*script, *[0] * (depth + 1)])
-        self.depth, self.size, self.width, self.fresh_rows, self.start = depth, depth + 1, 1, 0, start
+        self.depth, self.size, self.width, self.start = depth, depth + 1, 1, start
 
     def init(self, batch: int, slots: int):
         return torch.zeros(batch, dtype=torch.long)
