@@ -25,6 +25,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,9 +47,10 @@ class Plan(NamedTuple):
     """How a product is cut. Only `tokens` and what follows from it depends on the number of rows of x."""
 
     tokens: int  # rows of x per block
-    rows: int  # rows of W per block, 16 per warp
+    rows: int  # rows of W per block
     splits: int  # of K
     stages: int  # of the software pipeline
+    warps: int  # per block
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -70,28 +72,28 @@ def choose_splits(N: int, blocks: int, processors: int) -> int:
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
 
 
-def shared_bytes(tokens: int, rows: int, stages: int, bits: int, size: int, device: Device) -> int:
-    """Shared memory of a block: stages of words and of x, as Triton lays them out. size: bytes of a number of x."""
-    words, x = rows * COLUMNS * 2, 16 // bits * COLUMNS * tokens * size
-    in_use = device.capability >= 90 and size == 2  # Hopper's tensor cores read x from here: one more is in use
-    return (stages - 1) * (words + x) + in_use * x
+def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device) -> int:
+    """Shared memory of a block for 16-bit x: stages of words and of x, as Triton lays them out."""
+    words, x = rows * COLUMNS * 2, 16 // bits * COLUMNS * tokens * 2
+    in_use = x if device.capability >= 90 else 0  # Hopper's tensor cores read x from here, the others from registers
+    return (stages - 1) * (words + x) + in_use
 
 
 @cache
 def plan(M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> Plan:
     """Choose tiles, splits and stages; `splits` and the order of every sum are the same for all M."""
     splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    if dtype == torch.float32:  # slow in any case
+        return Plan(16, 64, splits, 2, 8)
     tokens = 16 if M <= 16 else 32 if M <= 32 else 64
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
     if group == 32 and device.capability < 90:
         tokens, rows = min(tokens, 32), 64  # more accumulators than that spill to memory
-    if dtype == torch.float32:
-        tokens, rows = 16, 64
     for limit in (device.shared_bytes // 2, device.shared_bytes):  # two blocks hide each other's waits
         for stages in (4, 3):
-            if shared_bytes(tokens, rows, stages, bits, dtype.itemsize, device) <= limit:
-                return Plan(tokens, rows, splits, stages)
-    return Plan(tokens, rows, splits, 2)
+            if shared_bytes(tokens, rows, stages, bits, device) <= limit:
+                return Plan(tokens, rows, splits, stages, rows // 16)
+    return Plan(tokens, rows, splits, 2, rows // 16)
 
 
 # ------------------------------------------------------------------------------------------- unpacking
@@ -153,13 +155,14 @@ def _scale(words, group: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x_ptr, packed_ptr, scale_ptr, y_ptr, M, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
 
-    x: [M, K]; packed: [blocks, N, COLUMNS] int16; scale: [K / GROUP, N], or [N] when GROUP is 0
-    y: [M, N], or [SPLITS, M, N] fp32. EVEN: K fills its last block. Writes: y.
+    x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
+    scale: [K / BLOCK, N, WORDS] int32, two bf16 groups to a word; or [N] fp32 when GROUP is 0
+    y: [M, N], or [SPLITS, M, N] fp32. Writes: y.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
@@ -168,7 +171,7 @@ def matmul_kernel(
     BLOCK: tl.constexpr = PLANES * COLUMNS
     WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0  # of scales, per block and row
     split = tl.program_id(2)
-    blocks = (K + BLOCK - 1) // BLOCK
+    blocks = K // BLOCK
     first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -186,10 +189,7 @@ def matmul_kernel(
             words = tl.load(words_ptr + block * stride + start, eviction_policy="evict_first")
             for plane in tl.static_range(PLANES):
                 k = block * BLOCK + plane * COLUMNS + start
-                seen = t[None, :] < M
-                if not EVEN:
-                    seen &= (k + c)[:, None] < K
-                x = tl.load(tokens_ptr + k, mask=seen, other=0.0)
+                x = tl.load(tokens_ptr + k, mask=t[None, :] < M, other=0.0)
                 w = _unpack(words, plane, BITS, dtype)
                 if GROUP == 0:
                     total = tl.dot(w, x, total, input_precision="ieee")
@@ -233,14 +233,14 @@ def bits_and_group(scale: Tensor) -> tuple[int, int]:
 def run(x: Tensor, packed: Tensor, scale: Tensor, cut: Plan) -> Tensor:
     """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits."""
     bits, group = bits_and_group(scale)
-    K, N = x.shape[-1], packed.shape[1]
-    x = x.contiguous()
+    K, N = packed.shape[0] * COLUMNS * 16 // bits, packed.shape[1]
+    x = F.pad(x, (0, K - x.shape[-1])) if x.shape[-1] < K else x.contiguous()  # K padded like the weights
     M = x.numel() // K
     y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     out = y if cut.splits == 1 else torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
     matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
-        x, packed, scale, out, M, N, K, BITS=bits, GROUP=group, EVEN=K % (16 // bits * COLUMNS) == 0,
-        SPLITS=cut.splits, TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.rows // 16,
+        x, packed, scale, out, M, N, K, BITS=bits, GROUP=group, SPLITS=cut.splits,
+        TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
     if cut.splits > 1:
         sum_kernel[triton.cdiv(M * N, 512),](out, y, M * N, SPLITS=cut.splits, BLOCK=512)

@@ -46,7 +46,7 @@ class ReportConfig:
     formats: str = option(",".join(FORMATS), "weight formats")
     dtypes: str = option("bf16", "of activations: bf16, fp16, fp32")
     N: int = option(4096, "outputs of the layer")
-    K: int = option(4096, "inputs of the layer; one that fills no whole block adds masks")
+    K: int = option(4096, "inputs of the layer")
 
 
 class Case(NamedTuple):
@@ -76,21 +76,21 @@ def compile_case(case: Case) -> tuple[CompiledKernel, Plan]:
     bits, group = (8, 0) if case.form == "int8" else (4, int(case.form.removeprefix("int4-")))
     cut = plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
     constants = {
-        "BITS": bits, "GROUP": group, "EVEN": case.K % (1024 // bits) == 0,
-        "SPLITS": cut.splits, "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
+        "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
+        "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
     }  # fmt: skip
     types = {
         "x_ptr": f"*{case.dtype}", "packed_ptr": "*i16", "scale_ptr": "*fp32" if bits == 8 else "*i32",
         "y_ptr": "*fp32" if cut.splits > 1 else f"*{case.dtype}", "M": "i32", "N": "i32", "K": "i32",
     }  # fmt: skip
-    aligned = [name for name in types if name.endswith("_ptr") or getattr(case, name) % 16 == 0 and name != "M"]
+    aligned = [name for name in types if name.endswith("_ptr") or name == "K" or (name == "N" and case.N % 16 == 0)]
     source = ASTSource(
         fn=matmul_kernel,
         signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs={(matmul_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": cut.rows // 16}
+    options = {"num_warps": cut.warps}
     return triton.compile(source, target=GPUTarget("cuda", int(case.target), 32), options=options), cut
 
 
@@ -127,8 +127,8 @@ def resources(case: Case) -> tuple[Resources, Plan]:
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HGMMA", "HMMA", "LDL", "STL")}
     tensor_core = " ".join(f"{name} {counts[name]}" for name in ("HGMMA", "HMMA") if counts[name])
-    weights = cut.rows * (1024 // (8 if case.form == "int8" else 4))  # of an iteration, by 2 * rows threads
-    per_weight = len(main_loop(code)) * 2 * cut.rows / weights
+    weights = cut.rows * 1024 // (8 if case.form == "int8" else 4)  # of an iteration
+    per_weight = len(main_loop(code)) * 32 * cut.warps / weights
     local = counts["LDL"] + counts["STL"]
     return Resources(registers, stack, local, kernel.metadata.shared, tensor_core or "none", per_weight), cut
 
@@ -141,8 +141,8 @@ def cases(config: ReportConfig) -> list[Case]:
         for name in chosen[-1]:
             if name not in known:
                 raise ValueError(f"--{flag}: {name} is not known; use {', '.join(known)}")
-    if config.N < 1 or config.K < 1 or (config.K % 128 and "int4" in config.formats):
-        raise ValueError(f"--K must be a multiple of 128 for int4, --N at least 1; they are {config.K}, {config.N}")
+    if config.N < 1 or config.K < 1:
+        raise ValueError(f"--N and --K must be at least 1; they are {config.N} and {config.K}")
     targets, forms, dtypes = chosen
     return [Case(t, f, d, M, config.N, config.K) for d in dtypes for f in forms for t in targets for M in (16, 32, 64)]
 

@@ -20,7 +20,7 @@ TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: to
 def run(x, weights, splits=1):
     """The product, cut as it would be for 16-bit activations."""
     tokens = TOKENS[x.shape[0]]
-    cut = Plan(tokens, 64 if tokens == 16 else 128, splits, 3)
+    cut = Plan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
     return kernels_triton.run(x, weights.packed, weights.scale, cut)
 
 
@@ -34,7 +34,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("rows", TOKENS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_product(form, rows):
-    """N and K are odd multiples of no tile: 135 outputs, and a last block of K that is part full."""
+    """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full."""
     weights = quantized(form, 135, 640)
     x = torch.randn(rows, 640)
     torch.testing.assert_close(run(x, weights, splits=2), weights.reference(x), atol=2e-4, rtol=2e-5)
@@ -45,7 +45,7 @@ def test_product(form, rows):
 def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
-    y = kernels_triton.run(x, weights.packed, weights.scale, Plan(16, 64, 1, 4))
+    y = kernels_triton.run(x, weights.packed, weights.scale, Plan(16, 64, 1, 4, 4))
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
@@ -96,5 +96,5 @@ def test_the_whole_path():
 def test_negative_zero_is_zero():
     """A sign without a magnitude, which pack_int8 never writes."""
     packed = torch.full((1, 64, kernels.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
-    y = kernels_triton.run(torch.randn(2, 128), packed, torch.ones(64), Plan(16, 64, 1, 2))
+    y = kernels_triton.run(torch.randn(2, 128), packed, torch.ones(64), Plan(16, 64, 1, 2, 4))
     assert (y == 0).all()

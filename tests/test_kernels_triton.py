@@ -45,7 +45,7 @@ def _fresh_cache(tmp_path, monkeypatch):
 def check(case: Case) -> None:
     """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
     found, cut = resources(case)
-    assert found.stack_bytes == found.local_accesses == 0, (case, cut, found)
+    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
     instruction = "HGMMA" if case.target == "90" else "HMMA"
     assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
@@ -65,16 +65,16 @@ def test_compiled(_fresh_cache, target, form, M):
     Case("80", "int4-64", "fp16", 64),
     Case("90", "int8", "fp16", 16),
     Case("90", "int4-128", "fp32", 16),
-    Case("90", "int4-128", "bf16", 64, 4095, 4096 + 128),  # K fills no whole block: masks
+    Case("86", "int4-64", "bf16", 32, 4095),  # N tells the compiler nothing
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("K", [4096, 4096 + 128])
-def test_compiled_all(_fresh_cache, K):
-    for case in cases(ReportConfig(dtypes="bf16,fp16,fp32", K=K)):
+@pytest.mark.parametrize("N", [4096, 4095])
+def test_compiled_all(_fresh_cache, N):
+    for case in cases(ReportConfig(dtypes="bf16,fp16,fp32", N=N)):
         check(case)
 
 
