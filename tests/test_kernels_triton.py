@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
+triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
 import kernels  # noqa: E402
-from kernel_report import TARGETS, Case, ReportConfig, cases, resources  # noqa: E402
-from kernels_triton import MAX_SPLITS, choose_splits, plan, unpack_asm  # noqa: E402
+from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, resources  # noqa: E402
+from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
 
 TESTS = Path(__file__).parent
 
@@ -76,6 +79,18 @@ def test_compiled_variants(_fresh_cache, case):
 def test_compiled_all(_fresh_cache, N):
     for case in cases(ReportConfig(dtypes="bf16,fp16,fp32", N=N)):
         check(case)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sum_of_splits_compiles(_fresh_cache, target):
+    source = ASTSource(
+        fn=sum_kernel,
+        signature={"parts_ptr": "*fp32", "y_ptr": "*bf16", "size": "i32", "SPLITS": "constexpr", "BLOCK": "constexpr"},
+        constexprs={"SPLITS": MAX_SPLITS, "BLOCK": 512},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", int(target), 32))
+    usage, code = disassemble(kernel)
+    assert "STACK:0" in usage and not re.search(r"\b(LDL|STL)\b", code)
 
 
 # ---------------------------------------------------------------------------------------------- plan
