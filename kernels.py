@@ -169,14 +169,24 @@ def unpack_scale(packed: Tensor, K: int) -> Tensor:
     return packed.view(torch.bfloat16).transpose(0, 1).flatten(1)[:, : K // group]
 
 
+def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
+    blocks = -(-x.shape[-1] * bits // (16 * COLUMNS))
+    if packed.shape[0] != blocks:
+        rule = f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of {16 * COLUMNS // bits}"
+        raise ValueError(f"{rule}; these have {packed.shape[0]}: pack the weights of this layer")
+    if not scale_is_packed:
+        raise ValueError(f"w{bits}a16 takes scales as {'pack_scale' if bits == 4 else '[N] float32'} lays them out")
+
+
 def w4a16(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed, scale: from `pack_int4` and `pack_scale`
     Returns: [..., N] in x's dtype.
-    Source: swapped operands and the layout: kernels_triton.py.
+    Raises: ValueError for weights of another width, or scales in another layout.
     """
+    _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:2] == packed.shape[:2])
     return torch.ops.gpt_eagle.w4a16(x, packed, scale)
 
 
@@ -186,7 +196,9 @@ def w8a16(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     x: [..., K] bfloat16, float16 or float32
     packed: from `pack_int8`; scale: [N] float32
     Returns: [..., N] in x's dtype.
+    Raises: ValueError for weights of another width, or scales in another layout.
     """
+    _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == packed.shape[1:2])
     return torch.ops.gpt_eagle.w8a16(x, packed, scale)
 
 

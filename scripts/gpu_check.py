@@ -94,6 +94,8 @@ def check(config: CheckConfig) -> None:
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"--only: there is no part {part}; use {', '.join(PARTS)}")
+    if not Path(config.out).parent.is_dir():
+        raise ValueError(f"--out: cannot write {config.out}; there is no directory {Path(config.out).parent}")
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
     device, date = torch.cuda.get_device_name(), time.strftime("%Y-%m-%d")

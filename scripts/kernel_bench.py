@@ -136,8 +136,8 @@ def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
             row |= {"weight_bytes": first.weight_bytes} | check_layer(first, K, rows)
             copies = max(2, -(-config.rotate_mb * 10**6 // first.weight_bytes))
             layers = [first] + [make_layer(config.format, N, K, config.group_size) for _ in range(copies - 1)]
-        except (RuntimeError, ValueError) as error:
-            yield row | {"error": f"{type(error).__name__}: {error}"[:500]}
+        except Exception as error:  # whatever it is, it belongs in the record
+            yield row | failure(error)
             torch.cuda.synchronize()  # raises where the device is lost
             continue
         for M in rows:
@@ -146,20 +146,38 @@ def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
         del layers, first
 
 
+def failure(error: Exception) -> dict:
+    """What to write down of an error: its kind and first line."""
+    return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
+
+
 def time_layers(layers: list[Layer], M: int, K: int, replays: int, ceiling: float) -> dict:
     """Time M rows, the layers in turn."""
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
     try:
         times = graph_times_s([lambda product=layer.product: product(x) for layer in layers], replays)
-    except (RuntimeError, ValueError) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    except Exception as error:  # whatever it is, it belongs in the record
+        return failure(error)
     middle = statistics.median(times)
     share = layers[0].weight_bytes / middle / ceiling
     return {"time_us": middle * 1e6, "spread_us": (max(times) - min(times)) * 1e6, "share": share}
 
 
+def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
+    """All layers of a format together: share of the ceiling, and time over that of the fewest rows."""
+    parts, first_us = [], 0.0
+    for M in sorted({M for name, _, M in timed if name == form}):
+        rows = [timed[form, layer, M] for layer in LAYERS if (form, layer, M) in timed]
+        if len(rows) == len(LAYERS):
+            time_us = sum(row["time_us"] for row in rows)
+            share = sum(row["share"] * row["time_us"] for row in rows) / time_us
+            first_us = first_us or time_us
+            parts.append(f"{M} rows {share:.0%}, {time_us / first_us:.2f} x")
+    return "; ".join(parts) or "not measured"
+
+
 def summary(rows: list[dict]) -> str:
-    """A Markdown table of all formats: microseconds, and the share of the copy bandwidth."""
+    """A Markdown table of all formats: microseconds, and the share of the copy bandwidth; then what went wrong."""
     timed = {(r["format"], r["layer"], r["M"]): r for r in rows if "time_us" in r}
     lines = [f"| layer | rows | {' | '.join(FORMATS)} |", f"|---|---|{'---|' * len(FORMATS)}"]
     for layer in LAYERS:
@@ -167,11 +185,7 @@ def summary(rows: list[dict]) -> str:
             found = [timed.get((form, layer, M)) for form in FORMATS]
             cells = [f"{r['time_us']:.1f} us, {r['share']:.0%}" if r else "failed" for r in found]
             lines.append(f"| {layer} | {M} | {' | '.join(cells)} |")
-    for form in FORMATS:
-        total = {M: sum(timed[form, name, M]["time_us"] for name in LAYERS)
-                 for M in (1, 32) if all((form, name, M) in timed for name in LAYERS)}  # fmt: skip
-        if len(total) == 2:
-            lines.append(f"\n{form}: all layers, time at 32 rows / time at 1 row: {total[32] / total[1]:.2f}")
+    lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in FORMATS)]
     wrong = [f"{r['format']} {r['layer']}" for r in rows if not r.get("correct", True) or not r.get("same_bits", True)]
     failed = [f"{r['format']} {r['layer']} {r.get('M', '')}: {r['error']}" for r in rows if "error" in r]
     lines += [f"\nwrong, or rows depend on others: {', '.join(sorted(set(wrong))) or 'none'}"]

@@ -240,6 +240,16 @@ def test_shapes_under_tracing(form):
     assert y.shape == (2, 3, 70) and y.dtype == torch.bfloat16
 
 
+def test_weights_of_another_layer_or_format_are_refused():
+    int4, int8 = (quantized(form, 70, 512) for form in ("int4-128", "int8"))
+    with pytest.raises(ValueError, match="x of 640 inputs needs int4 weights packed in 3 blocks of 256; these have 2"):
+        int4.operator(torch.randn(1, 640))
+    with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
+        kernels.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
+    with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
+        kernels.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
+
+
 def test_no_triton_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "kernels_triton", raising=False)
