@@ -15,8 +15,9 @@ tensor-core instruction adds its 16 products in the same way for 16, 32 and 64 t
 
 Trade-offs: one fixed plan per shape instead of autotuning, so that the first call is safe and graphs can be captured;
 prefill reads the weights once per 64 rows, where unpacking them for cuBLAS would be faster from a few hundred rows on;
-fp32 activations run on plain arithmetic units: slow, exact, for tests. Source of the layout's idea: Marlin (arXiv
-2408.11743), of the subtraction: Kim et al. (arXiv 2211.10017). Not here: experts, fused epilogues, more than one GPU.
+fp32 activations run on plain arithmetic units: slow, for tests of identity. Written and compiled without a GPU at
+hand: no speed is claimed here. Source of the layout's idea: Marlin (arXiv 2408.11743), of the subtraction: Kim et al.
+(arXiv 2211.10017). Not here: experts, biases, fused epilogues.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Device(NamedTuple):
     """What a plan needs to know of a GPU."""
 
     processors: int
-    shared_bytes: int  # the most that one block may have, and about what one multiprocessor has
+    shared_bytes: int  # the most that one block may have; about what a multiprocessor has
     capability: int  # 10 * major + minor
 
 
@@ -183,7 +184,8 @@ def matmul_kernel(
     total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
     scales = _scale_words(scale_ptr, first, row, N, WORDS)
     for block in tl.range(first, last, num_stages=STAGES):
-        following = _scale_words(scale_ptr, tl.minimum(block + 1, last - 1), row, N, WORDS)  # nobody waits for these
+        # the pipeline does not cover these: read a block ahead, or every block waits for memory
+        following = _scale_words(scale_ptr, tl.minimum(block + 1, last - 1), row, N, WORDS)
         part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
         for start in tl.static_range(0, COLUMNS, WIDTH):
             words = tl.load(words_ptr + block * stride + start, eviction_policy="evict_first")
@@ -211,7 +213,7 @@ def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for split in tl.static_range(SPLITS):
-        total += tl.load(parts_ptr + split * size.to(tl.int64) + i, mask=i < size, other=0.0)
+        total += tl.load(parts_ptr + split * tl.cast(size, tl.int64) + i, mask=i < size, other=0.0)
     tl.store(y_ptr + i, total.to(y_ptr.dtype.element_ty), mask=i < size)
 
 

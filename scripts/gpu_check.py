@@ -5,7 +5,7 @@
 
 tests    The tests marked `gpu`: operators against their references, the noise, token identity with vanilla decoding.
 kernels  Products with int4 and int8 weights beside the vendor's in bf16 and torch's own int4, checked and timed at
-         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format): about 2 minutes.
+         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format); meant to take under 4 minutes.
 demo     The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32 and bf16, greedy and sampled:
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
