@@ -1,13 +1,20 @@
 """Operators with a hand-chosen implementation per device, each beside a plain PyTorch reference.
 
+All are registered with `torch.library`, so that they capture under `fullgraph=True`.
+
 `tree_attention`: attention of T new rows over a static cache, of which only the used part is read.
-It is registered with `torch.library`, so that it captures under `fullgraph=True` while the used length,
-which changes every cycle, stays data and never becomes a shape of the compiled graph.
+The used length changes every cycle; it stays data and never becomes a shape of the compiled graph.
 On CPU the operator reads the length (free there) and slices the cache. On CUDA, where reading it would stop
 the host, it masks the whole capacity; a kernel that reads the length from device memory belongs here.
+
+`w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
+tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +22,10 @@ from torch import Tensor
 
 _lib = torch.library.Library("gpt_eagle", "DEF")
 _lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
+_lib.define("w4a16(Tensor x, Tensor packed, Tensor scale) -> Tensor")
+_lib.define("w8a16(Tensor x, Tensor packed, Tensor scale) -> Tensor")
+
+# ------------------------------------------------------------------------------------------ attention
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
@@ -86,3 +97,147 @@ _lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
 @torch.library.register_fake("gpt_eagle::tree_attention", lib=_lib)
 def _(q, k, v, start, mask):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+# ------------------------------------------------------------------------- int4 and int8 weights (CUDA)
+
+COLUMNS = 64  # words of a packed row and block; a block of K is 64 words of 16 / bits weights
+
+
+def _pack(fields: Tensor, bits: int) -> Tensor:
+    """[N, K] int16, unsigned fields -> [blocks, N, COLUMNS] int16.
+
+    Word c of block b holds in its bits i * bits and up the field of k = (b * planes + i) * COLUMNS + c.
+    """
+    planes = fields.view(fields.shape[0], -1, 16 // bits, COLUMNS)  # [N, blocks, planes, COLUMNS]
+    words = sum(planes[:, :, i] << (bits * i) for i in range(16 // bits))  # [N, blocks, COLUMNS]
+    return words.transpose(0, 1).contiguous()
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `_pack`: [blocks, N, COLUMNS] -> [N, padded K] int16."""
+    planes = [(packed >> (bits * i)) & (2**bits - 1) for i in range(16 // bits)]
+    return torch.stack(planes, 2).transpose(0, 1).flatten(1)  # [N, blocks, planes, COLUMNS] -> [N, padded K]
+
+
+def _to_blocks(codes: Tensor, bits: int) -> Tensor:
+    """Pad K with zeros to whole blocks: at most 255 columns."""
+    return F.pad(codes, (0, -codes.shape[1] % (16 // bits * COLUMNS))).short()
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Lay int4 weights out for `w4a16`. codes: [N, K] int8, -8..7. Returns: [blocks, N, COLUMNS] int16."""
+    return _pack(_to_blocks(codes, 4) + 8, 4)
+
+
+def unpack_int4(packed: Tensor, N: int, K: int) -> Tensor:
+    """The codes that `pack_int4` was given: [N, K] int8."""
+    return (_unpack(packed, 4) - 8)[:N, :K].to(torch.int8)
+
+
+def pack_int8(codes: Tensor) -> Tensor:
+    """Lay int8 weights out for `w8a16`, as sign and magnitude.
+
+    codes: [N, K] int8, -127..127: -128 has no place
+    Returns: [blocks, N, COLUMNS] int16.
+    """
+    codes = _to_blocks(codes, 8)
+    return _pack(torch.where(codes < 0, 128 - codes, codes), 8)  # bit 7 is the sign
+
+
+def unpack_int8(packed: Tensor, N: int, K: int) -> Tensor:
+    """The codes that `pack_int8` was given: [N, K] int8."""
+    fields = _unpack(packed, 8)[:N, :K]
+    return torch.where(fields < 128, fields, 128 - fields).to(torch.int8)
+
+
+def pack_scale(scale: Tensor, group: int) -> Tensor:
+    """Lay the scales of int4 groups out for `w4a16`: those of a row and block side by side, two to a word.
+
+    scale: [N, K / group] bfloat16; group: 32, 64 or 128
+    Returns: [blocks, N, 128 / group] int32; its last dimension tells the group.
+    """
+    per_block = 4 * COLUMNS // group
+    padded = F.pad(scale, (0, -scale.shape[1] % per_block))  # [N, blocks * per_block]
+    blocks = padded.view(scale.shape[0], -1, per_block).transpose(0, 1).contiguous()  # [blocks, N, per_block]
+    return blocks.view(torch.int32)
+
+
+def unpack_scale(packed: Tensor, K: int) -> Tensor:
+    """The scales that `pack_scale` was given: [N, K / group] bfloat16."""
+    group = 2 * COLUMNS // packed.shape[2]
+    return packed.view(torch.bfloat16).transpose(0, 1).flatten(1)[:, : K // group]
+
+
+def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
+    blocks = -(-x.shape[-1] * bits // (16 * COLUMNS))
+    if packed.shape[0] != blocks:
+        rule = f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of {16 * COLUMNS // bits}"
+        raise ValueError(f"{rule}; these have {packed.shape[0]}: pack the weights of this layer")
+    if not scale_is_packed:
+        raise ValueError(f"w{bits}a16 takes scales as {'pack_scale' if bits == 4 else '[N] float32'} lays them out")
+
+
+def w4a16(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
+
+    x: [..., K] bfloat16, float16 or float32
+    packed, scale: from `pack_int4` and `pack_scale`
+    Returns: [..., N] in x's dtype.
+    Raises: ValueError for weights of another width, or scales in another layout.
+    """
+    _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:2] == packed.shape[:2])
+    return torch.ops.gpt_eagle.w4a16(x, packed, scale)
+
+
+def w8a16(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
+
+    x: [..., K] bfloat16, float16 or float32
+    packed: from `pack_int8`; scale: [N] float32
+    Returns: [..., N] in x's dtype.
+    Raises: ValueError for weights of another width, or scales in another layout.
+    """
+    _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == packed.shape[1:2])
+    return torch.ops.gpt_eagle.w8a16(x, packed, scale)
+
+
+def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """The same in the plainest way: the weights in fp32."""
+    K, N = x.shape[-1], packed.shape[1]
+    group = 2 * COLUMNS // scale.shape[2]
+    w = unpack_int4(packed, N, K) * unpack_scale(scale, K).float().repeat_interleave(group, 1)  # [N, K]
+    return (x.float() @ w.T).to(x.dtype)
+
+
+def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """The same in the plainest way: the weights in fp32."""
+    w = unpack_int8(packed, packed.shape[1], x.shape[-1]) * scale[:, None]  # [N, K]
+    return (x.float() @ w.T).to(x.dtype)
+
+
+@cache
+def _triton_kernels() -> ModuleType:
+    """Import the kernels. Raises: ValueError where there is no Triton."""
+    try:
+        import kernels_triton
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("int4 and int8 on CUDA need Triton, and it is not installed; pip install triton") from None
+    return kernels_triton
+
+
+def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    triton_kernels = _triton_kernels()
+    with torch.cuda.device(x.device):
+        return triton_kernels.matmul(x, packed, scale, triton_kernels.device_of(x.device.index))
+
+
+def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[1])
+
+
+for _name in ("w4a16", "w8a16"):
+    _lib.impl(_name, _quantized_matmul_cuda, "CUDA")
+    torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=_lib)

@@ -1,64 +1,115 @@
 """Everything that awaits a GPU, in one command on a bare machine: correctness first, then numbers.
 
     python scripts/gpu_check.py --out benchmarks/gpu.jsonl
+    python scripts/gpu_check.py --only kernels
 
-1. The tests marked `gpu`: operators against their references, the noise, token identity with vanilla decoding.
-2. The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32 and bf16, greedy and sampled: tau,
-   tokens/s, draft and verify time, the share of sequences identical with vanilla.
-One JSON line is appended after every row, so that a run that is cut off loses nothing.
-Not here: models of real size, and kernels that do not exist yet.
+tests    The tests marked `gpu`: operators against their references, the noise, token identity with vanilla decoding.
+kernels  Products with int4 and int8 weights beside the vendor's in bf16 and torch's own int4, checked and timed at
+         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format); meant to take under 4 minutes.
+demo     The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32 and bf16, greedy and sampled:
+         tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
+One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
+stop the others; the exit status is then 1. Not here: models of real size.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import kernel_bench  # noqa: E402
+from config import option, parse, read_jsonl, run_or_fail  # noqa: E402
 from generate import compare, environment, load  # noqa: E402
 
-PROMPTS = [row["turns"] for row in map(json.loads, (ROOT / "data/eval/demo.jsonl").read_text().splitlines())]
+
+@dataclass
+class CheckConfig:
+    out: str = option("benchmarks/gpu.jsonl", "JSON lines are appended here")
+    only: str = option("tests,kernels,demo", "parts to run")
+    limit: int = option(10, "prompts per row of the demo")
+    max_new_tokens: int = option(128, "tokens per prompt of the demo")
 
 
-def rows(limit: int, max_new_tokens: int):
-    """Yield one measurement after another."""
+def append(config: CheckConfig, row: dict) -> None:
+    """Write one JSON line."""
+    with open(config.out, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def run_tests(config: CheckConfig) -> bool:
+    """Run the tests. Returns: whether they passed."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"]
+    status = subprocess.run(command, cwd=ROOT).returncode
+    append(config, {"part": "tests", "exit_status": status})
+    return status == 0
+
+
+def run_kernels(config: CheckConfig) -> bool:
+    """Measure each format in a process of its own, since a fault takes the device from its process."""
+    out = Path(config.out).resolve()
+    start = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
+    well = True
+    for form in kernel_bench.FORMATS:
+        command = [sys.executable, ROOT / "scripts" / "kernel_bench.py", "--format", form, "--json", out]
+        status = subprocess.run(command).returncode
+        append(config, {"part": "kernels", "format": form, "exit_status": status})
+        well &= status == 0
+    rows = [row for row in read_jsonl(out, "--out")[start:] if "layer" in row]
+    print(kernel_bench.summary(rows), flush=True)
+    return well and not any("error" in row or not row.get("correct", True) for row in rows)
+
+
+def run_demo(config: CheckConfig) -> bool:
+    """Decode with every tree. Returns: True; what differs from vanilla is in the rows."""
+    prompts = [row["turns"] for row in read_jsonl(ROOT / "data" / "eval" / "demo.jsonl", "prompts")]
     for dtype in ("float32", "bfloat16"):
         for temperature in (0.0, 1.0):
             for tree in ("chain", "static", "dynamic"):
                 engine = load(
                     device="cuda", dtype=dtype, temperature=temperature, tree=tree, compile=True,
-                    max_new_tokens=max_new_tokens, ignore_eos=True,
+                    max_new_tokens=config.max_new_tokens, ignore_eos=True,
                 )  # fmt: skip
-                result, outcome = compare(engine, PROMPTS[:limit])
+                result, outcome = compare(engine, prompts[: config.limit])
                 stats = {k: v for k, v in result.stats.items() if k != "accept_lengths"}
-                yield {"dtype": dtype, "temperature": temperature, "tree": tree} | stats | outcome | environment(engine)
+                row = {"part": "demo", "dtype": dtype, "temperature": temperature, "tree": tree} | stats | outcome
+                append(config, row | environment(engine))
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    return True
+
+
+PARTS = {"tests": run_tests, "kernels": run_kernels, "demo": run_demo}
+
+
+def check(config: CheckConfig) -> None:
+    """Run the parts. Exits with status 1 when one did not go well."""
+    parts = config.only.split(",")
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"--only: there is no part {part}; use {', '.join(PARTS)}")
+    if not Path(config.out).parent.is_dir():
+        raise ValueError(f"--out: cannot write {config.out}; there is no directory {Path(config.out).parent}")
+    if not torch.cuda.is_available():
+        raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
+    device, date = torch.cuda.get_device_name(), time.strftime("%Y-%m-%d")
+    print(f"# {device}, torch {torch.__version__}, {date}", flush=True)
+    append(config, {"device": device, "torch": torch.__version__, "date": date, "parts": parts})
+    failed = [part for part in parts if not PARTS[part](config)]
+    if failed:
+        print(f"gpu_check.py: not all went well in: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/gpu.jsonl", help="JSON lines are appended here")
-    parser.add_argument("--limit", type=int, default=10, help="prompts per row")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_check.py: this machine or this torch has no CUDA device; run it on one that has", file=sys.stderr)
-        sys.exit(2)
-    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"], cwd=ROOT)
-    with open(arguments.out, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"tests_exit_status": tests.returncode, "date": time.strftime("%Y-%m-%d")}) + "\n")
-        for row in rows(arguments.limit, arguments.max_new_tokens):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    sys.exit(tests.returncode)
+    config = parse(CheckConfig, "gpu_check.py", __doc__)
+    run_or_fail("gpu_check.py", lambda: check(config))
 
 
 if __name__ == "__main__":

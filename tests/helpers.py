@@ -1,4 +1,4 @@
-"""What several test files share: engines made from parts, the golden traces, recorded calls, a chi-square test."""
+"""What several test files share: engines made from parts, the golden traces, weights, recorded calls, a chi-square test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import kernels
 from config import GenerateConfig
 from decode import Engine, Session, with_steps
 from drafters import Drafter
@@ -65,6 +66,38 @@ def golden_target(name: str = "models/target_llama_mha") -> Transformer:
 def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | None = None) -> EagleHead:
     """A golden head in fp32, loaded anew."""
     return load_head(GOLDEN / name, target or golden_target())
+
+
+# --------------------------------------------------------------------------------------------- weights
+
+
+class Quantized(NamedTuple):
+    """Random weights as a quantized product takes them."""
+
+    group: int  # of int4 scales; 0: int8
+    packed: Tensor
+    scale: Tensor
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The product in the plainest way."""
+        product = kernels.w4a16_reference if self.group else kernels.w8a16_reference
+        return product(x, self.packed, self.scale)
+
+    def operator(self, x: Tensor) -> Tensor:
+        """The product by the operator."""
+        return (kernels.w4a16 if self.group else kernels.w8a16)(x, self.packed, self.scale)
+
+
+def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
+    """Random weights of N outputs and K inputs. form: int8, or int4 and its group, as int4-128."""
+    g = torch.Generator(device).manual_seed(seed)
+    group = int(form.removeprefix("int4-")) if form != "int8" else 0
+    top = 7 if group else 127
+    codes = torch.randint(-top - (group > 0), top + 1, (N, K), generator=g, device=device, dtype=torch.int8)
+    scale = torch.rand(N, K // group if group else 1, generator=g, device=device) * 0.1 + 0.01
+    if group:
+        return Quantized(group, kernels.pack_int4(codes), kernels.pack_scale(scale.bfloat16(), group))
+    return Quantized(0, kernels.pack_int8(codes), scale[:, 0])
 
 
 # ----------------------------------------------------------------------------------------------- tools

@@ -1,0 +1,216 @@
+"""How fast a GPU multiplies 1 to 64 rows by the weights of a 7B model, in one format; and whether it is right.
+
+    python scripts/kernel_bench.py --format int4 --json benchmarks/gpu.jsonl
+
+1. The ceiling: a copy within the GPU's memory, bytes read and written.
+2. For each layer of a LLaMA-2 7B block and its LM head: `correct`, the product of fresh random data against the fp32
+   reference, written into memory that holds NaN; `same_bits`, whether a row comes out the same alone and among others.
+3. For each number of rows: the time of a product within a captured graph that goes through at least 200 MB of
+   different weights, so that no cache holds them; median and spread over replays; share of the ceiling.
+Formats: int4 and int8 are ours; bf16 is the vendor's product (cuBLAS); tinygemm is torch._weight_int4pack_mm.
+One JSON line is appended after every row. A row that fails is written down with its error, and the rest goes on
+unless the device is lost (exit status 1). scripts/gpu_check.py runs this for all formats, and prints a table.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import kernels  # noqa: E402
+from config import option, parse, run_or_fail  # noqa: E402
+
+FORMATS = ("bf16", "tinygemm", "int8", "int4")
+LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
+COPY_BYTES = 2**30
+TOLERANCE = 4e-3  # relative; rounding to bf16 alone gives 1.7e-3
+
+
+@dataclass
+class BenchConfig:
+    format: str = option("int4", "weights", FORMATS)
+    group_size: int = option(128, "of int4 scales", None)
+    rows: str = option("1,8,16,32,64", "rows of activations, ascending")
+    rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
+    replays: int = option(20, "timed replays of the graph")
+    json: str = option("", "file to append to")
+
+
+class Layer(NamedTuple):
+    """The weights of one layer and how to multiply by them."""
+
+    product: Callable[[Tensor], Tensor]  # [M, K] bfloat16 -> [M, N]
+    reference: Callable[[Tensor], Tensor] | None  # of ours
+    weight_bytes: int
+
+
+def make_layer(form: str, N: int, K: int, group: int) -> Layer:
+    """Random weights on the GPU. Every word is a valid one, in all of the packed formats."""
+
+    def words(*shape: int, dtype: torch.dtype) -> Tensor:
+        bits = torch.iinfo(dtype)
+        return torch.randint(bits.min, bits.max, shape, dtype=dtype, device="cuda")
+
+    if form == "bf16":
+        w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
+        return Layer(lambda x: F.linear(x, w), None, w.nbytes)
+    scale = torch.rand(N, K // group, device="cuda") * 0.01
+    if form == "tinygemm":
+        w = words(N // 8, K // 128, 32, 4, dtype=torch.int32)  # inner_k_tiles = 8
+        zeros = torch.stack((scale.T, scale.T), -1).bfloat16().contiguous()  # [K / group, N, 2]
+        return Layer(lambda x: torch._weight_int4pack_mm(x, w, group, zeros), None, w.nbytes + zeros.nbytes)
+    bits = 4 if form == "int4" else 8
+    packed = words(-(-K * bits // 1024), N, kernels.COLUMNS, dtype=torch.int16)
+    scale = kernels.pack_scale(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
+    product, reference = (
+        (kernels.w4a16, kernels.w4a16_reference) if form == "int4" else (kernels.w8a16, kernels.w8a16_reference)
+    )
+    return Layer(
+        lambda x: product(x, packed, scale), lambda x: reference(x, packed, scale), packed.nbytes + scale.nbytes
+    )
+
+
+def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float]:
+    """Seconds per call, one number for each replay of a graph of all calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:3]:  # compile, and let libraries set up
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e-3 / len(calls) for a, b in zip(events, events[1:])]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy within the device."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / statistics.median(graph_times_s([lambda: target.copy_(source)] * 3, 10))
+
+
+def check_layer(layer: Layer, K: int, rows: list[int]) -> dict:
+    """Compare with the reference, and rows among others with rows alone."""
+    if layer.reference is None:
+        return {}
+    x = torch.randn(rows[-1], K, dtype=torch.bfloat16, device="cuda")
+    nan = lambda *size, **options: torch.full(size, float("nan"), **options)  # noqa: E731
+    with mock.patch.object(torch, "empty", nan):
+        whole = layer.product(x)
+        parts = [layer.product(x[:M]) for M in rows]
+    expected = layer.reference(x.float())  # [M, N]
+    error = float((whole.float() - expected).norm() / expected.norm())
+    same = all(torch.equal(part, whole[:M]) for part, M in zip(parts, rows))
+    return {"relative_error": error, "correct": error < TOLERANCE, "same_bits": same}
+
+
+def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
+    """Yield a row for each layer and number of rows; one that fails holds `error`."""
+    rows = [int(M) for M in config.rows.split(",")]
+    for name, (N, K) in tqdm(LAYERS.items(), unit="layer", desc=config.format):
+        row = {"part": "kernels", "format": config.format, "layer": name, "N": N, "K": K}
+        try:
+            first = make_layer(config.format, N, K, config.group_size)
+            row |= {"weight_bytes": first.weight_bytes} | check_layer(first, K, rows)
+            copies = max(2, -(-config.rotate_mb * 10**6 // first.weight_bytes))
+            layers = [first] + [make_layer(config.format, N, K, config.group_size) for _ in range(copies - 1)]
+        except Exception as error:  # whatever it is, it belongs in the record
+            yield row | failure(error)
+            torch.cuda.synchronize()  # raises where the device is lost
+            continue
+        for M in rows:
+            yield row | {"M": M} | time_layers(layers, M, K, config.replays, ceiling)
+            torch.cuda.synchronize()
+        del layers, first
+
+
+def failure(error: Exception) -> dict:
+    """What to write down of an error: its kind and first line."""
+    return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
+
+
+def time_layers(layers: list[Layer], M: int, K: int, replays: int, ceiling: float) -> dict:
+    """Time M rows, the layers in turn."""
+    x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
+    try:
+        times = graph_times_s([lambda product=layer.product: product(x) for layer in layers], replays)
+    except Exception as error:  # whatever it is, it belongs in the record
+        return failure(error)
+    middle = statistics.median(times)
+    share = layers[0].weight_bytes / middle / ceiling
+    return {"time_us": middle * 1e6, "spread_us": (max(times) - min(times)) * 1e6, "share": share}
+
+
+def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
+    """All layers of a format together: share of the ceiling, and time over that of the fewest rows."""
+    parts, first_us = [], 0.0
+    for M in sorted({M for name, _, M in timed if name == form}):
+        rows = [timed[form, layer, M] for layer in LAYERS if (form, layer, M) in timed]
+        if len(rows) == len(LAYERS):
+            time_us = sum(row["time_us"] for row in rows)
+            share = sum(row["share"] * row["time_us"] for row in rows) / time_us
+            first_us = first_us or time_us
+            parts.append(f"{M} rows {share:.0%}, {time_us / first_us:.2f} x")
+    return "; ".join(parts) or "not measured"
+
+
+def summary(rows: list[dict]) -> str:
+    """A Markdown table of all formats: microseconds, and the share of the copy bandwidth; then what went wrong."""
+    timed = {(r["format"], r["layer"], r["M"]): r for r in rows if "time_us" in r}
+    lines = [f"| layer | rows | {' | '.join(FORMATS)} |", f"|---|---|{'---|' * len(FORMATS)}"]
+    for layer in LAYERS:
+        for M in sorted({M for _, name, M in timed if name == layer}):
+            found = [timed.get((form, layer, M)) for form in FORMATS]
+            cells = [f"{r['time_us']:.1f} us, {r['share']:.0%}" if r else "failed" for r in found]
+            lines.append(f"| {layer} | {M} | {' | '.join(cells)} |")
+    lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in FORMATS)]
+    wrong = [f"{r['format']} {r['layer']}" for r in rows if not r.get("correct", True) or not r.get("same_bits", True)]
+    failed = [f"{r['format']} {r['layer']} {r.get('M', '')}: {r['error']}" for r in rows if "error" in r]
+    lines += [f"\nwrong, or rows depend on others: {', '.join(sorted(set(wrong))) or 'none'}"]
+    return "\n".join(lines + [f"failed: {line}" for line in failed])
+
+
+def bench(config: BenchConfig) -> None:
+    """Measure one format."""
+    if not torch.cuda.is_available():
+        raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ceiling = copy_bandwidth()
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceiling_bytes_per_s": ceiling}
+    print(f"# {facts['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, {config.format}", flush=True)
+    for row in measure(config, ceiling):
+        if config.json:
+            with open(config.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row | facts) + "\n")
+        tqdm.write(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), sys.stdout)
+
+
+def main() -> None:
+    config = parse(BenchConfig, "kernel_bench.py", __doc__)
+    run_or_fail("kernel_bench.py", lambda: bench(config))
+
+
+if __name__ == "__main__":
+    main()

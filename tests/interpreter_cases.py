@@ -1,0 +1,100 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU; test_kernels_triton.py runs this file.
+
+Triton reads TRITON_INTERPRET when it is imported, so these cases need a process of their own. Activations are fp32:
+the interpreter computes nonsense in bf16, and has no inline assembly (which is tested apart).
+"""
+
+import numpy
+import pytest
+import torch
+
+import kernels
+import kernels_triton
+from helpers import quantized
+from kernels_triton import Device, Plan
+
+FORMATS = ["int4-128", "int4-64", "int4-32", "int8"]
+TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: tokens per block; 70 makes two blocks
+
+
+def run(x, weights, splits=1):
+    """The product, cut as it would be for 16-bit activations."""
+    tokens = TOKENS[x.shape[0]]
+    cut = Plan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
+    return kernels_triton.run(x, weights.packed, weights.scale, cut)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What is not written is not a number."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
+
+
+@pytest.mark.parametrize("rows", TOKENS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_product(form, rows):
+    """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full."""
+    weights = quantized(form, 135, 640)
+    x = torch.randn(rows, 640)
+    torch.testing.assert_close(run(x, weights, splits=2), weights.reference(x), atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize("N,K", [(1, 128), (64, 256), (128, 512), (200, 384)])
+@pytest.mark.parametrize("form", FORMATS)
+def test_shapes(form, N, K):
+    weights = quantized(form, N, K)
+    x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
+    y = kernels_triton.run(x, weights.packed, weights.scale, Plan(16, 64, 1, 4, 4))
+    torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize("K", [65, 200])
+def test_int8_takes_any_width(K):
+    weights = quantized("int8", 70, K)
+    x = torch.randn(5, K)
+    torch.testing.assert_close(run(x, weights), weights.reference(x), atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_splits_may_be_uneven(splits):
+    weights = quantized("int4-128", 70, 8 * 256 + 128)  # 9 blocks
+    x = torch.randn(5, 8 * 256 + 128)
+    torch.testing.assert_close(run(x, weights, splits), weights.reference(x), atol=5e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_row_has_the_same_bits_beside_any_others(monkeypatch, form, splits):
+    """The kernels' own order of sums. The library behind numpy.matmul has another one for every tile shape."""
+
+    def in_order(a, b, **_):
+        total = numpy.zeros((a.shape[0], b.shape[1]), numpy.float32)
+        for k in range(a.shape[1]):
+            total += a[:, k, None] * b[None, k]
+        return total
+
+    monkeypatch.setattr(numpy, "matmul", in_order)
+    weights = quantized(form, 70, 896)
+    x = torch.randn(64, 896)
+    whole = run(x, weights, splits)
+    torch.testing.assert_close(whole, weights.reference(x), atol=5e-4, rtol=2e-5)
+    for rows in (1, 5, 16, 26, 60):
+        assert torch.equal(run(x[-rows:].clone(), weights, splits), whole[-rows:]), rows
+
+
+def test_the_whole_path():
+    """Plan and format from the tensors alone, as the operators do it."""
+    device = Device(132, 232448, 90)
+    for form in FORMATS:
+        weights = quantized(form, 135, 1024)
+        x = torch.randn(3, 1024)
+        y = kernels_triton.matmul(x, weights.packed, weights.scale, device)
+        torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
+
+
+def test_negative_zero_is_zero():
+    """A sign without a magnitude, which pack_int8 never writes."""
+    packed = torch.full((1, 64, kernels.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
+    y = kernels_triton.run(torch.randn(2, 128), packed, torch.ones(64), Plan(16, 64, 1, 2, 4))
+    assert (y == 0).all()

@@ -1,0 +1,174 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, compiled ahead of time, and piece by piece.
+
+What only a GPU can show (bits of 16-bit products, graphs) is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+import kernels  # noqa: E402
+from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, resources  # noqa: E402
+from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
+
+TESTS = Path(__file__).parent
+
+
+# --------------------------------------------------------------------------------------- interpreter
+
+
+def test_in_the_interpreter():
+    """All of interpreter_cases.py, in the process that it needs."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "interpreter_cases.py"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=TESTS.parent, env=os.environ | {"TRITON_INTERPRET": "1"}
+    )
+    assert result.returncode == 0 and re.search(r"[5-9]\d passed", result.stdout), result.stdout + result.stderr
+
+
+# ------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.fixture
+def _fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def check(case: Case) -> None:
+    """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
+    found, cut = resources(case)
+    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
+    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
+    instruction = "HGMMA" if case.target == "90" else "HMMA"
+    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
+    assert 1 < found.per_weight < (40 if case.dtype == "fp32" else 8), (case, cut, found)  # the loop was found
+
+
+@pytest.mark.parametrize("M", [16, 32, 64])
+@pytest.mark.parametrize("form", ["int4-128", "int8"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiled(_fresh_cache, target, form, M):
+    check(Case(target, form, "bf16", M))
+
+
+@pytest.mark.parametrize("case", [
+    Case("80", "int4-32", "bf16", 64),  # the one that spilled with 64 tokens to a block
+    Case("90", "int4-32", "bf16", 64),
+    Case("80", "int4-64", "fp16", 64),
+    Case("90", "int8", "fp16", 16),
+    Case("90", "int4-128", "fp32", 16),
+    Case("86", "int4-64", "bf16", 32, 4095),  # N tells the compiler nothing
+])  # fmt: skip
+def test_compiled_variants(_fresh_cache, case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("N", [4096, 4095])
+def test_compiled_all(_fresh_cache, N):
+    for case in cases(ReportConfig(dtypes="bf16,fp16,fp32", N=N)):
+        check(case)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sum_of_splits_compiles(_fresh_cache, target):
+    source = ASTSource(
+        fn=sum_kernel,
+        signature={"parts_ptr": "*fp32", "y_ptr": "*bf16", "size": "i32", "SPLITS": "constexpr", "BLOCK": "constexpr"},
+        constexprs={"SPLITS": MAX_SPLITS, "BLOCK": 512},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", int(target), 32))
+    usage, code = disassemble(kernel)
+    assert "STACK:0" in usage and not re.search(r"\b(LDL|STL)\b", code)
+
+
+# ---------------------------------------------------------------------------------------------- plan
+
+
+def test_the_plan_of_a_7b_model():
+    """132 processors: wide layers are not split, narrow ones are, so that all have work."""
+    blocks = {4096: 16, 11008: 43}
+    got = {(N, K): choose_splits(N, blocks[K], 132) for N, K in [(12288, 4096), (4096, 4096), (22016, 4096),
+                                                                 (4096, 11008), (32000, 4096)]}  # fmt: skip
+    assert got == {(12288, 4096): 1, (4096, 4096): 4, (22016, 4096): 1, (4096, 11008): 4, (32000, 4096): 1}
+
+
+def test_every_split_has_a_block():
+    for blocks in (1, 2, 3, 5, 16, 43, 400):
+        for N in (1, 64, 1000, 4096, 128256):
+            for processors in (1, 82, 132):
+                splits = choose_splits(N, blocks, processors)
+                edges = [i * blocks // splits for i in range(splits + 1)]  # as the kernel cuts
+                assert splits <= MAX_SPLITS and all(a < b for a, b in zip(edges, edges[1:]))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits,group", [(4, 128), (4, 64), (4, 32), (8, 0)])
+def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
+    for dtype in (torch.bfloat16, torch.float32):
+        cuts = [plan(M, 4096, 11008, bits, group, dtype, TARGETS[target]) for M in (1, 16, 17, 32, 33, 64, 65, 256)]
+        assert len({cut.splits for cut in cuts}) == 1
+        assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
+
+
+# ------------------------------------------------------------------------------------------ assembly
+
+
+def emulate(code: str, words: torch.Tensor) -> torch.Tensor:
+    """Run the few PTX instructions that unpack_asm uses. words: [n] int64, 32 bits each, as $1; Returns: $0."""
+    registers = {"$1": words}
+
+    def value(name: str) -> torch.Tensor:
+        return registers[name] if name in registers else torch.full_like(words, int(name, 0))
+
+    def halves(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # [n] int64 -> [2, n] dtype
+        return torch.stack((bits & 0xFFFF, bits >> 16)).to(torch.uint16).view(dtype)
+
+    for instruction in code.strip("{} ").split(";"):
+        kind, *names = re.findall(r"[\w.$]+", instruction) or [""]
+        if kind in ("", ".reg"):
+            continue
+        target, *args = names
+        a, *rest = map(value, args)
+        if kind == "mov.b32":
+            registers[target] = a
+        elif kind == "shr.u32":
+            registers[target] = a >> rest[0]
+        elif kind == "shl.b32":
+            registers[target] = (a << rest[0]) & 0xFFFFFFFF
+        elif kind == "lop3.b32":
+            assert args[3] == "0xea"  # the truth table of (a & b) | c
+            registers[target] = (a & rest[0]) | rest[1]
+        else:
+            assert kind in ("fma.rn.f16x2", "fma.rn.bf16x2")
+            dtype = torch.float16 if "bf" not in kind else torch.bfloat16
+            x, y, z = (halves(v, dtype).double() for v in (a, *rest))
+            low, high = (x * y + z).to(dtype).view(torch.uint16).to(torch.int64)
+            registers[target] = low | high << 16
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_assembly_unpacks_every_word(bits, dtype):
+    every = torch.arange(2**16)
+    other = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, kernels.COLUMNS)
+    unpack = kernels.unpack_int4 if bits == 4 else kernels.unpack_int8
+    codes = unpack(packed, 1, packed.numel() * 16 // bits).view(-1, 16 // bits, kernels.COLUMNS)
+    for plane in range(16 // bits):
+        want = codes[:, plane].flatten().double()  # of word i
+        result = emulate(unpack_asm(bits, plane, dtype == torch.float16), every | other << 16)
+        for half, expected in ((result & 0xFFFF, want), (result >> 16, want[other])):
+            assert torch.equal(half.to(torch.uint16).view(dtype).double(), expected)
