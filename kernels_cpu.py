@@ -20,6 +20,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     library = folder / f"{namespace}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if library.is_file():
         return library
+    print("note: building the int8 / int4 operators for this processor, once (about 10 s)", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:

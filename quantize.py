@@ -173,8 +173,11 @@ PRODUCTS = {
         lambda codes, scale: (codes, scale), lambda packed, scale, n, k: (packed, scale), _apply_torch_int8
     ),
     ("int4", "cuda"): Product(
-        lambda codes, scale: (kernels.pack_int4(codes), scale),
-        lambda packed, scale, n, k: (kernels.unpack_int4(packed, n, k), scale),
+        lambda codes, scale: (
+            kernels.pack_int4(codes),
+            kernels.pack_scale(scale, codes.shape[1] // scale.shape[1]),
+        ),
+        lambda packed, scale, n, k: (kernels.unpack_int4(packed, n, k), kernels.unpack_scale(scale, k)),
         _apply_cuda_int4,
     ),
     ("int8", "cuda"): Product(

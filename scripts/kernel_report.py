@@ -19,13 +19,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 from tqdm import tqdm
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from config import option, parse, run_or_fail  # noqa: E402
+from config import fail, option, parse, run_or_fail  # noqa: E402
+
+try:
+    import triton
+except ModuleNotFoundError:
+    fail("kernel_report.py", "Triton is not installed; pip install triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+
 from kernels_triton import Device, Plan, matmul_kernel, plan  # noqa: E402
 
 # multiprocessors and shared memory of a block: CUDA C++ programming guide, table of compute capabilities
