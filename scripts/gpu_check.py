@@ -6,7 +6,7 @@
 tests    The tests marked `gpu`: operators against their references, the noise, token identity with vanilla decoding.
 kernels  Products with int4 and int8 weights beside the vendor's in bf16 and torch's own int4, checked and timed at
          the shapes of a 7B model (scripts/kernel_bench.py, a process for each format); meant to take under 4 minutes.
-demo     The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32 and bf16, greedy and sampled:
+demo     The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32, bf16, int8 and int4, T 0 and 1:
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
 stop the others; the exit status is then 1. Not here: models of real size.
@@ -70,16 +70,17 @@ def run_kernels(config: CheckConfig) -> bool:
 def run_demo(config: CheckConfig) -> bool:
     """Decode with every tree. Returns: True; what differs from vanilla is in the rows."""
     prompts = [row["turns"] for row in read_jsonl(ROOT / "data" / "eval" / "demo.jsonl", "prompts")]
-    for dtype in ("float32", "bfloat16"):
+    for dtype, quant in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")):
         for temperature in (0.0, 1.0):
             for tree in ("chain", "static", "dynamic"):
                 engine = load(
-                    device="cuda", dtype=dtype, temperature=temperature, tree=tree, compile=True,
+                    device="cuda", dtype=dtype, quant=quant, temperature=temperature, tree=tree, compile=True,
                     max_new_tokens=config.max_new_tokens, ignore_eos=True,
                 )  # fmt: skip
                 result, outcome = compare(engine, prompts[: config.limit])
                 stats = {k: v for k, v in result.stats.items() if k != "accept_lengths"}
-                row = {"part": "demo", "dtype": dtype, "temperature": temperature, "tree": tree} | stats | outcome
+                row = {"part": "demo", "dtype": dtype, "quant": quant, "temperature": temperature, "tree": tree}
+                row |= stats | outcome
                 append(config, row | environment(engine))
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return True
