@@ -24,7 +24,7 @@ import json
 import math
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -582,16 +582,20 @@ def _stack(
     files: WeightFiles, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None, device: str
 ) -> Tensor:
     """The named tensors on top of each other, on the device. dtype: None keeps the files' own."""
+    if len(shape) == 3:  # experts, one after the other
+        value = torch.empty(shape, dtype=dtype, device=device)
+        for target, part in zip(value, _by_expert(names, shape[0])):
+            target.copy_(_stack(files, part, shape[1:], dtype, device))
+        return value
     parts = [files.read(n) for n in names]
-    flat = torch.Size((shape[0] * shape[1], shape[2])) if len(shape) == 3 else shape  # experts are stacked too
     rows = sum(p.shape[0] for p in parts if p.dim())
-    if any(p.shape[1:] != flat[1:] for p in parts) or rows != flat[0]:
-        got = _some([str(list(p.shape)) for p in parts], " + ")
+    if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
+        got = " + ".join(str(list(p.shape)) for p in parts)
         raise ValueError(
-            f"{files.path}: {_some(names, ' + ')} has shape {got}, but config.json asks for {list(shape)} in all"
+            f"{files.path}: {' + '.join(names)} has shape {got}, but config.json asks for {list(shape)} in all"
         )
     value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=device)
-    for target, part in zip(value.view(flat).split([p.shape[0] for p in parts]), parts):
+    for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
         target.copy_(part)
     return value
 
@@ -603,9 +607,8 @@ def _quantized(
     kind, shape = FORMATS[storage.quant.format], layer.weight.shape
     if isinstance(layer, nn.Linear):
         return kind(*_codes_and_scale(files, theirs, shape, storage), layer.bias, wide=ours == "lm_head.weight")
-    each = len(theirs) // shape[0]  # tensors of an expert
-    parts = (theirs[e * each : (e + 1) * each] for e in range(shape[0]))
-    return QuantExperts(kind, (_codes_and_scale(files, part, shape[1:], storage) for part in parts), shape[0])
+    parts = (_codes_and_scale(files, part, shape[1:], storage) for part in _by_expert(theirs, shape[0]))
+    return QuantExperts(kind, parts, shape[0])
 
 
 def _codes_and_scale(
@@ -622,8 +625,14 @@ def _codes_and_scale(
     return kind.from_file(stored), scale
 
 
-def _some(names: Sequence[str], between: str = ", ", most: int = 4) -> str:
-    return between.join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
+    """The tensors of one expert after the other."""
+    each = len(names) // experts
+    return (names[first : first + each] for first in range(0, len(names), each))
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
 def export_weights(
