@@ -9,10 +9,17 @@ the host, it masks the whole capacity; a kernel that reads the length from devic
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
 tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU.
+
+`experts_linear`: every row times the weight of its own expert, again with the data-dependent part inside: which
+experts are hit, and by how many rows, never becomes a shape.
+On CPU rows are grouped by expert, which is as good for one token as for a tree or a prompt: every weight that is
+needed is read once where it lies, idle experts cost nothing. On CUDA every row meets every expert, so that shapes stay
+static; a kernel over groups of rows, which passes over idle experts, belongs here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
@@ -241,3 +248,81 @@ def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 for _name in ("w4a16", "w8a16"):
     _lib.impl(_name, _quantized_matmul_cuda, "CUDA")
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=_lib)
+# ------------------------------------------------------------------------------------------------ experts
+
+_lib.define("experts_linear(Tensor x, Tensor weight, Tensor expert) -> Tensor")
+_lib.define("experts_gradient(Tensor x, Tensor grad, Tensor expert, int experts) -> Tensor")
+
+
+def experts_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """Multiply every row with the weight of its expert. Differentiable in x and weight.
+
+    x: [P, K]
+    weight: [E, N, K], one matrix per expert
+    expert: [P] int64, of each row
+    Returns: [P, N] in x's dtype.
+    """
+    return torch.ops.gpt_eagle.experts_linear(x, weight, expert)
+
+
+def experts_linear_reference(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """The same in the plainest way: every row through every expert."""
+    every = torch.einsum("pk,enk->pen", x, weight)  # [P, E, N]
+    return every[torch.arange(len(x), device=x.device), expert]  # [P, N]
+
+
+def experts_gradient_reference(x: Tensor, grad: Tensor, expert: Tensor, experts: int) -> Tensor:
+    """The gradient of every expert's weight. grad: [P, N], of the result. Returns: [E, N, K]."""
+    ours = F.one_hot(expert, experts).to(x.dtype)  # [P, E]
+    return torch.einsum("pen,pk->enk", ours[:, :, None] * grad[:, None], x)
+
+
+def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The experts that are hit, in order, and the rows of each. Reads the data: not for steps that are captured."""
+    for e in expert.unique().tolist():
+        yield e, (expert == e).nonzero().flatten()
+
+
+def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for e, rows in rows_by_expert(expert):
+        y[rows] = F.linear(x[rows], weight[e])
+    return y
+
+
+def _experts_gradient_cpu(x: Tensor, grad: Tensor, expert: Tensor, experts: int) -> Tensor:
+    y = x.new_zeros(experts, grad.shape[1], x.shape[1])
+    for e, rows in rows_by_expert(expert):
+        y[e] = grad[rows].T @ x[rows]
+    return y
+
+
+_lib.impl("experts_linear", _experts_linear_cpu, "CPU")
+_lib.impl("experts_linear", experts_linear_reference, "CUDA")
+_lib.impl("experts_gradient", _experts_gradient_cpu, "CPU")
+_lib.impl("experts_gradient", experts_gradient_reference, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::experts_linear", lib=_lib)
+def _(x, weight, expert):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.register_fake("gpt_eagle::experts_gradient", lib=_lib)
+def _(x, grad, expert, experts):
+    return x.new_empty(experts, grad.shape[1], x.shape[1])
+
+
+def _experts_setup(ctx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _experts_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, expert = ctx.saved_tensors
+    by_weight = torch.ops.gpt_eagle.experts_gradient(x, grad, expert, weight.shape[0])
+    return experts_linear(grad, weight.transpose(1, 2), expert), by_weight, None
+
+
+torch.library.register_autograd("gpt_eagle::experts_linear", _experts_backward, setup_context=_experts_setup, lib=_lib)
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast("gpt_eagle::experts_linear", _device, torch.bfloat16, lib=_lib)

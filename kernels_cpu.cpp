@@ -8,6 +8,8 @@
 //    integer sums start at -offset * sum(activations), which takes the offset out again, exactly.
 // 3. Threads share the strips. Within a strip, k goes by panels that stay in the first-level cache while tiles of up to
 //    MB tokens pass over them, so weights are read from memory once for any number of tokens.
+// 4. A mixture of experts is several such layers on top of each other: rows are grouped by their expert, each group
+//    passes over the strips of its own, and experts without rows are not touched. A plain layer is one expert.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the floating-point sum runs
 // over the blocks of k in their order for every tile. Compiled on first use, for the machine it runs on, by kernels.py,
@@ -21,6 +23,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #if defined(__AVX2__)
@@ -135,15 +138,40 @@ constexpr int NV = STRIP / LANES;  // vectors per strip
 // ------------------------------------------------------------------------------------------- activations
 
 // Rows go through the product in tiles of up to MB; within a tile, the rows' values for a step lie side by side.
+struct Tile {
+  int64_t first, height;  // rows first .. first + height - 1
+};
+struct Group {
+  int64_t expert, first, rows;  // rows of one expert lie side by side
+  std::vector<Tile> tiles;      // of nearly equal height
+};
 struct Activations {
   int64_t rows, k, block, blocks;
+  std::vector<int64_t> order;   // which row of x, and of the result, each row is
+  std::vector<Group> groups;    // of the experts that are hit
   std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4]
   std::vector<float> scales;    // per tile: [blocks, T]
   std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
-
-  int64_t tiles() const { return (rows + MB - 1) / MB; }
-  int64_t first_row(int64_t tile) const { return rows * tile / tiles(); }  // tiles of nearly equal height
 };
+
+// Order rows by expert, stably. expert: of each row, or null where all share the only one
+void group_rows(Activations& a, const int64_t* expert, int64_t experts) {
+  std::vector<int64_t> next(experts + 1);  // where the next row of each expert goes
+  for (int64_t i = 0; i < a.rows; i++) next[(expert ? expert[i] : 0) + 1]++;
+  for (int64_t e = 0; e < experts; e++) {
+    const int64_t rows = next[e + 1], count = (rows + MB - 1) / MB;
+    next[e + 1] += next[e];
+    if (rows == 0) continue;
+    Group group{e, next[e], rows, {}};
+    for (int64_t t = 0; t < count; t++) {
+      const int64_t first = rows * t / count, last = rows * (t + 1) / count;
+      group.tiles.push_back({group.first + first, last - first});
+    }
+    a.groups.push_back(std::move(group));
+  }
+  a.order.resize(a.rows);
+  for (int64_t i = 0; i < a.rows; i++) a.order[next[expert ? expert[i] : 0]++] = i;
+}
 
 inline float widen(float v) { return v; }
 inline float widen(at::BFloat16 v) {
@@ -178,25 +206,26 @@ template <class T> void round_block(const T* x, int64_t n, int offset, int8_t* c
   *start = -offset * sum;
 }
 
-template <class T> Activations round_rows(const T* x, int64_t rows, int64_t k, int64_t block, int offset) {
-  Activations a{rows, k, block, (k + block - 1) / block, {}, {}, {}};
-  a.codes.resize(rows * k);
-  a.scales.resize(rows * a.blocks);
-  a.starts.resize(rows * a.blocks);
-  at::parallel_for(0, a.tiles(), std::max<int64_t>(1, GRAIN / 16 / (MB * k)), [&](int64_t begin, int64_t end) {
-    std::vector<int8_t> codes(block);
-    for (int64_t tile = begin; tile < end; tile++) {
-      const int64_t first = a.first_row(tile), height = a.first_row(tile + 1) - first;
+template <class T> void round_rows(Activations& a, const T* x, int offset) {
+  a.codes.resize(a.rows * a.k);
+  a.scales.resize(a.rows * a.blocks);
+  a.starts.resize(a.rows * a.blocks);
+  std::vector<Tile> tiles;
+  for (const Group& group : a.groups) tiles.insert(tiles.end(), group.tiles.begin(), group.tiles.end());
+  at::parallel_for(0, tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
+    std::vector<int8_t> codes(a.block);
+    for (int64_t t = begin; t < end; t++) {
+      const auto [first, height] = tiles[t];
       for (int64_t b = 0; b < a.blocks; b++)
         for (int64_t m = 0; m < height; m++) {
-          const int64_t n = std::min(block, k - b * block), i = first * a.blocks + b * height + m;
-          round_block(x + (first + m) * k + b * block, n, offset, codes.data(), &a.scales[i], &a.starts[i]);
-          int8_t* to = &a.codes[first * k + b * block * height + 4 * m];
+          const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
+          const T* from = x + a.order[first + m] * a.k + b * a.block;
+          round_block(from, n, offset, codes.data(), &a.scales[i], &a.starts[i]);
+          int8_t* to = &a.codes[first * a.k + b * a.block * height + 4 * m];
           for (int64_t s = 0; s < n / 4; s++) std::memcpy(to + 4 * height * s, &codes[4 * s], 4);
         }
     }
   });
-  return a;
 }
 
 // ---------------------------------------------------------------------------------------------- formats
@@ -301,56 +330,91 @@ template <class Out> void put_row(Out* y, float* sums, const float* scale, int64
     for (int64_t i = 0; i < columns; i++) put(y + i, sums[i]);
 }
 
-// y[M, n] = x . w; scale: per output, or null
+// y[M, n] = x . w. packed: [experts, strips, ...]; scale: [experts, n] per output, or null
 template <class F, class Out>
 void product(const Activations& a, const uint8_t* packed, int64_t n, const float* scale, Out* y) {
-  const int64_t M = a.rows, T = a.tiles(), panel = std::max<int64_t>(1, PANEL / a.block);
+  const int64_t panel = std::max<int64_t>(1, PANEL / a.block), strips = (n + STRIP - 1) / STRIP;
   const int64_t block_bytes = F::HEADER + a.block / 4 * F::STEP_BYTES;
   const int64_t strip_bytes = a.blocks * F::HEADER + a.k / 4 * F::STEP_BYTES;
-  const int64_t grain = std::max<int64_t>(1, GRAIN / (STRIP * a.k * std::max<int64_t>(1, M / 4)));
-  at::parallel_for(0, (n + STRIP - 1) / STRIP, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> acc(M * STRIP);
-    for (int64_t strip = begin; strip < end; strip++) {
-      std::fill(acc.begin(), acc.end(), 0.0f);
-      for (int64_t first = 0; first < a.blocks; first += panel) {
-        const uint8_t *w = packed + strip * strip_bytes + first * block_bytes, *next = w + panel * block_bytes;
-        for (int64_t t = 0; t < T; t++) {
-          const int64_t row = a.first_row(t), height = a.first_row(t + 1) - row;
-          tiles<F>(height, a, {row, first, std::min(first + panel, a.blocks), w, next + t * panel * block_bytes / T,
-                               (F::STEP_BYTES + T - 1) / T, &acc[row * STRIP]});
+  int64_t most = 0, work = 0;  // rows of a group; of a strip
+  for (const Group& group : a.groups) {
+    most = std::max(most, group.rows);
+    work += STRIP * a.k * std::max<int64_t>(1, group.rows / 4);
+  }
+  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
+  at::parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> acc(most * STRIP);
+    for (const Group& group : a.groups)
+      for (int64_t strip = begin; strip < end; strip++) {
+        const int64_t T = group.tiles.size();
+        const uint8_t* weights = packed + (group.expert * strips + strip) * strip_bytes;
+        std::fill(acc.begin(), acc.begin() + group.rows * STRIP, 0.0f);
+        for (int64_t first = 0; first < a.blocks; first += panel) {
+          const uint8_t *w = weights + first * block_bytes, *next = w + panel * block_bytes;
+          for (int64_t t = 0; t < T; t++) {
+            const auto [row, height] = group.tiles[t];
+            tiles<F>(height, a, {row, first, std::min(first + panel, a.blocks), w, next + t * panel * block_bytes / T,
+                                 (F::STEP_BYTES + T - 1) / T, &acc[(row - group.first) * STRIP]});
+          }
         }
+        const int64_t column = strip * STRIP, columns = std::min(STRIP, n - column);
+        const float* scales = scale ? scale + group.expert * n + column : nullptr;
+        for (int64_t m = 0; m < group.rows; m++)
+          put_row(y + a.order[group.first + m] * n + column, &acc[m * STRIP], scales, columns);
       }
-      const int64_t columns = std::min(STRIP, n - strip * STRIP);
-      for (int64_t m = 0; m < M; m++)
-        put_row(y + m * n + strip * STRIP, &acc[m * STRIP], scale ? scale + strip * STRIP : nullptr, columns);
-    }
   });
 }
 
-template <class F>
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t block, const float* scale, bool wide) {
-  const at::Tensor rows = x.contiguous();
-  const int64_t k = x.size(-1), M = rows.numel() / k;
+// How many experts are stacked in `packed`, whose own layout has so many dimensions; expert: of each row, checked
+int64_t count_experts(const at::Tensor& packed, int64_t dims, int64_t rows, const std::optional<at::Tensor>& expert) {
+  TORCH_CHECK(packed.dim() == dims + expert.has_value(), "weights of ", packed.dim(), " dimensions do not fit");
+  if (!expert) return 1;
+  TORCH_CHECK(expert->scalar_type() == at::kLong && expert->is_contiguous() && expert->numel() == rows,
+              "expert must hold one int64 per row, in one piece");
+  const int64_t* of_row = expert->const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows; i++)
+    TORCH_CHECK(of_row[i] >= 0 && of_row[i] < packed.size(0), "there is no expert ", of_row[i]);
+  return packed.size(0);
+}
+
+// block: k per activation scale; scale: as for product
+struct Layer {
+  const at::Tensor &x, &packed;
+  const std::optional<at::Tensor>& expert;
+  int64_t n, block, dims;
+  const float* scale;
+  bool wide;
+};
+
+template <class F> at::Tensor linear(const Layer& layer) {
+  const at::Tensor rows = layer.x.contiguous();
+  const int64_t k = rows.size(-1), M = rows.numel() / k;
   TORCH_CHECK(k % 4 == 0, "in_features must be a multiple of 4; it is ", k);
-  const bool narrow = x.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(narrow || x.scalar_type() == at::kFloat, "activations must be bfloat16 or float32");
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = n;
-  at::Tensor y = at::empty(shape, x.options().dtype(narrow && !wide ? at::kBFloat16 : at::kFloat));
-  const Activations a = narrow ? round_rows(rows.const_data_ptr<at::BFloat16>(), M, k, block, F::OFFSET)
-                               : round_rows(rows.const_data_ptr<float>(), M, k, block, F::OFFSET);
-  const uint8_t* w = packed.const_data_ptr<uint8_t>();
-  if (narrow && !wide) product<F>(a, w, n, scale, y.mutable_data_ptr<at::BFloat16>());
-  else product<F>(a, w, n, scale, y.mutable_data_ptr<float>());
+  const bool narrow = rows.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(narrow || rows.scalar_type() == at::kFloat, "activations must be bfloat16 or float32");
+  std::vector<int64_t> shape = rows.sizes().vec();
+  shape.back() = layer.n;
+  const bool wide = layer.wide || !narrow;
+  at::Tensor y = at::empty(shape, rows.options().dtype(wide ? at::kFloat : at::kBFloat16));
+  Activations a{M, k, layer.block, (k + layer.block - 1) / layer.block, {}, {}, {}, {}, {}};
+  const int64_t experts = count_experts(layer.packed, layer.dims, M, layer.expert);
+  group_rows(a, layer.expert ? layer.expert->const_data_ptr<int64_t>() : nullptr, experts);
+  if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>(), F::OFFSET);
+  else round_rows(a, rows.const_data_ptr<float>(), F::OFFSET);
+  const uint8_t* w = layer.packed.const_data_ptr<uint8_t>();
+  if (wide) product<F>(a, w, layer.n, layer.scale, y.mutable_data_ptr<float>());
+  else product<F>(a, w, layer.n, layer.scale, y.mutable_data_ptr<at::BFloat16>());
   return y;
 }
 
-at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide) {
-  return linear<Int4>(x, packed, n, group, nullptr, wide);
+at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
+                const std::optional<at::Tensor>& expert) {
+  return linear<Int4>({x, packed, expert, n, group, 3, nullptr, wide});
 }
 
-at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide) {
-  return linear<Int8>(x, packed, scale.numel(), BLOCK8, scale.const_data_ptr<float>(), wide);
+at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
+                const std::optional<at::Tensor>& expert) {
+  return linear<Int8>({x, packed, expert, scale.size(-1), BLOCK8, 4, scale.const_data_ptr<float>(), wide});
 }
 
 // ---------------------------------------------------------------------------------------------- ceiling

@@ -9,7 +9,8 @@ How it works:
 3. `w4a8_reference` and `w8a8_reference` compute the same thing in plain tensor operations.
 
 Both operators round activations to int8, with a scale per row and block of k, for any number of rows: a row's
-result never depends on its company.
+result never depends on its company. With `expert` [P] int64, x is [P, K], weights are stacked, and row i meets those of
+expert[i] alone.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
 SOURCE = Path(__file__).with_suffix(".cpp")
 SCHEMAS = (
-    "w4a8(Tensor x, Tensor packed, int n, int group, bool wide) -> Tensor",
-    "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide) -> Tensor",
+    "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
+    "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
     "dot_peak(int rounds) -> float",
 )
 
@@ -100,12 +101,14 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     def shape_of(x: Tensor, n: int, wide: bool) -> Tensor:
         return x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if wide else x.dtype)
 
-    torch.library.register_fake(
-        f"{namespace}::w4a8", lambda x, packed, n, group, wide: shape_of(x, n, wide), lib=definition
-    )
-    torch.library.register_fake(
-        f"{namespace}::w8a8", lambda x, packed, scale, wide: shape_of(x, scale.shape[0], wide), lib=definition
-    )
+    def w4a8(x, packed, n, group, wide, expert=None):
+        return shape_of(x, n, wide)
+
+    def w8a8(x, packed, scale, wide, expert=None):
+        return shape_of(x, scale.shape[-1], wide)
+
+    torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
+    torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
     torch.ops.load_library(str(library))
     return definition
 

@@ -1,4 +1,4 @@
-"""A minimal LLaMA with a static key-value cache, read from a Hugging Face directory as it is.
+"""A minimal LLaMA or Mixtral with a static key-value cache, read from a Hugging Face directory as it is.
 
 How it works:
 1. `ModelConfig.from_dir` reads `config.json`; an unknown architecture is an error, not a guess.
@@ -7,7 +7,9 @@ How it works:
 3. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is
    given and sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal),
    decoding (one row), tree verification (ancestors) and the levels of a draft head.
-4. `load_weights` streams one tensor at a time from memory-mapped files into fused parameters, and quantizes the
+4. A Mixtral layer sends every token through its best experts (`MoEFeedForward`). Which ones is data, not shape: the
+   grouping happens inside an operator (kernels.py), so that one step serves one token, a tree and a prompt.
+5. `load_weights` streams one tensor at a time from memory-mapped files into fused parameters, and quantizes the
    weights of linear layers on the way when asked to.
 
 RoPE uses the Hugging Face half-rotation, so weights load without a permutation.
@@ -22,7 +24,7 @@ import json
 import math
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import kernels
-from quantize import FORMATS, Quantization, QuantLinear, check_group, saved_quantization, scale_name
+from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, check_group, saved_quantization, scale_name
 
 if TYPE_CHECKING:
     from stand_in import InflatedFiles
@@ -43,6 +45,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": (None, None),  # `attention_bias` puts a bias on q, k, v and o alike
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
+    "MixtralForCausalLM": (False, False),
 }
 ROPE_TYPES = {  # -> the keys that its scaling needs
     "default": (),
@@ -70,6 +73,8 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    n_experts: int = 0  # num_local_experts; 0: a dense model
+    experts_per_token: int = 0  # num_experts_per_tok
     tie_embeddings: bool = False  # tie_word_embeddings
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
@@ -107,6 +112,7 @@ class ModelConfig:
         window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
         positions = raw.get("max_position_embeddings", 2048)
         theta, scaling = rope_parameters(raw)
+        experts, chosen = expert_counts(raw) if architecture == "MixtralForCausalLM" else (0, 0)
         return ModelConfig(
             dim=raw["hidden_size"],
             n_layers=raw["num_hidden_layers"],
@@ -122,6 +128,8 @@ class ModelConfig:
             qkv_bias=bias if qkv_bias is None else qkv_bias,
             o_bias=bias if o_bias is None else o_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)),
+            n_experts=experts,
+            experts_per_token=chosen,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             bos_id=raw.get("bos_token_id"),
             eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
@@ -134,6 +142,19 @@ class ModelConfig:
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
     ids = [i for v in values if v is not None for i in (v if isinstance(v, list) else [v])]
     return tuple(dict.fromkeys(ids))
+
+
+def expert_counts(raw: dict) -> tuple[int, int]:
+    """Read how many experts a layer has, and how many of them see a token.
+
+    Raises: ValueError where that is impossible, KeyError for a missing key.
+    """
+    experts, chosen = raw["num_local_experts"], raw["num_experts_per_tok"]
+    if not 1 <= chosen <= experts:
+        raise ValueError(
+            f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}: correct config.json"
+        )
+    return experts, chosen
 
 
 def rope_parameters(raw: dict) -> tuple[float, dict | None]:
@@ -314,6 +335,53 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(gate) * up)
 
 
+class Router(nn.Module):
+    """Ranks the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.chosen = config.experts_per_token
+        self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
+
+    def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
+        return F.linear(x.float(), self.weight.float())  # in 16 bits, experts would tie
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns: the best experts in order, [..., J] int64; their shares, softmax over these alone, [..., J] fp32."""
+        # stable: of equal experts the first, on every device
+        score, expert = self.logits(x).sort(dim=-1, descending=True, stable=True)
+        return expert[..., : self.chosen], score[..., : self.chosen].softmax(-1)
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer of each expert, stacked."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:  # [P, K], [P] int64 -> [P, N]
+        return kernels.experts_linear(x, self.weight, expert)
+
+
+class MoEFeedForward(nn.Module):
+    """SwiGLU by the best experts of each token."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.router = Router(config)
+        self.w13 = ExpertLinear(config.n_experts, config.dim, 2 * config.ffn_dim)  # gate above up
+        self.w2 = ExpertLinear(config.n_experts, config.ffn_dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
+        expert, share = self.router(x)  # [B, T, J]
+        rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)  # [P, F], P = B T J: a token's experts in order
+        gate, up = self.w13(rows, expert.flatten()).chunk(2, dim=-1)
+        y = self.w2(F.silu(gate) * up, expert.flatten())  # [P, F]
+        # always summed in the router's order, whichever rows shared an expert
+        return (y.view(*share.shape, -1).float() * share[..., None]).sum(2).to(x.dtype)
+
+
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
@@ -322,7 +390,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = MoEFeedForward(config) if config.n_experts else FeedForward(config)
 
     def forward(self, x: Tensor, rope, kv=None, window=None) -> Tensor:  # see Attention.forward
         x = x + self.attention(self.attention_norm(x), rope, kv, window)
@@ -386,7 +454,7 @@ def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The names of one LLaMA layer, from prefix to prefix (heads share them)."""
+    """The names of one LLaMA or Mixtral layer, from prefix to prefix (heads share them)."""
     kinds = {"weight": (True, True, True), "bias": (config.qkv_bias, config.o_bias, config.mlp_bias)}
     names = {
         ours + "attention_norm.weight": (theirs + "input_layernorm.weight",),
@@ -397,9 +465,15 @@ def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[
             names[f"{ours}attention.wqkv.{kind}"] = tuple(f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv")
         if out:
             names[f"{ours}attention.wo.{kind}"] = (f"{theirs}self_attn.o_proj.{kind}",)
-        if mlp:
+        if mlp and not config.n_experts:
             names[f"{ours}ffn.w13.{kind}"] = tuple(f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up"))
             names[f"{ours}ffn.w2.{kind}"] = (f"{theirs}mlp.down_proj.{kind}",)
+    if config.n_experts:
+        moe = f"{theirs}block_sparse_moe."
+        experts = [f"{moe}experts.{e}." for e in range(config.n_experts)]
+        names[f"{ours}ffn.router.weight"] = (f"{moe}gate.weight",)
+        names[f"{ours}ffn.w13.weight"] = tuple(f"{e}{w}.weight" for e in experts for w in ("w1", "w3"))
+        names[f"{ours}ffn.w2.weight"] = tuple(f"{e}w2.weight" for e in experts)
     return names
 
 
@@ -481,9 +555,10 @@ def load_weights(
     assert set(names) == set(params), set(names) ^ set(params)
     linear = set()
     if storage.quant is not None:
-        linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        kinds = (nn.Linear, ExpertLinear)
+        linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
         for name in linear & set(names):
-            check_group(storage.quant, name, params[name].shape[1])
+            check_group(storage.quant, name, params[name].shape[-1])
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
@@ -507,6 +582,11 @@ def _stack(
     files: WeightFiles, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None, device: str
 ) -> Tensor:
     """The named tensors on top of each other, on the device. dtype: None keeps the files' own."""
+    if len(shape) == 3:  # experts, one after the other
+        value = torch.empty(shape, dtype=dtype, device=device)
+        for target, part in zip(value, _by_expert(names, shape[0])):
+            target.copy_(_stack(files, part, shape[1:], dtype, device))
+        return value
     parts = [files.read(n) for n in names]
     rows = sum(p.shape[0] for p in parts if p.dim())
     if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
@@ -521,18 +601,34 @@ def _stack(
 
 
 def _quantized(
-    files: WeightFiles, ours: str, theirs: tuple[str, ...], layer: nn.Linear, storage: Storage
-) -> QuantLinear:
-    """The layer that takes the place of `layer`, from saved codes or from float weights in the files' own dtype."""
-    quant, shape, device = storage.quant, layer.weight.shape, storage.device
-    kind, wide = FORMATS[quant.format], ours == "lm_head.weight"
+    files: WeightFiles, ours: str, theirs: tuple[str, ...], layer: nn.Linear | ExpertLinear, storage: Storage
+) -> QuantLinear | QuantExperts:
+    """The layer that takes the place of `layer`."""
+    kind, shape = FORMATS[storage.quant.format], layer.weight.shape
+    if isinstance(layer, nn.Linear):
+        return kind(*_codes_and_scale(files, theirs, shape, storage), layer.bias, wide=ours == "lm_head.weight")
+    parts = (_codes_and_scale(files, part, shape[1:], storage) for part in _by_expert(theirs, shape[0]))
+    return QuantExperts(kind, parts, shape[0])
+
+
+def _codes_and_scale(
+    files: WeightFiles, theirs: tuple[str, ...], shape: torch.Size, storage: Storage
+) -> tuple[Tensor, Tensor]:
+    """Codes and scale as they are saved, or made from float weights in the files' own dtype."""
+    quant, device = storage.quant, storage.device
+    kind = FORMATS[quant.format]
     if not quant.saved:
-        weight = _stack(files, theirs, shape, None, device)
-        return kind.from_float(weight, layer.bias, quant.group_size, wide)
+        return kind.encode(_stack(files, theirs, shape, None, device), quant.group_size)
     stored = _stack(files, theirs, kind.file_shape(shape), kind.file_dtype, device)
     scales = tuple(map(scale_name, theirs))
     scale = _stack(files, scales, kind.scale_shape(shape, quant.group_size), kind.scale_dtype, device)
-    return kind(kind.from_file(stored), scale, layer.bias, wide)
+    return kind.from_file(stored), scale
+
+
+def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
+    """The tensors of one expert after the other."""
+    each = len(names) // experts
+    return (names[first : first + each] for first in range(0, len(names), each))
 
 
 def _some(names: list[str], most: int = 4) -> str:
@@ -543,12 +639,13 @@ def export_weights(
     model: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The inverse of `load_weights`: tensors under their Hugging Face names, on the CPU."""
-    kv_rows = config.n_kv_heads * config.head_dim
-    rows = {3: [config.n_heads * config.head_dim, kv_rows, kv_rows], 2: [config.ffn_dim, config.ffn_dim]}
+    qkv = [heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
     tensors = {}
     for ours, theirs in names.items():
         value = model.get_parameter(ours).detach().to("cpu", dtype)
-        parts = value.split(rows.get(len(theirs), [value.shape[0]]))
+        if value.dim() == 3:
+            value = value.flatten(0, 1)  # [E N, K]
+        parts = value.split(qkv if ".wqkv." in ours else len(value) // len(theirs))
         tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
     return tensors
 
@@ -560,7 +657,7 @@ def load_model(
     quant: Quantization | None = None,
     files: InflatedFiles | None = None,
 ) -> Transformer:
-    """Load a Hugging Face LLaMA-family directory.
+    """Load a Hugging Face directory of the LLaMA family, Mixtral included.
 
     dtype: None keeps the checkpoint's own; quant: quantize while loading; files: the stand-in to build instead
     Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model.
@@ -577,6 +674,7 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     files = files or WeightFiles(path)
+    _check_experts(config, files)
     load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
     if config.tie_embeddings:
         weight = model.embedding.weight
@@ -587,6 +685,17 @@ def load_model(
             model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
     model.rope_freq = rope_frequencies(config, device)
     return model.eval()
+
+
+def _check_experts(config: ModelConfig, files: WeightFiles | InflatedFiles) -> None:
+    """Raises: ValueError when the routers say that there are more or fewer experts than the config does."""
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    held = len(files.read(router)) if router in files.readers else config.n_experts
+    if config.n_experts and held != config.n_experts:
+        raise ValueError(
+            f"{files.path}: config.json says num_local_experts {config.n_experts}, and the weights hold {held}; "
+            f"set it to {held}"
+        )
 
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:

@@ -18,7 +18,8 @@ How it works:
 
 Sources: clipping by search as in AWQ's and HQQ's weight-only step; the signed scale is llama.cpp's Q4_0.
 Trade-off: no calibration data, so that any checkpoint quantizes alone in one pass.
-Not here: which modules a model has (any nn.Linear will do), embeddings (looked up, never multiplied).
+Not here: which modules a model has (any nn.Linear or stack of experts will do), embeddings (looked up, never
+multiplied).
 """
 
 from __future__ import annotations
@@ -101,22 +102,41 @@ class Product(NamedTuple):
 
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
-    apply: Callable[[Tensor, Tensor, Tensor, int, bool], Tensor]  # x, the same, N, wide -> x . w, in fp32 if wide
+    # x, the same, N, wide -> x . w, in fp32 if wide; then, where the two are stacks of experts, that of each row, [P]
+    apply: Callable[..., Tensor]
 
 
 def _cpu(operator: Callable[..., Tensor], x: Tensor, *operands: object) -> Tensor:
-    wide = operands[-1]
+    wide = operands[-2]
     y = operator(x.float() if x.dtype == torch.float16 else x, *operands)  # they read bf16 and fp32
     return y if wide else y.to(x.dtype)
 
 
-def _apply_cpu_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
-    group = (packed.shape[2] - 2 * kernels_cpu.STRIP) // 16
-    return _cpu(torch.ops.gpt_eagle.w4a8, x, packed, n, group, wide)
+def _apply_cpu_int4(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None
+) -> Tensor:
+    group = (packed.shape[-1] - 2 * kernels_cpu.STRIP) // 16
+    return _cpu(torch.ops.gpt_eagle.w4a8, x, packed, n, group, wide, expert)
 
 
-def _apply_cpu_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
-    return _cpu(torch.ops.gpt_eagle.w8a8, x, packed, scale, wide)
+def _apply_cpu_int8(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None
+) -> Tensor:
+    return _cpu(torch.ops.gpt_eagle.w8a8, x, packed, scale, wide, expert)
+
+
+def _one_by_one(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Serve stacks of experts one after the other. Eager only, as everything is where PyTorch's operators are used."""
+
+    def stacked(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None) -> Tensor:
+        if expert is None:
+            return apply(x, packed, scale, n, wide)
+        y = x.new_empty(x.shape[0], n, dtype=torch.float32 if wide else x.dtype)
+        for e, rows in kernels.rows_by_expert(expert):
+            y[rows] = apply(x[rows], packed[e], scale[e], n, wide)
+        return y
+
+    return stacked
 
 
 def _torch(operator: Callable[..., Tensor], x: Tensor, n: int, wide: bool, *operands: object) -> Tensor:
@@ -138,11 +158,13 @@ def _unpack_torch_int4(packed: Tensor, scale: Tensor, n: int, k: int) -> tuple[T
     return codes.T[:n].round().to(torch.int8).contiguous(), scale[:, :n, 0].T.contiguous()
 
 
+@_one_by_one
 def _apply_torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
     group = x.shape[-1] // scale.shape[0]
     return _torch(torch.ops.aten._weight_int4pack_mm_for_cpu, x, n, wide, packed, group, scale)
 
 
+@_one_by_one
 def _apply_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
     return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale.bfloat16())
 
@@ -328,6 +350,39 @@ class Int4Linear(QuantLinear):
         return torch.Size((shape[0], shape[1] // group_size))
 
 
+class QuantExperts(nn.Module):
+    """A linear layer of each expert, stacked, as codes and scales."""
+
+    def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, Tensor]], experts: int):
+        """codes_and_scales: of one expert after the other, each made when it is asked for.
+
+        Raises: ValueError on a device that has no operator for experts.
+        """
+        super().__init__()
+        for e, codes_and_scale in enumerate(codes_and_scales):
+            one = kind(*codes_and_scale)
+            if e == 0:
+                if one.packed.device.type == "cuda":
+                    raise ValueError(f"{kind.format} experts run on a CPU only; drop --quant, or use --device cpu")
+                self.kind, self.product = kind, one.product
+                self.out_features, self.in_features = one.out_features, one.in_features
+                self.register_buffer("packed", one.packed.new_empty(experts, *one.packed.shape))
+                self.register_buffer("scale", one.scale.new_empty(experts, *one.scale.shape))
+            self.packed[e], self.scale[e] = one.packed, one.scale
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:  # [P, K], [P] int64 -> [P, N]
+        return self.product.apply(x, self.packed, self.scale, self.out_features, False, expert)
+
+    def dequantize(self) -> Tensor:
+        """The weights that it multiplies with, [E, N, K] fp32."""
+        shape = (self.out_features, self.in_features)
+        parts = (self.product.unpack(packed, scale, *shape) for packed, scale in zip(self.packed, self.scale))
+        return torch.stack([self.kind.decode(codes, scale) for codes, scale in parts])
+
+    def extra_repr(self) -> str:
+        return f"{len(self.packed)} x ({self.in_features}, {self.out_features}), {self.kind.format}"
+
+
 FORMATS: dict[str, type[QuantLinear]] = {kind.format: kind for kind in (Int8Linear, Int4Linear)}
 
 
@@ -378,8 +433,9 @@ class QuantizeConfig:
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
-    """Whether a stored tensor is the weight of a linear layer."""
-    return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith("embed_tokens.weight")
+    """Whether a stored tensor is the weight of a linear layer; routers stay as they are."""
+    others = ("embed_tokens.weight", "block_sparse_moe.gate.weight")
+    return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
 
 
 def encoded(files, quant: Quantization, device: str) -> Iterator[tuple[str, Tensor]]:  # files: model.WeightFiles

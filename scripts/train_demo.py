@@ -1,7 +1,8 @@
-"""Train the bundled demo: a small LLaMA on the CPython standard library and worked sums.
+"""Train the bundled demo: a small LLaMA, or Mixtral, on the CPython standard library and worked sums.
 
     python scripts/train_demo.py --out checkpoints/demo            # 74 minutes on 3 cores
     python scripts/train_demo.py --out checkpoints/demo --resume   # goes on from the last saved step
+    python scripts/train_demo.py --moe --ffn_dim 384 --out checkpoints/demo-moe   # two of eight experts per token
 
 How it works:
 1. The standard library (without its tests) and GSM8K's training split are read; about 4 % of the Python files
@@ -11,7 +12,9 @@ How it works:
    which begins in the middle of a module is nothing new to the model.
 4. Muon updates the layers' matrices, AdamW the embedding, the LM head and the norms; bf16 autocast, compiled.
    The last part trains on longer sequences.
-5. The result is written in Hugging Face layout (bf16 safetensors), with the held-out loss curve as a picture.
+5. With `--moe`, stacks of experts are AdamW's too (Muon takes single matrices), and a load-balancing loss keeps all
+   experts in use; it is part of the training loss in the record, not of the held-out losses.
+6. The result is written in Hugging Face layout (bf16 safetensors), with the held-out loss curve as a picture.
 
 Source of the optimizer: Keller Jordan et al., Muon (2024), as `torch.optim.Muon`.
 Not here: the draft head (scripts/train_eagle.py).
@@ -30,6 +33,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +46,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from model import ModelConfig, Transformer, export_weights, weight_names  # noqa: E402
+from model import ModelConfig, Router, Transformer, export_weights, rope_angles, weight_names  # noqa: E402
 
 BOS, EOS = 1, 2
+EXPERTS_PER_TOKEN = 2  # Mixtral's
 
 
 @dataclass
@@ -54,7 +59,10 @@ class TrainConfig:
     resume: bool = option(False, "go on from the last saved step")
     dim: int = option(256, "width")
     n_layers: int = option(8, "layers")
-    ffn_dim: int = option(768, "width of the feed-forward")
+    ffn_dim: int = option(768, "width of the feed-forward; with --moe, of every expert")
+    moe: bool = option(False, "a mixture of experts: every token goes through the best two of each layer")
+    n_experts: int = option(8, "experts of a layer, with --moe")
+    balance: float = option(0.02, "weight of the load-balancing loss, with --moe")
     vocab_size: int = option(4096, "pieces")
     tokens: float = option(20e6, "training tokens in all")
     batch_tokens: int = option(4096, "tokens per step")
@@ -80,6 +88,21 @@ class TrainConfig:
             raise ValueError("--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths")
         if self.dim % 64:
             raise ValueError(f"--dim must be a multiple of 64: heads are 32 wide, two share keys; it is {self.dim}")
+        if self.moe and self.out == TrainConfig.out:
+            raise ValueError(f"--moe would replace the dense demo in {self.out}; name another directory with --out")
+        if self.moe and self.n_experts < EXPERTS_PER_TOKEN:
+            raise ValueError(f"--n_experts must be at least {EXPERTS_PER_TOKEN}; it is {self.n_experts}")
+        for name in ("n_experts", "balance"):
+            if not self.moe and getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"--{name} belongs to a mixture of experts; add --moe")
+
+    def model(self) -> ModelConfig:
+        """The shape of the target."""
+        experts = {"n_experts": self.n_experts, "experts_per_token": EXPERTS_PER_TOKEN} if self.moe else {}
+        return ModelConfig(
+            dim=self.dim, n_layers=self.n_layers, n_heads=self.dim // 32, n_kv_heads=self.dim // 64, head_dim=32,
+            ffn_dim=self.ffn_dim, vocab_size=self.vocab_size, max_context=self.long_seq_len, **experts,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -201,10 +224,35 @@ def loss_of(model: Transformer, batch: Tensor) -> Tensor:
     return F.cross_entropy(model.logits(features).flatten(0, 1), batch[:, 1:].flatten())
 
 
+def imbalance(router: Router, x: Tensor) -> Tensor:
+    """How unevenly a router uses its experts: 1 for evenly, their number when one gets everything.
+
+    x: [B, T, F]. Source: Switch Transformer (arXiv 2101.03961) section 2.2, over the chosen experts.
+    """
+    expert, _ = router(x)  # [B, T, J]
+    p = router.logits(x).softmax(-1).mean((0, 1))  # [E]
+    share = F.one_hot(expert, len(p)).float().mean((0, 1, 2))  # [E]
+    return len(p) * (p * share).sum()
+
+
+def balanced_loss(model: Transformer, batch: Tensor, weight: float) -> Tensor:
+    """`loss_of` a mixture of experts, plus `weight` times the mean imbalance of its routers."""
+    tokens, truth = batch[:, :-1], batch[:, 1:]
+    positions = torch.arange(tokens.shape[1], device=batch.device).expand_as(tokens)
+    rope, x, uneven = rope_angles(model.rope_freq, positions), model.embedding(tokens), 0.0
+    for layer in model.layers:  # what Transformer.forward does, with a look at what the routers see
+        x = x + layer.attention(layer.attention_norm(x), rope)
+        routed = layer.ffn_norm(x)
+        uneven = uneven + imbalance(layer.ffn.router, routed)
+        x = x + layer.ffn(routed)
+    logits = model.logits(model.norm(x))
+    return F.cross_entropy(logits.flatten(0, 1), truth.flatten()) + weight * uneven / len(model.layers)
+
+
 def init_weights(model: Transformer) -> None:
     """GPT-2 style: N(0, 0.02), smaller where a layer writes into the residual stream."""
     for name, p in model.named_parameters():
-        if p.dim() == 2:
+        if p.dim() > 1:
             scale = 1 / math.sqrt(2 * model.config.n_layers) if name.endswith(("wo.weight", "w2.weight")) else 1.0
             torch.nn.init.normal_(p, std=0.02 * scale)
 
@@ -214,12 +262,12 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or with `--optimizer muon` Muon for the weight matrices and AdamW for the rest.
 
-    is_matrix: whether a two-dimensional parameter of this name is a hidden matrix, not a table
+    is_matrix: whether a parameter of this name is a hidden matrix, not a table; stacks of matrices are AdamW's
     Source of Muon: Keller Jordan et al. 2024, with the update size of AdamW.
     """
-    two = [(n, p) for n, p in model.named_parameters() if p.dim() == 2]
-    matrices = [p for n, p in two if is_matrix(n)]
-    tables = [p for n, p in two if not is_matrix(n)]
+    large = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    matrices = [p for n, p in large if is_matrix(n) and p.dim() == 2]
+    tables = [p for n, p in large if not is_matrix(n) or p.dim() > 2]
     small = [p for p in model.parameters() if p.dim() < 2]
     muon = config.optimizer == "muon"
     decayed = tables if muon else tables + matrices
@@ -281,8 +329,12 @@ def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None
     """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
     out, c = Path(config.out), model.config
     tensors = export_weights(model, weight_names(c), c, torch.bfloat16)
-    raw = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if config.moe:
+        kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        kind |= {"num_local_experts": c.n_experts, "num_experts_per_tok": c.experts_per_token}
+    raw = kind | {
+        "hidden_act": "silu",
         "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
         "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
         "vocab_size": c.vocab_size, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
@@ -355,12 +407,7 @@ def train(config: TrainConfig) -> None:
         torch.set_num_threads(config.threads)
     stream, held, ratio = prepare(config)
     torch.manual_seed(config.seed)
-    model = Transformer(
-        ModelConfig(
-            dim=config.dim, n_layers=config.n_layers, n_heads=config.dim // 32, n_kv_heads=config.dim // 64,
-            head_dim=32, ffn_dim=config.ffn_dim, vocab_size=config.vocab_size, max_context=config.long_seq_len,
-        )
-    )  # fmt: skip
+    model = Transformer(config.model())
     init_weights(model)
     model.to(config.device)
     optimizers = make_optimizers(model, config, lambda name: name.startswith("layers."))
@@ -375,7 +422,7 @@ def train(config: TrainConfig) -> None:
             optimizer.load_state_dict(saved)
         first, info["curve"] = state["step"], json.loads(state["curve"])
     stream.seek(first, config.batch_tokens)
-    compiled = torch.compile(loss_of)
+    compiled = torch.compile(partial(balanced_loss, weight=config.balance) if config.moe else loss_of)
     bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
     begin, recent = time.time(), []
     for step in bar:

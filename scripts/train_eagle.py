@@ -381,8 +381,8 @@ def make_head(config: TrainConfig, target: Transformer) -> EagleHead:
     c = target.config
     ffn, kv = config.ffn_dim or c.ffn_dim, config.kv_heads or c.n_kv_heads
     model = replace(c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False)
-    # the official loader knows no RoPE scaling in a head
-    head = EagleHead(EagleConfig(replace(model, rope_scaling=None)))
+    # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
+    head = EagleHead(EagleConfig(replace(model, n_experts=0, experts_per_token=0, rope_scaling=None)))
     if config.init == "feature":
         with torch.no_grad():
             head.fc.weight.normal_(std=0.02)

@@ -43,6 +43,8 @@ CASES = {
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 8}),
     "qwen2": ("Qwen2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "one of many": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1}),
 }
 CHUNKS = {"one": [TOKENS], "several": [1, 7, 2, 14], "single": [1] * TOKENS}
 
