@@ -10,8 +10,8 @@
 //    MB tokens pass over them, so weights are read from memory once for any number of tokens.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the floating-point sum runs
-// over the blocks of k in their order for every tile. Compiled on first use, for the machine it runs on, by kernels.py,
-// which holds the schemas, the packing and the plain references.
+// over the blocks of k in their order for every tile. Compiled on first use, for the machine it runs on, by
+// kernels_cpu.py, which holds the schemas, the packing and the plain references.
 // Sources of the idea: Q8_0 x Q4_0 products of llama.cpp (blockwise activations); VNNI packing of oneDNN.
 
 #include <ATen/Parallel.h>
@@ -317,7 +317,10 @@ template <class F>
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t block, const float* scale, bool wide) {
   const at::Tensor rows = x.contiguous();
   const int64_t k = x.size(-1), M = rows.numel() / k;
+  const int64_t blocks = (k + block - 1) / block, strips = (n + STRIP - 1) / STRIP;
   TORCH_CHECK(k % 4 == 0, "in_features must be a multiple of 4; it is ", k);
+  TORCH_CHECK(packed.numel() == strips * (blocks * F::HEADER + k / 4 * F::STEP_BYTES),
+              "an input of ", k, " features does not fit this weight of ", packed.numel(), " bytes and ", n, " outputs");
   const bool narrow = x.scalar_type() == at::kBFloat16;
   TORCH_CHECK(narrow || x.scalar_type() == at::kFloat, "activations must be bfloat16 or float32");
   std::vector<int64_t> shape = x.sizes().vec();
