@@ -39,7 +39,7 @@ from config import option, parse, run_or_fail
 
 GROUP_SIZES = (32, 64, 128)
 METHOD = "gpt-eagle"  # `quant_method` in config.json
-SEARCH = tuple(1 - 0.03 * i for i in range(11))  # shares of the largest magnitude that are tried as the range
+SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried: the largest magnitude's share at code 8; 8/7 clips nothing
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,22 @@ class QuantLinear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
 
+    @classmethod
+    def encode(cls, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+        """Round a weight, some rows at a time, so that no second one in fp32 exists.
+
+        weight: [N, K] float. Returns: codes [N, K] int8; scale, `scale_shape` of `scale_dtype`.
+        """
+        codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        scale = weight.new_empty(cls.scale_shape(weight.shape, group_size), dtype=cls.scale_dtype)
+        rows = max(1, 2**17 // weight.shape[1])  # in the second-level cache
+        for part, part_codes, part_scale in zip(*(t.split(rows) for t in (weight, codes, scale))):
+            cls.encode_rows(part.float(), part_codes, part_scale)
+        return codes, scale
+
     @staticmethod
-    def encode(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-        """Round a weight. weight: [N, K] float. Returns: codes [N, K] int8; scale."""
+    def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """Round a few rows. weight: [N, K] fp32. Writes: codes, scale."""
         raise NotImplementedError
 
     @staticmethod
@@ -276,10 +289,9 @@ class Int8Linear(QuantLinear):
     format, file_dtype, scale_dtype = "int8", torch.int8, torch.float32
 
     @staticmethod
-    def encode(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-        wide = weight.float()
-        scale = wide.abs().amax(1).clamp(min=1e-30) / 127  # [N]
-        return (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        torch.div(weight.abs().amax(1).clamp(min=1e-30), 127, out=scale)  # [N]
+        codes.copy_((weight / scale[:, None]).round_().clamp_(-127, 127))
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
@@ -292,10 +304,10 @@ class Int4Linear(QuantLinear):
     format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
 
     @staticmethod
-    def encode(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-        parts = [_encode_int4(rows, group_size) for rows in weight.split(max(1, 2**17 // weight.shape[1]))]  # in cache
-        codes, scale = (torch.cat(column) for column in zip(*parts))
-        return codes, scale
+    def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        groups = weight.unflatten(1, (scale.shape[1], -1))  # [N, K/G, G]
+        scale.copy_(_search_scale(groups).squeeze(-1))  # to bf16, and the codes are those of what it holds
+        codes.copy_(_round_int4(groups, scale.float()[..., None], torch.empty_like(groups)).flatten(1))
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
@@ -323,13 +335,6 @@ class Int4Linear(QuantLinear):
 FORMATS: dict[str, type[QuantLinear]] = {kind.format: kind for kind in (Int8Linear, Int4Linear)}
 
 
-def _encode_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    groups = weight.float().unflatten(1, (-1, group_size))  # [N, K/G, G]
-    scale = _search_scale(groups).bfloat16()
-    codes = torch.empty_like(groups)
-    return _round_int4(groups, scale.float(), codes).to(torch.int8).flatten(1), scale.squeeze(-1)
-
-
 def _round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     return torch.div(groups, scale, out=out).round_().clamp_(-8, 7)
 
@@ -337,7 +342,8 @@ def _round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 def _search_scale(groups: Tensor) -> Tensor:
     """The best scale of each group for the codes of one of several ranges.
 
-    With codes q of a group w, the best scale is w.q / q.q, and leaves the squared error w.w - (w.q)^2 / q.q.
+    With codes q of a group w, the best scale is w.q / q.q, and leaves the squared error w.w - (w.q)^2 / q.q. The first
+    share is plain symmetric rounding, so no group is worse off than with that.
     groups: [N, K/G, G] fp32. Returns: [N, K/G, 1] fp32, never 0.
     """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
