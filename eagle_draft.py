@@ -45,7 +45,7 @@ from model import (
     rope_angles,
     rope_frequencies,
 )
-from quantize import FORMATS, Quantization, QuantLinear
+from quantize import FORMATS, Quantization, QuantLinear, check_group
 from stand_in import InflatedFiles, Shape, inflate_head
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
@@ -367,6 +367,7 @@ def draft_lm_head(target: Transformer, quant: Quantization | None) -> nn.Module:
     own = target.lm_head
     if quant is None or (isinstance(own, QuantLinear) and own.format == quant.format):
         return own
+    check_group(quant, "the draft's copy of lm_head", own.in_features)
     weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
 
@@ -395,7 +396,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     if not children:
         residual = "topk" if isinstance(tree, DynamicTree) else "sampled"
         children = residual if config.accept == "residual" else "noise"
-    lm_head = draft_lm_head(target, quant)
+    lm_head = draft_lm_head(target, head.config.model.quant or quant)
     return EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head)
 
 

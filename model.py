@@ -484,7 +484,7 @@ def load_weights(
     linear = set()
     if storage.quant is not None:
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        for name in linear & set(names):
+        for name in filter(linear.__contains__, names):
             check_group(storage.quant, name, params[name].shape[1])
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved:
@@ -600,4 +600,5 @@ def load_model(
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:
     # old LLaMA files carry RoPE tables; files of tied models may repeat the embedding as LM head
-    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+    repeated = ("lm_head.weight", scale_name("lm_head.weight")) if config.tie_embeddings else ()
+    return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import kernels
 import kernels_cpu
 from checkpoint import check_out, write_checkpoint
-from config import option, parse, run_or_fail
+from config import option, parse, pick_device, run_or_fail
 
 GROUP_SIZES = (32, 64, 128)
 METHOD = "gpt-eagle"  # `quant_method` in config.json
@@ -68,7 +68,7 @@ def saved_quantization(raw: dict) -> Quantization | None:
     if not isinstance(said, dict) or said.get("quant_method") != METHOD:
         method = said.get("quant_method") if isinstance(said, dict) else said
         raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
-    return Quantization(said.get("format", ""), said.get("group_size", 128), saved=True).check("quantization_config")
+    return Quantization(str(said.get("format")), said.get("group_size", 128), saved=True).check("quantization_config")
 
 
 def scale_name(weight: str) -> str:
@@ -139,7 +139,7 @@ def _apply_torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bo
 
 
 def _apply_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
-    return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale.bfloat16())
+    return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale)
 
 
 def _apply_cuda_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
@@ -165,7 +165,9 @@ PRODUCTS = {
     ),
     ("int4", "torch"): Product(_pack_torch_int4, _unpack_torch_int4, _apply_torch_int4),
     ("int8", "torch"): Product(
-        lambda codes, scale: (codes, scale), lambda packed, scale, n, k: (packed, scale), _apply_torch_int8
+        lambda codes, scale: (codes, scale.bfloat16()),  # what the operator asks for
+        lambda packed, scale, n, k: (packed, scale.float()),
+        _apply_torch_int8,
     ),
     ("int4", "cuda"): Product(
         lambda codes, scale: (kernels.pack_int4(codes), scale),
@@ -409,8 +411,8 @@ def quantize_directory(
     raw = read_json(path / "config.json")
     if saved_quantization(raw) is not None:
         raise ValueError(f"{path} is quantized already ({raw['quantization_config']['format']}); give the original")
-    if path.resolve() == out.resolve():
-        raise ValueError(f"--out is the checkpoint itself ({out}); name another directory")
+    if out.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
     check_out(out, overwrite)
     files = WeightFiles(path)
     for name in files.readers:
@@ -429,8 +431,9 @@ def main(argv: list[str] | None = None) -> None:
         if not config.checkpoint or not config.out:
             raise ValueError("--checkpoint and --out are needed: the directory to read and the one to write")
         quant = Quantization(config.quant, config.group_size)
-        quantize_directory(Path(config.checkpoint), Path(config.out), quant, config.device, config.overwrite)
-        size = sum(f.stat().st_size for f in Path(config.out).glob("*.safetensors"))
+        out, device = Path(config.out), pick_device(config.device)
+        quantize_directory(Path(config.checkpoint), out, quant, device, config.overwrite)
+        size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
         print(f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: python generate.py --checkpoint {config.out}")
 
     run_or_fail("quantize.py", body)
