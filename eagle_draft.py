@@ -40,7 +40,7 @@ from model import (
     rope_angles,
     rope_frequencies,
 )
-from quantize import FORMATS, Quantization, QuantLinear, draft_quantization
+from quantize import FORMATS, Quantization, QuantLinear, check_group, draft_quantization
 from sampling import Sampling
 from stand_in import InflatedFiles, Shape, inflate_head
 
@@ -218,6 +218,7 @@ def draft_lm_head(target: Transformer, quant: Quantization | None) -> nn.Module:
     own = target.lm_head
     if quant is None or (isinstance(own, QuantLinear) and own.format == quant.format):
         return own
+    check_group(quant, "the draft's copy of lm_head", own.in_features)
     weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
 
@@ -232,7 +233,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     """`--draft eagle` and `eagle+ngram`. Raises: ValueError for a head or a tree that does not fit."""
     quant = draft_quantization(config)
     head = load_head(Path(config.eagle), target, quant, _inflated(target, config) if config.inflate else None)
-    tree, lm_head = tree_from(config, "dynamic"), draft_lm_head(target, quant)
+    tree, lm_head = tree_from(config, "dynamic"), draft_lm_head(target, head.config.model.quant or quant)
     children = children_from(config, tree)
     return EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head)
 

@@ -32,11 +32,11 @@ import torch
 import eagle_draft  # noqa: F401  (these three enter their drafters in DRAFTERS)
 import model_draft  # noqa: F401
 import ngram_draft  # noqa: F401
-from config import DEMO, GenerateConfig, parse, pick_device, read_jsonl, run_or_fail
+from config import DEMO, GenerateConfig, default_of, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
-from model import DTYPES, Transformer, load_model
-from quantize import Quantization
+from model import DTYPES, Transformer, load_model, read_json
+from quantize import Quantization, saved_quantization
 from stand_in import Shape, inflate_target
 from tokenizer import Tokenizer, chat_template, has_tokenizer
 
@@ -85,8 +85,10 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         torch.cuda.set_device(config.device)
     path = Path(config.checkpoint)
     target = _load_target(config, path)
-    if target.config.quant is not None:  # the checkpoint holds codes
-        config = replace(config, quant=target.config.quant.format, group_size=target.config.quant.group_size)
+    held = target.config.quant
+    if held is not None:  # the checkpoint holds codes; another group size is what --quant_draft asks for
+        own = config.group_size == default_of("group_size")
+        config = replace(config, quant=held.format, group_size=held.group_size if own else config.group_size)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = _load_tokenizer(config, path)
     template = chat_template(path, config.chat or None) if config.chat is not None else None
@@ -136,8 +138,20 @@ def _resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
         raise ValueError(f"--draft {draft} needs a head; name its directory with --eagle (there is no {bundled})")
     if draft == "none":
         config.check_undrafted()
-    quant = "none" if draft in ("none", "ngram") else config.quant_draft or config.quant
-    return replace(config, draft=draft, eagle=eagle if draft.startswith("eagle") else "", quant_draft=quant)
+    eagle = eagle if draft.startswith("eagle") else ""
+    reads = eagle or config.draft_checkpoint  # what a draft loads
+    quant = _draft_format(config, Path(reads)) if reads else "none"
+    return replace(config, draft=draft, eagle=eagle, quant_draft=quant)
+
+
+def _draft_format(config: GenerateConfig, path: Path) -> str:
+    """What `--quant_draft` comes to: the format of the draft's files, or what is asked for, or as the target."""
+    held = saved_quantization(read_json(path / "config.json"))
+    if held is None:
+        return config.quant_draft or config.quant
+    if config.quant_draft not in ("", held.format):
+        raise ValueError(f"{path} is quantized already ({held.format}); drop --quant_draft")
+    return held.format
 
 
 def warm_up(engine: Engine) -> Engine:

@@ -12,8 +12,8 @@
 //    passes over the strips of its own, and experts without rows are not touched. A plain layer is one expert.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the floating-point sum runs
-// over the blocks of k in their order for every tile. Compiled on first use, for the machine it runs on, by kernels.py,
-// which holds the schemas, the packing and the plain references.
+// over the blocks of k in their order for every tile. Compiled on first use, for the machine it runs on, by
+// kernels_cpu.py, which holds the schemas, the packing and the plain references.
 // Sources of the idea: Q8_0 x Q4_0 products of llama.cpp (blockwise activations); VNNI packing of oneDNN.
 
 #include <ATen/Parallel.h>
@@ -398,6 +398,9 @@ template <class F> at::Tensor linear(const Layer& layer) {
   at::Tensor y = at::empty(shape, rows.options().dtype(wide ? at::kFloat : at::kBFloat16));
   Activations a{M, k, layer.block, (k + layer.block - 1) / layer.block, {}, {}, {}, {}, {}};
   const int64_t experts = count_experts(layer.packed, layer.dims, M, layer.expert);
+  const int64_t strips = (layer.n + STRIP - 1) / STRIP, whole = a.blocks * F::HEADER + k / 4 * F::STEP_BYTES;
+  TORCH_CHECK(layer.packed.numel() == experts * strips * whole, "an input of ", k, " features does not fit weights of ",
+              layer.packed.numel(), " bytes and ", layer.n, " outputs");
   group_rows(a, layer.expert ? layer.expert->const_data_ptr<int64_t>() : nullptr, experts);
   if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>(), F::OFFSET);
   else round_rows(a, rows.const_data_ptr<float>(), F::OFFSET);

@@ -44,9 +44,10 @@ SCHEMAS = (
 
 def compiler() -> str:
     """The C++ compiler. Raises: RuntimeError when there is none."""
-    found = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
+    asked = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, (asked,) if asked else ("g++", "clang++", "c++"))), None)
     if found is None:
-        raise RuntimeError("no C++ compiler; install g++ or set CXX")
+        raise RuntimeError("no C++ compiler" + (f": CXX is {asked}" if asked else "; install g++ or set CXX"))
     return found
 
 
@@ -180,7 +181,8 @@ def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     both fp32; the last block is padded with zeros."""
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
     most = blocks.abs().amax(-1, keepdim=True)
-    to_code = torch.where(most > 1e-30, 127 / most, 0)
+    # divided as in the source: for a plain number, 127 / most is 127 * (1 / most), which rounds twice
+    to_code = torch.where(most > 1e-30, torch.tensor(127.0) / most, 0)
     return (blocks * to_code).round(), most / 127
 
 

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 import kernels
 import kernels_cpu
 from checkpoint import check_out, write_checkpoint
-from config import GenerateConfig, option, parse, run_or_fail
+from config import GenerateConfig, option, parse, pick_device, run_or_fail
 
 GROUP_SIZES = (32, 64, 128)
 METHOD = "gpt-eagle"  # `quant_method` in config.json
-SEARCH = tuple(1 - 0.03 * i for i in range(11))  # shares of the largest magnitude that are tried as the range
+SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried: the largest magnitude's share at code 8; 8/7 clips nothing
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def saved_quantization(raw: dict) -> Quantization | None:
     if not isinstance(said, dict) or said.get("quant_method") != METHOD:
         method = said.get("quant_method") if isinstance(said, dict) else said
         raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
-    return Quantization(said.get("format", ""), said.get("group_size", 128), saved=True).check("quantization_config")
+    return Quantization(str(said.get("format")), said.get("group_size", 128), saved=True).check("quantization_config")
 
 
 def scale_name(weight: str) -> str:
@@ -166,7 +166,7 @@ def _apply_torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bo
 
 @_one_by_one
 def _apply_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
-    return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale.bfloat16())
+    return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale)
 
 
 def _apply_cuda_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
@@ -192,7 +192,9 @@ PRODUCTS = {
     ),
     ("int4", "torch"): Product(_pack_torch_int4, _unpack_torch_int4, _apply_torch_int4),
     ("int8", "torch"): Product(
-        lambda codes, scale: (codes, scale), lambda packed, scale, n, k: (packed, scale), _apply_torch_int8
+        lambda codes, scale: (codes, scale.bfloat16()),  # what the operator asks for
+        lambda packed, scale, n, k: (packed, scale.float()),
+        _apply_torch_int8,
     ),
     ("int4", "cuda"): Product(
         lambda codes, scale: (
@@ -245,9 +247,22 @@ class QuantLinear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
 
+    @classmethod
+    def encode(cls, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+        """Round a weight, some rows at a time, so that no second one in fp32 exists.
+
+        weight: [N, K] float. Returns: codes [N, K] int8; scale, `scale_shape` of `scale_dtype`.
+        """
+        codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        scale = weight.new_empty(cls.scale_shape(weight.shape, group_size), dtype=cls.scale_dtype)
+        rows = max(1, 2**17 // weight.shape[1])  # in the second-level cache
+        for part, part_codes, part_scale in zip(*(t.split(rows) for t in (weight, codes, scale))):
+            cls.encode_rows(part.float(), part_codes, part_scale)
+        return codes, scale
+
     @staticmethod
-    def encode(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-        """Round a weight. weight: [N, K] float. Returns: codes [N, K] int8; scale."""
+    def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """Round a few rows. weight: [N, K] fp32. Writes: codes, scale."""
         raise NotImplementedError
 
     @staticmethod
@@ -306,10 +321,9 @@ class Int8Linear(QuantLinear):
     format, file_dtype, scale_dtype = "int8", torch.int8, torch.float32
 
     @staticmethod
-    def encode(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-        wide = weight.float()
-        scale = wide.abs().amax(1).clamp(min=1e-30) / 127  # [N]
-        return (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        torch.div(weight.abs().amax(1).clamp(min=1e-30), 127, out=scale)  # [N]
+        codes.copy_((weight / scale[:, None]).round_().clamp_(-127, 127))
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
@@ -322,10 +336,10 @@ class Int4Linear(QuantLinear):
     format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
 
     @staticmethod
-    def encode(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-        parts = [_encode_int4(rows, group_size) for rows in weight.split(max(1, 2**17 // weight.shape[1]))]  # in cache
-        codes, scale = (torch.cat(column) for column in zip(*parts))
-        return codes, scale
+    def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        groups = weight.unflatten(1, (scale.shape[1], -1))  # [N, K/G, G]
+        scale.copy_(_search_scale(groups).squeeze(-1))  # to bf16, and the codes are those of what it holds
+        codes.copy_(_round_int4(groups, scale.float()[..., None], torch.empty_like(groups)).flatten(1))
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
@@ -386,13 +400,6 @@ class QuantExperts(nn.Module):
 FORMATS: dict[str, type[QuantLinear]] = {kind.format: kind for kind in (Int8Linear, Int4Linear)}
 
 
-def _encode_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    groups = weight.float().unflatten(1, (-1, group_size))  # [N, K/G, G]
-    scale = _search_scale(groups).bfloat16()
-    codes = torch.empty_like(groups)
-    return _round_int4(groups, scale.float(), codes).to(torch.int8).flatten(1), scale.squeeze(-1)
-
-
 def _round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     return torch.div(groups, scale, out=out).round_().clamp_(-8, 7)
 
@@ -400,7 +407,8 @@ def _round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 def _search_scale(groups: Tensor) -> Tensor:
     """The best scale of each group for the codes of one of several ranges.
 
-    With codes q of a group w, the best scale is w.q / q.q, and leaves the squared error w.w - (w.q)^2 / q.q.
+    With codes q of a group w, the best scale is w.q / q.q, and leaves the squared error w.w - (w.q)^2 / q.q. The first
+    share is plain symmetric rounding, so no group is worse off than with that.
     groups: [N, K/G, G] fp32. Returns: [N, K/G, 1] fp32, never 0.
     """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -467,8 +475,8 @@ def quantize_directory(
     raw = read_json(path / "config.json")
     if saved_quantization(raw) is not None:
         raise ValueError(f"{path} is quantized already ({raw['quantization_config']['format']}); give the original")
-    if path.resolve() == out.resolve():
-        raise ValueError(f"--out is the checkpoint itself ({out}); name another directory")
+    if out.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
     check_out(out, overwrite)
     files = WeightFiles(path)
     for name in files.readers:
@@ -487,8 +495,9 @@ def main(argv: list[str] | None = None) -> None:
         if not config.checkpoint or not config.out:
             raise ValueError("--checkpoint and --out are needed: the directory to read and the one to write")
         quant = Quantization(config.quant, config.group_size)
-        quantize_directory(Path(config.checkpoint), Path(config.out), quant, config.device, config.overwrite)
-        size = sum(f.stat().st_size for f in Path(config.out).glob("*.safetensors"))
+        out, device = Path(config.out), pick_device(config.device)
+        quantize_directory(Path(config.checkpoint), out, quant, device, config.overwrite)
+        size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
         print(f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: python generate.py --checkpoint {config.out}")
 
     run_or_fail("quantize.py", body)

@@ -42,6 +42,7 @@ from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
 from model import DTYPES, Transformer, load_model  # noqa: E402
+from quantize import Quantization  # noqa: E402
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
 
@@ -154,23 +155,23 @@ def _random_weight(name: str, size: torch.Size, dtype: torch.dtype, generator: t
     return torch.empty(size, dtype=dtype).normal_(0, 0.02, generator=generator)  # the usual initialization
 
 
-def loading_memory(path: Path) -> tuple[int, int]:
+def loading_memory(path: Path, quant: str = "none") -> tuple[int, int]:
     """Load a model in a fresh process and watch its anonymous memory (what is not backed by the files). Linux only.
 
+    quant: format that it is quantized to while loading, or none
     Returns: peak growth in bytes; bytes of the model.
     Raises: ValueError when the process fails.
     """
-    child = "import sys, bench_target; print(*bench_target._watch_loading(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", child, str(path)], cwd=ROOT / "scripts", capture_output=True, text=True, check=False
-    )
+    child = "import sys, bench_target; print(*bench_target._watch_loading(*sys.argv[1:]))"
+    command = [sys.executable, "-c", child, str(path), quant]
+    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"loading {path} failed: {done.stderr.strip().splitlines()[-1]}")
     peak_bytes, model_bytes = map(int, done.stdout.split())
     return peak_bytes, model_bytes
 
 
-def _watch_loading(path: str) -> tuple[int, int]:
+def _watch_loading(path: str, quant: str) -> tuple[int, int]:
     before = _anonymous_bytes()
     peak, loaded = before, threading.Event()
 
@@ -181,11 +182,11 @@ def _watch_loading(path: str) -> tuple[int, int]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    model = load_model(Path(path))
+    model = load_model(Path(path), quant=Quantization(quant) if quant != "none" else None)
     loaded.set()
     thread.join()
     peak = max(peak, _anonymous_bytes())
-    return peak - before, sum(p.nbytes for p in model.parameters())
+    return peak - before, sum(t.nbytes for t in model.state_dict().values())
 
 
 def _anonymous_bytes() -> int:

@@ -1,0 +1,357 @@
+"""The CPU products with int8 activations: against their references, row by row, compiled three ways, and at the edges.
+
+Bounds. u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the terms of a sum over blocks.
+- Operator and reference add the same B integers times scales, in different orders and roundings: they differ by at
+  most (2 B + 6) u sum |t_b|.
+- Rounding a block of activations to codes moves each of them by at most half a step, s / 2 with s = largest / 127:
+  the product with the dequantized weight differs by at most sum_b s_b / 2 sum |w|, and by fp32 rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels_cpu
+from kernels_cpu import BLOCK8
+from quantize import FORMATS
+
+ROOT = Path(kernels_cpu.__file__).parent
+U = 2.0**-24
+ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
+KINDS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+MISSING = kernels_cpu.load_operators()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Case:
+    """Codes and scales, and the same product three times: operator, reference, float."""
+
+    def __init__(self, kind: tuple[str, int], codes: Tensor, scale: Tensor):
+        form, self.group = FORMATS[kind[0]], kind[1]
+        self.block = self.group or BLOCK8
+        self.codes, self.scale = codes, scale
+        self.weight = form.decode(codes, scale)  # [N, K] fp32
+        self.packed = kernels_cpu.pack_int4(codes, scale) if self.group else kernels_cpu.pack_int8(codes)
+
+    def operator(self, x: Tensor, wide: bool = False, namespace: str = "gpt_eagle") -> Tensor:
+        operators = getattr(torch.ops, namespace)
+        if self.group:
+            return operators.w4a8(x, self.packed, len(self.codes), self.group, wide)
+        return operators.w8a8(x, self.packed, self.scale, wide)
+
+    def reference(self, x: Tensor) -> Tensor:
+        form = kernels_cpu.w4a8_reference if self.group else kernels_cpu.w8a8_reference
+        return form(x, self.codes, self.scale)
+
+    def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
+        return F.pad(t, (0, -t.shape[1] % self.block)).unflatten(1, (-1, self.block))
+
+    def rounding(self, x: Tensor) -> Tensor:
+        """Most that operator and reference may differ by, [M, N]."""
+        sizes = torch.einsum("mbk,nbk->mn", self.blocks(x.float()).abs(), self.blocks(self.weight).abs())
+        # u times |terms|, which are at most those of |x| + half a step
+        return (2 * -(-x.shape[1] // self.block) + 6) * U * (sizes + self.code_error(x))
+
+    def code_error(self, x: Tensor) -> Tensor:
+        """Most that rounding the activations may change, [M, N]."""
+        steps = self.blocks(x.float()).abs().amax(-1) / 127  # [M, B]
+        return (0.5 + 2**-14) * steps @ self.blocks(self.weight).abs().sum(-1).T
+
+    def code_variance(self, x: Tensor) -> Tensor:
+        """What rounding the activations adds to the variance of an output, [M, N]."""
+        steps = self.blocks(x.float()).abs().amax(-1) / 127  # [M, B]
+        return steps**2 / 12 @ (self.blocks(self.weight) ** 2).sum(-1).T
+
+
+def make_case(kind: tuple[str, int], n: int, k: int) -> Case:
+    """A random weight, rounded."""
+    return Case(kind, *FORMATS[kind[0]].encode(random(n, k) * k**-0.5, kind[1]))
+
+
+def assert_within(got: Tensor, want: Tensor, most: Tensor) -> None:
+    over = (got - want).abs() - most
+    assert (over <= 0).all(), f"{int((over > 0).sum())} of {over.numel()} outputs are off, by up to {over.max():.2e}"
+
+
+# ------------------------------------------------------------------------------------------- real shapes
+# (N, K) of every linear layer: query, key and value fused; gate and up fused; the head's fc beside its own layer,
+# which has the target's shapes. N is cut to 64 outputs and a remainder, `test_an_output_does_not_depend_on_the_others`
+# is the reason that this suffices; K is real.
+
+MOST_ROWS = 64 + 13
+
+
+def layers(dim: int, ffn: int, kv: int, vocab: int) -> list[tuple[int, int]]:
+    return [(dim + 2 * kv, dim), (dim, dim), (2 * ffn, dim), (dim, ffn), (vocab, dim), (dim, 2 * dim)]
+
+
+MODELS = {
+    "llama2-7b": layers(4096, 11008, 4096, 32000),
+    "llama3-8b": layers(4096, 14336, 1024, 128256),
+    "llama2-13b": layers(5120, 13824, 5120, 32000),
+    "llama2-70b": layers(8192, 28672, 1024, 32000),
+    "llama3-70b": layers(8192, 28672, 1024, 128256),
+    "demo": layers(256, 768, 128, 4096),
+    "demo head": layers(256, 1536, 128, 4096),
+}
+CUT = sorted({(min(n, MOST_ROWS), k) for shapes in MODELS.values() for n, k in shapes})
+
+
+@pytest.mark.parametrize("shape", CUT, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_real_shapes(kind, shape):
+    case, x = make_case(kind, *shape), random(64, shape[1], seed=1)
+    x[:, ::97] *= 30  # outliers, as hidden states have them
+    want, exact = case.reference(x), x.double() @ case.weight.double().T
+    rounding, codes = case.rounding(x), case.code_error(x)
+    for rows in ROWS:
+        got = case.operator(x[:rows], wide=True)
+        assert got.shape == (rows, shape[0]) and got.dtype == torch.float32
+        assert_within(got, want[:rows], rounding[:rows])
+        assert_within(got, exact[:rows], (rounding + codes)[:rows])
+    assert (got - exact).square().mean() < 1.2**2 * case.code_variance(x).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_wrong_code_is_seen(kind):
+    """One of 256 x 77 codes off by one step breaks the bound against the reference."""
+    case, x = make_case(kind, 77, 256), random(5, 256)
+    case.codes[70, 200] += 1 if case.codes[70, 200] < 7 else -1
+    with pytest.raises(AssertionError, match="outputs are off"):
+        assert_within(case.operator(x, wide=True), case.reference(x), case.rounding(x))
+
+
+@pytest.mark.parametrize("kind", [("int8", 0), ("int4", 128)], ids=str)
+def test_an_output_does_not_depend_on_the_others(kind):
+    """Strips are alike: those of a large layer give the bits that they give alone, the last one included."""
+    case, x = make_case(kind, 4096 + 17, 256), random(26, 256)
+    whole = case.operator(x)
+    for first in (0, 64, 2048, 4096):
+        rows = slice(first, first + 64)
+        assert torch.equal(Case(kind, case.codes[rows], case.scale[rows]).operator(x), whole[:, rows])
+
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_does_not_depend_on_its_company(kind, dtype):
+    """Bit for bit, for every number of rows and every place among them; K has several panels and a ragged end."""
+    k = 1408 if kind[1] else 1300  # int8: 10 blocks and 20 values
+    case, x = make_case(kind, 77, k), random(64, k, seed=1).to(dtype)
+    for wide in (False, True):
+        alone = torch.cat([case.operator(row[None], wide) for row in x])  # [64, N]
+        for rows in range(1, 65):
+            assert torch.equal(case.operator(x[:rows], wide), alone[:rows])
+            assert torch.equal(case.operator(x[-rows:], wide), alone[-rows:])
+    mixed = torch.stack((x[5], torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30), x[5]))
+    assert torch.equal(case.operator(mixed)[[0, 3]], case.operator(x[5:6]).expand(2, -1))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_leading_dimensions_and_strides(kind):
+    case, x = make_case(kind, 33, 256), random(3, 4, 512)
+    want = case.operator(x[..., :256].reshape(12, 256).contiguous())
+    assert torch.equal(case.operator(x[..., :256]), want.view(3, 4, 33))  # not contiguous
+    assert torch.equal(case.operator(x[..., :256].transpose(0, 1)), want.view(3, 4, 33).transpose(0, 1))
+    assert torch.equal(case.operator(x[0, 0, :256]), want[0])
+    assert case.operator(x[:0, :, :256]).shape == (0, 4, 33)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_threads_do_not_matter(kind):
+    case, x = make_case(kind, 1000, 512), random(60, 512)
+    want = case.operator(x)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(case.operator(x), want)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_narrow_outputs_are_the_wide_ones_rounded(kind):
+    case, x = make_case(kind, 77, 256), random(26, 256).bfloat16()
+    wide = case.operator(x, wide=True)
+    assert wide.dtype == torch.float32
+    assert torch.equal(case.operator(x), wide.bfloat16())
+    assert torch.equal(case.operator(x.float()), wide)  # what bf16 holds, fp32 holds
+
+
+# ------------------------------------------------------------------------------------------------ edges
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers_at_the_edges(kind, dtype):
+    case, x = make_case(kind, 33, 256), random(8, 256, seed=1).to(dtype)
+    x[0] = 0
+    x[1, 7], x[2, 200], x[3, 100] = float("nan"), float("inf"), -float("inf")
+    x[4] *= 1e30
+    x[5] *= 1e-38  # below what the codes distinguish from 0
+    x[6] *= 1e-25
+    y = case.operator(x, wide=True)
+    assert (y[0] == 0).all()
+    assert y[1:4].isnan().all(), "NaN and infinity are never turned into numbers"
+    assert y[5].abs().max() < 1e-30
+    for row, size in ((4, 1e30), (6, 1e-25), (7, 1.0)):
+        rows = x[row : row + 1].float() / size
+        exact = rows.double() @ case.weight.double().T
+        assert_within(y[row : row + 1] / size, exact, (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6))
+    clean = [0, 4, 5, 6, 7]
+    assert torch.equal(y[clean], case.operator(x[clean].contiguous(), wide=True))
+    assert torch.equal(case.reference(x).isnan(), y.isnan())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_extreme_codes(kind):
+    """Sums of the largest products: -8 x 127 and -127 x 127 in every place."""
+    form, most = FORMATS[kind[0]], -8 if kind[1] else -127
+    scale = torch.ones(form.scale_shape(torch.Size((33, 256)), kind[1]), dtype=form.scale_dtype)
+    case = Case(kind, torch.full((33, 256), most, dtype=torch.int8), scale)
+    for sign in (1, -1):
+        y = case.operator(torch.full((3, 256), sign * 127.0))
+        assert (y == sign * 256 * 127 * most).all()
+
+
+@pytest.mark.parametrize("k", [4, 8, 100, 124, 132, 260, 516])
+def test_int8_of_any_length(k):
+    case, x = make_case(("int8", 0), 33, k), random(9, k)
+    assert_within(case.operator(x), case.reference(x), case.rounding(x))
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 40, 64, 97])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_packing_is_undone(kind, n):
+    case = make_case(kind, n, 256)
+    if case.group:
+        codes, scale = kernels_cpu.unpack_int4(case.packed, n)
+        assert torch.equal(scale, case.scale)
+    else:
+        codes = kernels_cpu.unpack_int8(case.packed, n)
+    assert torch.equal(codes, case.codes)
+    x = random(3, 256)
+    assert_within(case.operator(x, wide=True), case.reference(x), case.rounding(x))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_operands_that_do_not_fit_are_refused(kind):
+    """Never read past the end of a weight."""
+    case = make_case(kind, 33, 256)
+    for bad in (random(2, 512), random(2, 128), random(2, 256).half(), random(2, 256).double()):
+        with pytest.raises(RuntimeError, match="activations must be|does not fit"):
+            case.operator(bad)
+    case.packed = case.packed[:1]
+    with pytest.raises(RuntimeError, match="does not fit"):
+        case.operator(random(2, 256))
+
+
+# -------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_registration(kind, dtype):
+    case = make_case(kind, 33, 64)
+    for wide in (False, True):
+        x = random(2, 3, 64).to(dtype)
+        args = (x, case.packed, 33, case.group, wide) if case.group else (x, case.packed, case.scale, wide)
+        operator = torch.ops.gpt_eagle.w4a8 if case.group else torch.ops.gpt_eagle.w8a8
+        torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def processor_has(*features: str) -> bool:
+    return set(features) <= set(kernels_cpu.processor().split())
+
+
+X86 = pytest.mark.skipif(not processor_has("avx2", "fma"), reason="needs a processor with AVX2 and FMA")
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """The same source for other processors. The portable one is built from scratch, in a cache of its own."""
+    built = {}
+    if processor_has("avx2", "fma"):
+        built["avx2"] = kernels_cpu.register("gpt_eagle_avx2", kernels_cpu.build("gpt_eagle_avx2", ("-mavx2", "-mfma")))
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        library = kernels_cpu.build("gpt_eagle_portable", ())
+        assert library.is_relative_to(cache) and [p.name for p in (cache / "gpt-eagle").iterdir()] == [library.name]
+        made = library.stat().st_mtime_ns
+        assert kernels_cpu.build("gpt_eagle_portable", ()) == library and library.stat().st_mtime_ns == made
+    built["portable"] = kernels_cpu.register("gpt_eagle_portable", library)
+    return built
+
+
+@pytest.mark.parametrize("name", [pytest.param("avx2", marks=X86), "portable"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_variants_agree(variants, kind, name):
+    """AVX-512 and AVX2 do the same fused steps: the same bits. Plain loops round twice: fp32 rounding."""
+    k = 1408 if kind[1] else 1300
+    case, namespace = make_case(kind, 77, k), f"gpt_eagle_{name}"
+    for dtype in (torch.bfloat16, torch.float32):
+        x = random(64, k, seed=1).to(dtype)
+        for rows in ROWS:
+            for wide in (False, True):
+                got, want = case.operator(x[:rows], wide, namespace), case.operator(x[:rows], wide)
+                assert got.dtype == want.dtype
+                if name == "avx2":
+                    assert torch.equal(got, want)
+                elif got.dtype == torch.float32:
+                    assert_within(got, want, case.rounding(x[:rows]))
+    x = random(64, k, seed=1)
+    alone = torch.cat([case.operator(row[None], False, namespace) for row in x])
+    for rows in range(1, 65):
+        assert torch.equal(case.operator(x[:rows], False, namespace), alone[:rows])
+
+
+# ------------------------------------------------------------------------------------------- no library
+
+
+def reason(tmp_path: Path, **environment: str) -> str:
+    """What `load_operators` says in a process of its own with an empty cache."""
+    child = "import kernels_cpu; print(kernels_cpu.load_operators())"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
+    done = subprocess.run([sys.executable, "-c", child], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"CXX": "/nonexistent/g++"}, "no C++ compiler: CXX is /nonexistent/g++"),  # another one is not what was asked
+        ({"CXX": "", "PATH": ""}, "no C++ compiler; install g++ or set CXX"),
+        ({"CXX": "/bin/false"}, "/bin/false failed: it gave no reason"),
+    ],
+)
+def test_why_there_are_no_operators(tmp_path, environment, says):
+    assert says in reason(tmp_path, **environment)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    assert "cannot write" in reason(tmp_path)
+
+
+def test_a_damaged_library_is_not_fatal(tmp_path):
+    """The cache holds a file of the right name that is no library."""
+    name = kernels_cpu.build("gpt_eagle").name
+    (tmp_path / "gpt-eagle").mkdir()
+    (tmp_path / "gpt-eagle" / name).write_bytes(b"\x7fELF")
+    assert name in reason(tmp_path)

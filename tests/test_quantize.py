@@ -1,0 +1,618 @@
+"""Formats, quantized layers, directories and the command line; what is saved is what loading would have made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import generate as cli
+import kernels_cpu
+import quantize
+from config import DEMO
+from eagle_draft import draft_lm_head, load_head
+from generate import generate, load
+from helpers import GOLDEN
+from model import WeightFiles, load_model
+from quantize import FORMATS, Int4Linear, Int8Linear, Quantization, quantize_directory, scale_name
+
+ROOT = Path(quantize.__file__).parent
+TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97
+QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in quantize.GROUP_SIZES)]
+SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden pair
+COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+
+
+def name_of(quant) -> str:
+    return f"{quant.format}-{quant.group_size}" if isinstance(quant, Quantization) else str(quant)
+
+
+def each(quants):
+    return pytest.mark.parametrize("quant", quants, ids=name_of)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def state(module: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(module.state_dict())
+
+
+def assert_same_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    ours, theirs = state(a), state(b)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+
+
+# ----------------------------------------------------------------------------------------------- formats
+
+
+def errors(weight: Tensor, group: int, codes: Tensor, scale: Tensor) -> Tensor:
+    """Squared error of each group, [N, K / group], in double."""
+    wide = (codes.double().unflatten(1, (-1, group)) * scale.double()[..., None]).flatten(1)
+    return (weight.double() - wide).square().unflatten(1, (-1, group)).sum(-1)
+
+
+WEIGHTS = {
+    "normal": random(400, 256),
+    "signs": random(64, 256).sign(),  # plain rounding has no error here
+    "huge": random(64, 256) + 1000 * (torch.arange(256) % 32 == 7),  # one value that a group's range is cut for
+    "one-sided": -random(64, 256).abs(),
+    "heavy": random(64, 256) ** 5,
+    "tiny": random(64, 256) * 1e-12,
+    "constant": torch.full((3, 256), 0.3),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("group", quantize.GROUP_SIZES)
+def test_int4_search_is_never_worse_than_plain_rounding(kind, group):
+    """Refitting makes the scale the best of its codes, so that rounding it to bf16 (by at most 2^-8 of itself) adds
+    at most 2^-16 of the group's sum of squares; 1e-6 is for fp32."""
+    weight = WEIGHTS[kind]
+    codes, scale = Int4Linear.encode(weight, group)
+    plain = weight.unflatten(1, (-1, group)).abs().amax(-1) / 7
+    plain_codes = (weight.unflatten(1, (-1, group)) / plain[..., None]).round().clamp(-8, 7).flatten(1)
+    most = errors(weight, group, plain_codes, plain) + (2**-16 + 1e-6) * weight.square().unflatten(1, (-1, group)).sum(
+        -1
+    )
+    assert (errors(weight, group, codes, scale) <= most).all()
+
+
+def test_int4_search_is_much_better_on_a_normal_distribution():
+    for group, share in ((32, 0.75), (64, 0.75), (128, 0.75)):
+        weight = WEIGHTS["normal"]
+        plain = weight.unflatten(1, (-1, group)).abs().amax(-1) / 7
+        plain_codes = (weight.unflatten(1, (-1, group)) / plain[..., None]).round().flatten(1)
+        found = errors(weight, group, *Int4Linear.encode(weight, group)).sum()
+        assert found < share * errors(weight, group, plain_codes, plain).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each(QUANTS)
+def test_codes_stay_in_range_and_use_it(quant, dtype):
+    low, high = (-127, 127) if quant.format == "int8" else (-8, 7)
+    for weight in WEIGHTS.values():
+        codes, scale = FORMATS[quant.format].encode(weight.to(dtype), quant.group_size)
+        assert codes.dtype == torch.int8 and codes.min() >= low and codes.max() <= high
+        assert scale.isfinite().all() and scale.dtype == FORMATS[quant.format].scale_dtype
+    codes, _ = FORMATS[quant.format].encode(WEIGHTS["normal"].to(dtype), quant.group_size)
+    assert codes.min() == low and codes.max() == high
+
+
+def test_int8_keeps_the_largest_magnitude_and_rounds_to_the_nearest():
+    weight = random(40, 256) * torch.logspace(-12, 6, 40)[:, None]
+    codes, scale = Int8Linear.encode(weight, 0)
+    assert torch.equal(codes.abs().amax(1), torch.full((40,), 127, dtype=torch.int8))
+    error = (Int8Linear.decode(codes, scale) - weight).abs()
+    assert (error <= (0.5 + 1e-4) * scale[:, None]).all()
+
+
+@each(QUANTS)
+def test_zero_weights_stay_zero(quant):
+    form, weight = FORMATS[quant.format], random(33, 256)
+    weight[5], weight[:, 128:] = 0, 0  # a row, and whole groups
+    wide = form.decode(*form.encode(weight, quant.group_size))
+    assert (wide[5] == 0).all() and (wide[:, 128:] == 0).all() and (wide[6, :128] != 0).any()
+
+
+@each(QUANTS)
+def test_a_weight_that_is_no_number_stays_none(quant):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        weight = random(40, 256)
+        weight[3, 17] = bad
+        layer = FORMATS[quant.format].from_float(weight, None, quant.group_size)
+        y = layer(random(2, 256))
+        assert y[:, 3].isnan().all() and y[:, :3].isfinite().all() and y[:, 4:].isfinite().all()
+
+
+def test_nibbles_in_files():
+    """Every pair of codes, and the layout that the header promises: the even column low."""
+    codes = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8)).to(torch.int8).reshape(4, 128)
+    stored = Int4Linear.to_file(codes)
+    assert stored.dtype == torch.uint8 and stored.shape == Int4Linear.file_shape(codes.shape)
+    assert torch.equal(Int4Linear.from_file(stored), codes)
+    assert Int4Linear.to_file(torch.tensor([[1, -8]], dtype=torch.int8)).item() == 0x81
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+@pytest.fixture(params=["own", "torch"])
+def operators(request, monkeypatch):
+    """The products of this machine, and those where nothing can be built."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels_cpu, "load_operators", lambda: "no compiler in this test")
+    elif kernels_cpu.load_operators():
+        pytest.skip(kernels_cpu.load_operators())
+    return request.param
+
+
+@pytest.mark.parametrize("n", [16, 33, 40, 97])
+@each(QUANTS)
+def test_a_layer_unpacks_what_it_packed(operators, quant, n):
+    form, weight = FORMATS[quant.format], random(n, 256)
+    codes, scale = form.encode(weight, quant.group_size)
+    layer = form(codes, scale)
+    if operators == "torch":  # which multiplies with scales in bf16
+        scale = scale.bfloat16().to(scale.dtype)
+    for got, want in zip(layer.codes_and_scale(), (codes, scale)):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    assert torch.equal(layer.dequantize(), form.decode(codes, scale))
+
+
+@pytest.mark.parametrize("n", [33, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each(QUANTS)
+def test_a_layer_multiplies_with_its_dequantized_weight(operators, quant, dtype, n):
+    bias, x = random(n, seed=2).to(dtype), random(2, 13, 256, seed=1).to(dtype)
+    for wide in (False, True):
+        layer = FORMATS[quant.format].from_float(random(n, 256) / 16, bias, quant.group_size, wide)
+        want = F.linear(x.float(), layer.dequantize(), bias.float())
+        got = layer(x)
+        assert got.dtype == (torch.float32 if wide else dtype) and got.shape == (2, 13, n)
+        # our operators round inputs to int8, PyTorch's to bf16; measured: up to 0.026 and 0.010
+        assert (got - want).abs().max() < 0.03 * want.std()
+        assert torch.equal(layer(x[1, 4]), got[1, 4]) or operators == "torch"
+
+
+@pytest.mark.parametrize("quant", SMALL, ids=name_of)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILER)])
+def test_captures_whole_and_gives_the_same_bits(operators, quant, backend):
+    torch._dynamo.reset()
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = FORMATS[quant.format].from_float(random(40, 64), None, quant.group_size)
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        for rows in (1, 26):
+            x = random(1, rows, 64).to(dtype)
+            assert torch.equal(compiled(x), layer(x))
+
+
+# ------------------------------------------------------------------------------------------- directories
+
+
+def quantized(path: Path, out: Path, quant: Quantization) -> Path:
+    quantize_directory(path, out, quant)
+    return out
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The demo and its head, written in every format."""
+    folder = tmp_path_factory.mktemp("saved")
+    return {
+        quant: tuple(quantized(Path(DEMO + end), folder / (name_of(quant) + end), quant) for end in ("", "-eagle"))
+        for quant in QUANTS
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+@each(QUANTS)
+def test_saved_and_on_load_are_the_same_bits(saved, quant, dtype):
+    target_path, head_path = saved[quant]
+    ours, theirs = load_model(target_path, dtype), load_model(Path(DEMO), dtype, quant=quant)
+    assert ours.embedding.weight.dtype == (dtype or torch.bfloat16)
+    assert_same_bits(ours, theirs)
+    assert_same_bits(load_head(head_path, ours), load_head(Path(DEMO + "-eagle"), theirs, quant))
+    linears = [m for m in ours.modules() if isinstance(m, torch.nn.Linear | quantize.QuantLinear)]
+    assert len(linears) == 8 * 4 + 1 and {type(m) for m in linears} == {FORMATS[quant.format]}, "all of them, no more"
+    assert ours.lm_head.wide and not ours.layers[0].ffn.w2.wide
+    ids = torch.arange(40)[None] + 100
+    logits = ours.logits(ours(ids, torch.arange(40)[None])[0])
+    assert logits.dtype == torch.float32
+
+
+@each(QUANTS)
+def test_saved_files_are_as_small_as_they_should_be(saved, quant):
+    bits = {"int8": 8, "int4": 4 + 16 / quant.group_size}[quant.format]
+    raw = WeightFiles(Path(DEMO))
+    numel = sum(raw.read(n).numel() for n in raw.readers if quantize.is_quantized(n, raw.read(n)))
+    rest = sum(raw.read(n).nbytes for n in raw.readers if not quantize.is_quantized(n, raw.read(n)))
+    size = sum(f.stat().st_size for f in saved[quant][0].glob("*.safetensors"))
+    assert abs(size - rest - numel * bits / 8) < 0.02 * size
+    assert (saved[quant][0] / "tokenizer.model").read_bytes() == (Path(DEMO) / "tokenizer.model").read_bytes()
+
+
+def golden_copy(folder: Path, layout: str) -> Path:
+    """The golden target in another layout."""
+    weights, config = load_file(TARGET / "model.safetensors"), json.loads((TARGET / "config.json").read_text())
+    folder.mkdir()
+    if layout.startswith("tied"):
+        config["tie_word_embeddings"] = True
+        repeated = weights.pop("lm_head.weight")
+        if layout == "tied-repeated":
+            weights["lm_head.weight"] = repeated
+    if layout == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+    elif layout == "sharded":
+        names = sorted(weights)
+        parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for file, own in parts.items():
+            save_file({n: weights[n] for n in own}, folder / file)
+        index = {n: file for file, own in parts.items() for n in own}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded", "bin", "tied", "tied-repeated"])
+@each(SMALL)
+def test_every_layout_can_be_read(tmp_path, quant, layout):
+    path = golden_copy(tmp_path / "in", layout)
+    out = quantized(path, tmp_path / "out", quant)
+    ours, theirs = load_model(out), load_model(path, quant=quant)
+    assert_same_bits(ours, theirs)
+    assert isinstance(ours.lm_head, FORMATS[quant.format]) and isinstance(ours.embedding, torch.nn.Embedding)
+    if layout.startswith("tied"):
+        want = FORMATS[quant.format].encode(ours.embedding.weight, quant.group_size)
+        assert all(map(torch.equal, ours.lm_head.codes_and_scale(), want))
+    else:
+        assert_same_bits(ours, load_model(TARGET, quant=quant))
+
+
+@each(SMALL)
+def test_a_bias_is_kept(tmp_path, quant):
+    weights, config = load_file(TARGET / "model.safetensors"), json.loads((TARGET / "config.json").read_text())
+    for part in "qkv":
+        for layer in range(config["num_hidden_layers"]):
+            name = f"model.layers.{layer}.self_attn.{part}_proj."
+            weights[name + "bias"] = random(len(weights[name + "weight"]), seed=layer)
+    (tmp_path / "in").mkdir()
+    save_file(weights, tmp_path / "in/model.safetensors")
+    config |= {"architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    ours = load_model(quantized(tmp_path / "in", tmp_path / "out", quant))
+    assert_same_bits(ours, load_model(tmp_path / "in", quant=quant))
+    bias = torch.cat([weights[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv"])
+    layer = ours.layers[1].attention.wqkv
+    assert torch.equal(layer.bias, bias) and not layer.bias.requires_grad
+    zero = layer(torch.zeros(1, config["hidden_size"]))
+    assert torch.equal(zero[0], bias)
+
+
+def test_misaligned_files_give_the_same_bits(tmp_path):
+    """Sums must not depend on where a tensor lies: in a mapped file that is anywhere, in memory on 64 bytes."""
+    torch.manual_seed(0)
+    weights = load_file(Path(DEMO) / "model.safetensors")
+    config = json.loads((Path(DEMO) / "config.json").read_text()) | {"torch_dtype": "float32"}
+    weights = {n: w.float() + 1e-3 * torch.randn(w.shape) for n, w in weights.items()}
+    (tmp_path / "in").mkdir()
+    save_file(weights, tmp_path / "in/model.safetensors")
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    files = WeightFiles(tmp_path / "in")
+    assert any(files.read(name).data_ptr() % 64 for name in files.readers), "else nothing is tested"
+    for quant in QUANTS:
+        out = quantized(tmp_path / "in", tmp_path / name_of(quant), quant)
+        assert_same_bits(load_model(out), load_model(tmp_path / "in", quant=quant))
+
+
+# ------------------------------------------------------------------------------------------------- draft
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "own"),
+    [
+        ("none", "int4", True),
+        ("none", "int8", True),
+        ("int8", "int4", True),
+        ("int8", "none", False),
+        ("int4", "none", False),
+        ("int4", "", False),
+        ("none", "", False),
+    ],
+)
+def test_the_drafts_lm_head(target, draft, own):
+    options = {"checkpoint": str(TARGET), "eagle": str(HEAD), "device": "cpu", "ignore_eos": True}
+    options |= {"group_size": 32} if "int4" in (target, draft) else {}
+    engine = load(quant=target, quant_draft=draft, **options)
+    drafter, draft = engine.drafter, draft or target
+    assert engine.config.quant == target and engine.config.quant_draft == draft
+    assert (drafter.lm_head is not engine.target.lm_head) == own
+    assert isinstance(drafter.head.fc, torch.nn.Linear if draft == "none" else FORMATS[draft])
+    if own:
+        assert type(drafter.lm_head) is FORMATS[draft] and drafter.lm_head.wide
+        original = load_model(TARGET).lm_head.weight
+        if target == "int8":
+            original = FORMATS["int8"].decode(*FORMATS["int8"].encode(original, 0))
+        want = FORMATS[draft].encode(original, 32)
+        assert all(map(torch.equal, drafter.lm_head.codes_and_scale(), want))
+    assert len(generate(engine, [[5, 17, 3]], max_new_tokens=8).tokens[0]) == 8
+
+
+def test_a_saved_target_leaves_the_draft_its_group_size(tmp_path):
+    """--group_size of --quant_draft int4 is not replaced by what an int8 checkpoint does not have."""
+    out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
+    engine = load(checkpoint=str(out), eagle=str(HEAD), quant_draft="int4", group_size=32, device="cpu")
+    assert engine.drafter.head.fc.codes_and_scale()[1].shape == (64, 128 // 32)
+    assert engine.config.quant == "int8"
+
+
+@each(SMALL)
+def test_saved_directories_load_without_options(tmp_path, quant):
+    target = quantized(TARGET, tmp_path / "pair", quant)
+    head = quantized(HEAD, tmp_path / "pair-eagle", quant)
+    engine = load(checkpoint=str(target), device="cpu", ignore_eos=True)
+    assert engine.config.eagle == str(head) and engine.config.draft == "eagle"
+    assert (engine.config.quant, engine.config.quant_draft) == (quant.format, quant.format)
+    options = {"quant": quant.format, "group_size": quant.group_size, "device": "cpu", "ignore_eos": True}
+    on_load = load(checkpoint=str(TARGET), eagle=str(HEAD), **options)
+    assert_same_bits(engine.target, on_load.target)
+    assert_same_bits(engine.drafter.head, on_load.drafter.head)
+    runs = [generate(e, [[5, 17, 3]], max_new_tokens=30).tokens for e in (engine, on_load)]
+    assert runs[0] == runs[1]
+
+
+def test_a_saved_head_on_a_float_target(tmp_path):
+    head = quantized(HEAD, tmp_path / "head", Quantization("int4", 32))
+    engine = load(checkpoint=str(TARGET), eagle=str(head), device="cpu")
+    assert (engine.config.quant, engine.config.quant_draft) == ("none", "int4")
+    assert isinstance(engine.drafter.lm_head, Int4Linear) and isinstance(engine.target.lm_head, torch.nn.Linear)
+    for asked in ("none", "int8"):
+        with pytest.raises(ValueError, match=r"is quantized already \(int4\); drop --quant_draft"):
+            load(checkpoint=str(TARGET), eagle=str(head), quant_draft=asked, device="cpu")
+
+
+def test_lm_head_copy_that_does_not_fit():
+    with pytest.raises(ValueError, match="group size 128 does not divide in_features 64 of .*lm_head"):
+        draft_lm_head(load_model(TARGET), Quantization("int4", 128))
+
+
+# ----------------------------------------------------------------------------------------- command lines
+
+
+def run(capsys, main, *argv: str) -> tuple[str, str]:
+    main(list(argv))
+    return capsys.readouterr()
+
+
+def failure(capsys, main, *argv: str) -> str:
+    """A user's mistake: status 2, one line on standard error, nothing on standard output."""
+    capsys.readouterr()  # what the preparation printed
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith(("quantize.py: ", "generate.py: ")), err
+    return err
+
+
+def test_quantize_and_generate(capsys, tmp_path):
+    for end in ("", "-eagle"):
+        out, err = run(capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}"))
+        assert f"python generate.py --checkpoint {tmp_path / 'demo'}" in out
+        total = len(WeightFiles(Path(DEMO + end)).readers)
+        assert err.endswith(f"int4: {total} of {total} tensors\n") and err.count("\r") == total
+    ids = ["--prompt", "def f(x):", "--max_new_tokens", "16", "--json", "-", "--device", "cpu"]
+    got, _ = run(capsys, cli.main, "--checkpoint", str(tmp_path / "demo"), *ids)
+    want, _ = run(capsys, cli.main, "--quant", "int4", *ids)
+    got, want = json.loads(got), json.loads(want)
+    assert got["tokens"] == want["tokens"]
+    assert {k: got["config"][k] for k in ("quant", "quant_draft", "group_size", "draft")} == {
+        "quant": "int4", "quant_draft": "int4", "group_size": 128, "draft": "eagle"
+    }  # fmt: skip
+
+
+BASE = ("--checkpoint", str(TARGET))
+QUANTIZE_MISTAKES = {
+    "group": ([*BASE, "--out", "OUT"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 64"),
+    "group64": ([*BASE, "--out", "OUT", "--group_size", "64"], "group size 64 does not divide in_features 160 of .*down_proj.*use --group_size 32"),
+    "size": ([*BASE, "--out", "OUT", "--group_size", "48"], "--quant: the group size must be one of 32, 64, 128; it is 48"),
+    "format": ([*BASE, "--out", "OUT", "--quant", "int3"], "invalid choice: 'int3'"),
+    "no checkpoint": (["--out", "OUT"], "--checkpoint and --out are needed"),
+    "no out": ([*BASE], "--checkpoint and --out are needed"),
+    "missing": (["--checkpoint", "OUT/x", "--out", "OUT"], "no such directory: .*/x"),
+    "same": ([*BASE, "--out", str(TARGET), "--quant", "int8"], "--out holds the checkpoint itself"),
+    "parent": (["--checkpoint", "OUT/a/b", "--out", "OUT/a", "--quant", "int8", "--overwrite"], "--out holds the checkpoint itself"),
+    "device": ([*BASE, "--out", "OUT", "--device", "gpu"], "--device must be cpu or cuda; it is gpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", QUANTIZE_MISTAKES)
+def test_mistakes_of_quantize(capsys, tmp_path, mistake):
+    argv, says = QUANTIZE_MISTAKES[mistake]
+    if mistake == "parent":
+        shutil.copytree(TARGET, tmp_path / "out/a/b")
+    before = sorted(tmp_path.rglob("*"))
+    err = failure(capsys, quantize.main, *(a.replace("OUT", str(tmp_path / "out")) for a in argv))
+    assert re.search(says, err), err
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
+    out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    argv = (*BASE, "--out", str(out), "--group_size", "32")
+    assert "exists; give --overwrite" in failure(capsys, quantize.main, *argv)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == before
+    assert "quantized already (int8)" in failure(capsys, quantize.main, "--checkpoint", str(out), "--out", f"{out}-2")
+    run(capsys, quantize.main, *argv, "--overwrite")
+    assert load_model(out).config.quant.format == "int4"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def spoil(out: Path, how: str) -> None:
+    """Damage a quantized directory (int4, groups of 32)."""
+    file, config = next(out.glob("*.safetensors")), out / "config.json"
+    raw, q = json.loads(config.read_text()), "model.layers.1.self_attn.q_proj.weight"
+    weights = load_file(file)
+    said = raw["quantization_config"]
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+        return
+    if how == "scale":
+        del weights[scale_name(q)]
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        del index["weight_map"][scale_name(q)]
+        (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "columns":
+        weights[q] = weights[q][:, :-1].contiguous()
+    elif how == "not marked":
+        del raw["quantization_config"]
+    else:
+        said |= {"format": {"format": "int3"}, "list": {"format": [4]}, "group": {"group_size": 64},
+                 "size": {"group_size": 48}, "gptq": {"quant_method": "gptq"}}[how]  # fmt: skip
+    save_file(weights, file)
+    config.write_text(json.dumps(raw))
+
+
+SPOILT = {
+    "truncated": r"model-00001.safetensors is corrupt, truncated",
+    "scale": r"1 missing weight\(s\): model.layers.1.self_attn.q_proj.weight_scale",
+    "columns": r"q_proj.weight.* has shape .*63.* asks for \[\d+, 32\]|q_proj.weight .* has shape",
+    "not marked": r"unexpected weight\(s\): .*_scale",
+    "format": "the format must be one of int8, int4; it is int3",
+    "list": "the format must be one of int8, int4; it is",
+    "group": r"group size 64 does not divide in_features 160",
+    "size": "the group size must be one of 32, 64, 128; it is 48",
+    "gptq": "quantized with gptq are not supported; use the original with --quant",
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_directories_that_cannot_be_loaded(capsys, tmp_path, how):
+    out = quantized(TARGET, tmp_path / "out", Quantization("int4", 32))
+    spoil(out, how)
+    err = failure(capsys, cli.main, "--checkpoint", str(out), "--prompt_ids", "5,17", "--device", "cpu")
+    assert re.search(SPOILT[how], err), err
+
+
+IDS = ("--prompt_ids", "5,17", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--quant", "int4"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 64"),
+        (["--quant", "int4", "--group_size", "64"], "does not divide in_features 160 of layers.0.ffn.w2.weight; use --group_size 32"),
+        (["--group_size", "32"], "--group_size belongs to int4; add --quant int4"),
+        (["--quant", "int4", "--group_size", "16"], "--group_size must be one of"),
+        (["--quant", "int2"], "invalid choice"),
+        (["--quant_draft", "int4", "--draft", "none"], "--quant_draft needs a draft"),
+        (["--quant_draft", "int4", "--eagle", str(HEAD)], "does not divide in_features 64 of layers.0.attention.wqkv"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_generate(capsys, argv, says):
+    assert says in failure(capsys, cli.main, *BASE, *IDS, *argv)
+
+
+def test_quant_of_a_quantized_checkpoint(capsys, tmp_path):
+    out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
+    err = failure(capsys, cli.main, "--checkpoint", str(out), *IDS, "--quant", "int8")
+    assert "is quantized already (int8); drop --quant" in err
+
+
+def test_a_kill_leaves_nothing_under_the_name(tmp_path):
+    """Killed while the second of many shards is written, and run again."""
+    out, part = tmp_path / "out", tmp_path / "out.tmp"
+    many = (
+        "import checkpoint, quantize; w = quantize.write_checkpoint;"
+        "quantize.write_checkpoint = lambda *a: w(*a, shard_bytes=10**5); quantize.main()"
+    )
+    argv = [sys.executable, "-c", many, "--checkpoint", DEMO, "--out", str(out)]
+    with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL) as child:
+        deadline = time.monotonic() + 60
+        while not list(part.glob("*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        child.send_signal(signal.SIGKILL)
+    assert list(part.glob("*.safetensors")), "it must have been killed in the middle"
+    assert not out.exists()
+    quantize_directory(Path(DEMO), out, Quantization("int8"))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and load_model(out)
+
+
+# -------------------------------------------------------------------------------------------- no compiler
+
+
+@pytest.mark.parametrize("environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=["CXX", "PATH"])
+@each(SMALL)
+def test_without_a_compiler_pytorch_serves(tmp_path, quant, environment):
+    """One line says so, the loop runs, and the tokens are mostly those of the operators."""
+    argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--ignore_eos",
+            "--prompt_ids", "5,17,3,40", "--max_new_tokens", "12", "--device", "cpu"]  # fmt: skip
+    argv += ["--group_size", "32"] if quant.format == "int4" else []
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, "generate.py", *argv], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["tokens"][0]) == 12
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "PyTorch's own operators" in notes[0] and "no C++ compiler" in notes[0]
+
+
+def test_the_fallbacks_model_is_close(monkeypatch):
+    ids, positions = torch.arange(40)[None] + 100, torch.arange(40)[None]
+    for quant in (Quantization("int8"), Quantization("int4", 32)):
+        own = load_model(Path(DEMO), quant=quant)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels_cpu, "load_operators", lambda: "no compiler in this test")
+            other = load_model(Path(DEMO), quant=quant)
+        a, b = (m.logits(m(ids, positions)[0]) for m in (own, other))
+        assert (a - b).abs().mean() < 0.05 * a.std()
+        assert (a.argmax(-1) == b.argmax(-1)).float().mean() > 0.9
+
+
+# ------------------------------------------------------------------------------------------ quality, memory
+
+
+def test_quantized_demo_stays_the_demo():
+    """Mean KL divergence from the bf16 demo on held-out text, in nats."""
+    text = (Path(DEMO).parents[1] / "data/eval/demo.jsonl").read_text().splitlines()[0]
+    exact = load(draft="none", device="cpu", dtype="float32")
+    ids = torch.tensor([exact.tokenizer.encode(json.loads(text)["turns"][0])[:200]])
+    positions = torch.arange(ids.shape[1])[None]
+    log_p = exact.target.logits(exact.target(ids, positions)[0]).log_softmax(-1)
+    for quant, most in zip(QUANTS, (0.003, 0.08, 0.1, 0.12)):
+        model = load_model(Path(DEMO), torch.float32, quant=quant)
+        log_q = model.logits(model(ids, positions)[0]).log_softmax(-1)
+        divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+        assert 0 < divergence < most, (name_of(quant), divergence)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
+    """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
+    from bench_target import SHAPES, loading_memory, write_random_model
+
+    shape = SHAPES["1.1b"]
+    write_random_model(tmp_path, shape, torch.bfloat16)
+    peak_bytes, model_bytes = loading_memory(tmp_path, quant)
+    largest_bytes = shape.vocab_size * shape.dim * 2
+    print(f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB")
+    assert model_bytes <= peak_bytes <= 1.2 * model_bytes + largest_bytes
