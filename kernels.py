@@ -4,7 +4,8 @@ All are registered with `torch.library`, so that they capture under `fullgraph=T
 
 `tree_attention`: attention of T new rows over a static cache, of which only the used part is read.
 The used length changes every cycle; it stays data and never becomes a shape of the compiled graph.
-On CPU the operator reads the length (free there) and slices the cache. On CUDA, where reading it would stop
+On CPU the operator reads the length (free there); attention_cpu.cpp gives a row the same bits whatever the tree around
+it, PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop
 the host, it masks the whole capacity; a kernel that reads the length from device memory belongs here.
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
@@ -26,6 +27,8 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import kernels_cpu
 
 _lib = torch.library.Library("gpt_eagle", "DEF")
 _lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
@@ -83,6 +86,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def _tree_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
+    if q.dtype in (torch.bfloat16, torch.float32) and q.shape[3] % 16 == 0 and not kernels_cpu.load_operators():
+        return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
+    return _tree_attention_torch(q, k, v, start, mask)
+
+
+def _tree_attention_torch(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
     longest = int(start.max())
     used = longest + mask.shape[2]
     k, v = k[:, :, :used], v[:, :, :used]

@@ -1,7 +1,7 @@
-"""Builds and loads kernels_cpu.cpp, and knows its weight layouts.
+"""Builds and loads the CPU operators (kernels_cpu.cpp, attention_cpu.cpp), and knows their weight layouts.
 
 How it works:
-1. `load_operators` compiles the file for this processor at the first use (about ten seconds), keeps the library in the
+1. `load_operators` compiles the files for this processor at the first use (about ten seconds), keeps the library in the
    user's cache under a name made of everything that it depends on, and loads it. Where that fails, it says why; the
    caller then uses PyTorch's own operators.
 2. `pack_int4` and `pack_int8` bring codes and scales into the layout that the operators stream through;
@@ -31,10 +31,11 @@ from torch import Tensor
 
 STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = [Path(__file__).parent / name for name in ("kernels_cpu.cpp", "attention_cpu.cpp", "kernels_cpu.h")]
 SCHEMAS = (
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
     "dot_peak(int rounds) -> float",
 )
 
@@ -61,15 +62,15 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     command = [
         compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", *flags,
         f"-DLIBRARY={namespace}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", str(SOURCE),
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[:2]),
         f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
-    key = "\n".join([torch.__version__, processor(), SOURCE.read_text(), *command])
+    key = "\n".join([torch.__version__, processor(), *(source.read_text() for source in SOURCES), *command])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{namespace}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if library.is_file():
         return library
-    print("note: building the int8 / int4 operators for this processor, once (about 10 s)", file=sys.stderr)
+    print("note: building the CPU operators for this processor, once (about 15 s)", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -110,17 +111,23 @@ def register(namespace: str, library: Path) -> torch.library.Library:
 
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
+    torch.library.register_fake(f"{namespace}::attention", lambda q, k, v, start, mask: q.flatten(2), lib=definition)
     torch.ops.load_library(str(library))
     return definition
 
 
 @functools.cache
 def load_operators() -> str:
-    """Make `torch.ops.gpt_eagle.w4a8` and `w8a8` available. Returns: why they are not, or the empty string."""
+    """Make `w4a8`, `w8a8` and `attention` of `torch.ops.gpt_eagle` available.
+
+    Returns: why they are not, which is also said once, or the empty string.
+    """
     try:
         _libraries.append(register("gpt_eagle", build("gpt_eagle")))
     except (RuntimeError, OSError) as error:
-        return str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
+        print(f"note: PyTorch's own operators serve, which are slow on trees ({reason})", file=sys.stderr)
+        return reason
     return ""
 
 

@@ -213,17 +213,10 @@ PRODUCTS = {
 
 
 def product_of(format: str, device: torch.device) -> Product:
-    """The product that serves a format on a device. On a CPU without a compiler these are PyTorch's, said once."""
+    """The product that serves a format on a device. On a CPU without a compiler these are PyTorch's."""
     if device.type == "cuda":
         return PRODUCTS[format, "cuda"]
-    missing = kernels_cpu.load_operators()
-    if missing and not _said:
-        _said.append(missing)
-        print(f"note: int8 / int4 use PyTorch's own operators, which are slow on trees ({missing})", file=sys.stderr)
-    return PRODUCTS[format, "torch" if missing else "cpu"]
-
-
-_said: list[str] = []
+    return PRODUCTS[format, "torch" if kernels_cpu.load_operators() else "cpu"]
 
 
 # ------------------------------------------------------------------------------------------------ formats
