@@ -140,7 +140,9 @@ def _make_steps(engine: Engine, drafter: Drafter) -> Steps:
 
     steps = (draft, verify, extend)
     if config.compile:
-        steps = (torch.compile(_own_code(step), fullgraph=True, dynamic=False) for step in steps)
+        # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
+        options = {"emulate_precision_casts": True}
+        steps = (torch.compile(_own_code(step), fullgraph=True, dynamic=False, options=options) for step in steps)
     return Steps(*steps)
 
 
