@@ -562,7 +562,7 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
 @pytest.mark.parametrize("environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=["CXX", "PATH"])
 @each(SMALL)
 def test_without_a_compiler_pytorch_serves(tmp_path, quant, environment):
-    """One line says so, the loop runs, and the tokens are mostly those of the operators."""
+    """One line says so, and the loop runs."""
     argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--ignore_eos",
             "--prompt_ids", "5,17,3,40", "--max_new_tokens", "12", "--device", "cpu"]  # fmt: skip
     argv += ["--group_size", "32"] if quant.format == "int4" else []
