@@ -272,7 +272,9 @@ template <class F> at::Tensor linear(const Layer& layer) {
   shape.back() = layer.n;
   const bool wide = layer.wide || !narrow;
   at::Tensor y = at::empty(shape, rows.options().dtype(wide ? at::kFloat : at::kBFloat16));
-  Activations a{M, k, layer.block, (k + layer.block - 1) / layer.block, {}, {}, {}, {}, {}};
+  static thread_local Activations a;  // its memory is kept from call to call; threads are handed a reference
+  a.rows = M, a.k = k, a.block = layer.block, a.blocks = (k + layer.block - 1) / layer.block;
+  a.groups.clear();
   const int64_t experts = count_experts(layer.packed, layer.dims, M, layer.expert);
   const int64_t strips = (layer.n + STRIP - 1) / STRIP, whole = a.blocks * F::HEADER + k / 4 * F::STEP_BYTES;
   TORCH_CHECK(layer.packed.numel() == experts * strips * whole, "an input of ", k, " features does not fit weights of ",
