@@ -177,7 +177,8 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     config: checked, with the engine's checkpoint, device, dtype and context
     Raises: ValueError for a draft that does not fit.
     """
-    config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)  # as it was loaded
+    if engine.config.quant != "none":  # as it was loaded
+        config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)
     config = _resolve_draft(config, Path(config.checkpoint))
     drafter = DRAFTERS[config.draft](engine.target, config)
     return warm_up(with_steps(replace(engine, config=config, drafter=drafter)))
