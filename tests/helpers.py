@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +67,16 @@ def golden_target(name: str = "models/target_llama_mha") -> Transformer:
 def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | None = None) -> EagleHead:
     """A golden head in fp32, loaded anew."""
     return load_head(GOLDEN / name, target or golden_target())
+
+
+def noisy_copy(model: Transformer, scale: float) -> Transformer:
+    """A copy with noise on every matrix, relative to its own spread: a draft model that is right now and then."""
+    copy, generator = deepcopy(model), torch.Generator().manual_seed(0)
+    for parameter in copy.parameters():
+        if parameter.dim() > 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += scale * float(parameter.std()) * noise
+    return copy
 
 
 # --------------------------------------------------------------------------------------------- weights

@@ -10,12 +10,14 @@ import draft_tree
 from draft_tree import (
     EAGLE1_PATHS,
     Accepted,
+    Candidates,
     StaticTree,
     accept,
     build_tree,
     compaction,
     expand,
     first_level,
+    graft,
     path_to,
     pool_size,
     rerank,
@@ -313,6 +315,49 @@ def test_whole_levels():
         for b, (tokens, _, parents) in enumerate(plain):
             assert tree.tokens[b].tolist() == [b, *tokens[: size - 1]]
             assert tree.parents[b].tolist() == [0] + [p + 1 for p in parents[: size - 1]]
+
+
+def values_by_path(tokens, values, parents):
+    """Token path -> value, of the candidates of a row that are some."""
+    paths = []
+    for token, parent in zip(tokens, parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    there = [(path, value) for path, value in zip(paths, values) if value > -INF]
+    assert len(dict(there)) == len(there), "siblings differ"
+    return dict(there)
+
+
+def test_graft():
+    """Chains whose tokens and values are random, onto pools that often hold their beginnings, and onto nothing."""
+    rng, met = random.Random(2), {"used": 0, "raised": 0, "added": 0}
+    siblings = lambda *shape: torch.stack([torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())])  # noqa: E731
+    torch.manual_seed(0)
+    for empty in [True] * 5 + [False] * 20:
+        B, none = 8, torch.zeros(8, 0)
+        pool, frontier = first_level(siblings(B), random_scores(rng, (B, 2), 0.2))
+        pool, frontier = expand(
+            pool, frontier, siblings(B, 2).view(B, 2, 2), random_scores(rng, (B, 2, 2), 0.2), "value"
+        )
+        pool, _ = expand(pool, frontier, siblings(B, 2).view(B, 2, 2), random_scores(rng, (B, 2, 2), 0.2), "value")
+        pool = Candidates(none.long(), none, none.long()) if empty else pool
+        want = [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))]
+        for value in (0.0, -0.5):
+            tokens, values = torch.randint(5, (B, 4)), random_scores(rng, (B, 4), 0.1) + value
+            pool = graft(pool, tokens, values)
+            for b, row in enumerate(want):
+                for n, v in enumerate(values[b].tolist(), 1):
+                    path = tuple(tokens[b, :n].tolist())
+                    met["used"] += path in row
+                    met["raised"] += row.get(path, INF) < v
+                    met["added"] += path not in row and v > -INF
+                    if v > -INF:
+                        row[path] = max(v, row.get(path, -INF))
+        assert [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))] == want
+        ours = rerank(torch.arange(B), pool, 6, 7)
+        for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
+            tree = rerank_reference(b, tokens, values, parents, 6)
+            assert (ours.tokens[b].tolist(), ours.parents[b].tolist(), ours.valid[b].tolist()) == tree
+    assert min(met.values()) > 50, met
 
 
 def test_compiled_rerank():

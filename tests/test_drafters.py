@@ -1,0 +1,337 @@
+"""Lookup against a plain search, what a draft model keeps and runs, presets, and grafted trees.
+
+That none of this changes the output is tested in test_lossless.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import DEMO
+from decode import Session
+from draft_tree import EAGLE1_PATHS, StaticTree
+from drafters import Root, RootOnly, Text
+from eagle_draft import EagleDrafter
+from grow import DynamicTree
+from helpers import decode, engine_for, golden_head, golden_target, noisy_copy, record
+from model import Transformer
+from model_draft import ModelDrafter, check_same_tokens
+from ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
+from sampling import Sampling
+
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
+
+
+# ---------------------------------------------------------------------------------------------- lookup
+
+
+def text_of(*rows: list[int], room: int = 24) -> Text:
+    """Texts of different lengths side by side; the padding repeats their tokens, so that reading it is noticed."""
+    tokens = torch.tensor([(row * room)[:room] for row in rows])
+    return Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
+
+
+def search(row: list[int], ngram: Ngram) -> list[list[int]]:
+    """The continuations, found the plain way."""
+    root, scored = len(row) - 1, []
+    for i in range(root):
+        length = 0
+        while length < min(ngram.max, i + 1) and row[i - length] == row[root - length]:
+            length += 1
+        if length >= ngram.min:
+            scored.append((length, i))
+    chains: list[list[int]] = []
+    for _, i in sorted(scored, reverse=True):
+        copy = list(row)
+        for step in range(ngram.tokens):
+            copy.append(copy[i + 1 + step])
+        if copy[len(row) :] not in chains:
+            chains.append(copy[len(row) :])
+    return chains[: ngram.branches]
+
+
+def found(text: Text, ngram: Ngram, row: int = 0) -> list[list[int]]:
+    tokens, there = lookup(text, ngram)
+    return tokens[row][there[row]].tolist()
+
+
+@pytest.mark.parametrize("ngram", [Ngram(), Ngram(4, 3, 3, 2), Ngram(1, 1, 1, 1), Ngram(6, 5, 2, 1)], ids=str)
+def test_lookup_equals_a_plain_search(ngram):
+    generator = torch.Generator().manual_seed(0)
+    matched = 0
+    for vocab in (1, 2, 3, 20):
+        for _ in range(40):
+            lengths = torch.randint(1, 25, (2,), generator=generator).tolist()
+            rows = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
+            text = text_of(*rows)
+            for b, row in enumerate(rows):
+                want = search(row, ngram)
+                assert found(text, ngram, b) == want, row
+                assert bool((match_lengths(text, ngram.max)[b] >= ngram.min).any()) == bool(want)
+                matched += bool(want)
+    assert 100 < matched < 320, "both cases must have been met"
+
+
+@pytest.mark.parametrize(
+    "row, want",
+    [
+        ([7] * 6, [[7, 7, 7, 7]]),  # period 1: the copy runs into itself
+        ([0] * 6, [[0, 0, 0, 0]]),
+        ([4], []),  # nothing but the root
+        ([1, 2, 3, 4, 5], []),
+        ([1, 2, 3, 3], [[3, 3, 3, 3]]),  # the match is the token before the root
+        ([9, 1, 9, 2, 9], [[2, 9, 2, 9], [1, 9, 2, 9]]),  # the latest first
+        ([8, 9, 1, 7, 9, 2, 8, 9], [[1, 7, 9, 2], [2, 8, 9, 2]]),  # the longest before the latest
+        ([3, 1, 3, 1, 3], [[1, 3, 1, 3]]),  # equal continuations count once
+    ],
+)
+def test_lookup_by_hand(row, want):
+    ngram = Ngram(tokens=4, branches=2)
+    assert search(row, ngram) == want, "the reference"
+    assert found(text_of(row), ngram) == want
+
+
+def tree_paths(tree, row: int = 0) -> set[tuple[int, ...]]:
+    """The token path of every valid node below the root."""
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    tokens, parents, valid = (x[row].tolist() for x in (tree.tokens, tree.parents, tree.valid))
+    for node in range(1, len(tokens)):
+        if valid[node]:
+            assert parents[node] < node and parents[node] in paths, "a kept node's parent is kept and precedes it"
+            paths[node] = (*paths[parents[node]], tokens[node])
+    drafted = list(paths.values())[1:]
+    assert len(set(drafted)) == len(drafted), "siblings differ"
+    return set(drafted)
+
+
+def prefixes(chains: list[list[int]]) -> set[tuple[int, ...]]:
+    return {tuple(chain[: n + 1]) for chain in chains for n in range(len(chain))}
+
+
+def test_continuations_share_equal_beginnings():
+    row = [9, 1, 2, 3, 9, 1, 2, 4, 9, 5, 9]
+    ngram = Ngram(tokens=4, branches=3)
+    text = text_of(row, [1, 2, 3])
+    root = text.tokens.gather(1, text.pos[:, None]).squeeze(1)
+    tree = NgramDrafter(ngram).draft((), Root(root, None, None, text))
+    assert tree_paths(tree) == prefixes(search(row, ngram))
+    assert len(tree_paths(tree)) == 10, "two of the three chains share 1, 2"
+    assert tree_paths(tree, 1) == set(), "nothing matches in the second row"
+
+
+# --------------------------------------------------------------------------------------------- presets
+
+
+def test_where_nothing_matches_only_the_root_is_verified():
+    ngram = Ngram(tokens=4, branches=1, min=2)
+    engine = engine_for(golden_target(), NgramDrafter(ngram), max_new_tokens=80, ignore_eos=True)
+    for prompt in (PROMPTS[0], LOOP):
+        session = decode(engine, prompt)
+        sizes = set()
+        for before, line in pairwise(session.trace):
+            so_far = session.history[0][: line["pos"] + 1]
+            sizes.add(len(line["draft_tokens"]))
+            # the size is picked from what the cycle before has left
+            assert len(line["draft_tokens"]) == (ngram.tokens if search(so_far, ngram) else 0)
+            assert before["pos"] < line["pos"]
+        assert sizes == {0, 4}, "both presets must have run"
+
+
+def test_a_row_with_a_match_is_enough():
+    ngram = Ngram(tokens=4, branches=1, min=2)
+    engine = engine_for(golden_target(), NgramDrafter(ngram), max_new_tokens=30, ignore_eos=True, batch_size=2)
+    session = decode(engine, LOOP, PROMPTS[1])
+    wanted = served = 0
+    for line in session.trace:
+        wants = bool(search(session.history[line["row"]][: line["pos"] + 1], ngram))
+        assert not wants or line["draft_tokens"]
+        wanted, served = wanted + wants, served + bool(line["draft_tokens"])
+    assert 0 < wanted < served < len(session.trace), "a tree also ran for a row without a match, and not always"
+
+
+def test_a_late_host_picks_late_and_changes_nothing():
+    engine = engine_for(golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), max_new_tokens=60, ignore_eos=True)
+    plain = decode(engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True), LOOP)
+    for lag in (0, 1, 3):
+        session = Session(engine, [(0, 0)], lag)
+        list(session.run([LOOP]))
+        assert session.history == plain.history
+
+
+# ---------------------------------------------------------------------------------------- draft models
+
+
+TREES = {
+    "chain": StaticTree.chain(5),
+    "static": StaticTree(EAGLE1_PATHS),
+    "dynamic": DynamicTree(depth=4, topk=4, size=20),
+    "one level": DynamicTree(depth=1, topk=4, size=5),
+}
+
+
+def model_engine(tree: str, scale: float, **options):
+    """The golden target with a draft model that is a noisy copy of it; scale 0 is the target itself."""
+    target = golden_target()
+    options = {"max_new_tokens": 40, "ignore_eos": True, **options}
+    rule = Sampling(options.get("temperature", 0.0))
+    children = options.pop("children", "noise")
+    return engine_for(target, ModelDrafter(noisy_copy(target, scale), target, TREES[tree], rule, children), **options)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", ["chain", "static"])
+def test_the_target_as_its_own_draft_accepts_everything(tree, temperature, batch):
+    engine = model_engine(tree, 0.0, temperature=temperature, batch_size=batch)
+    session = decode(engine, *PROMPTS[:batch])
+    assert set(session.stats.accept_lengths) == {5}, "tau is D + 1"
+
+
+def test_the_residual_rule_accepts_all_of_q_equal_p():
+    """min(1, p/q) is 1 but for rounding."""
+    session = decode(model_engine("chain", 0.0, temperature=1.0, accept="residual", children="sampled"), PROMPTS[0])
+    assert sum(session.stats.accept_lengths) >= 5 * len(session.stats.accept_lengths) - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_kept_rows_equal_fresh_ones(tree, temperature):
+    """Every cycle drafts what a session drafts that has just read the whole text."""
+    engine = model_engine(tree, 0.02, temperature=temperature, batch_size=2)
+    session = decode(engine, *PROMPTS)
+    assert sum(session.stats.accept_lengths) > 0.5 * len(session.stats.accept_lengths)
+    for line in session.trace:
+        fresh = Session(engine, [(0, 0), (1, 0)])
+        row, pos = line["row"], line["pos"]
+        texts = [session.history[b][:pos] if b == row else None for b in range(2)]
+        fresh.state = fresh.state._replace(draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0))
+        next(fresh.run(texts))
+        tokens = fresh.state.tokens[row, : pos + 1].tolist()
+        assert tokens == session.history[row][: pos + 1], "the root comes out the same"
+        tree_again, _ = engine.steps[0].draft(fresh.state)
+        assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
+        assert tree_again.parents[row, 1:].tolist() == line["parents"]
+
+
+def test_a_chain_runs_no_more_rows_than_it_must(monkeypatch):
+    """Two rows in the first pass of a cycle, one in each further; nothing is run again after acceptance."""
+    engine = model_engine("chain", 0.02)
+    calls = record(monkeypatch, engine.drafter.model, "forward")
+    session = decode(engine, PROMPTS[0])
+    rows = [call.args[0].shape[1] for call in calls]
+    assert rows == [len(PROMPTS[0])] + [2, 1, 1, 1, 1] * session.stats.summary(engine)["cycles"]
+
+
+def short_draft(context: int, tree: str = "chain", **options):
+    """As `model_engine`, but the draft model ends at `context` positions."""
+    target = golden_target()
+    draft = noisy_copy(target, 0.0)
+    draft.config = replace(draft.config, max_context=context)
+    return engine_for(target, ModelDrafter(draft, target, TREES[tree], Sampling()), **options)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_past_the_draft_models_context_output_goes_on(tree, batch):
+    context, options = 24, {"max_new_tokens": 50, "ignore_eos": True, "batch_size": batch}
+    engine = short_draft(context, tree, **options)
+    session = decode(engine, *PROMPTS[:batch])
+    plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
+    assert session.history == plain.history
+    accepted_to = [line["pos"] + line["accept_length"] for line in session.trace if line["accept_length"]]
+    assert max(accepted_to) == context, "all that may be drafted is accepted, and nothing past the context"
+    assert {len(line["draft_tokens"]) for line in session.trace if line["pos"] >= 2 * context} == {0}
+
+
+def test_past_its_context_the_draft_model_rests(monkeypatch):
+    engine = short_draft(24, max_new_tokens=50, ignore_eos=True)
+    calls = record(monkeypatch, engine.drafter.model, "forward")
+    session = decode(engine, PROMPTS[0])
+    drafting = sum(bool(line["draft_tokens"]) for line in session.trace)
+    assert drafting == sum(line["pos"] < 24 for line in session.trace)
+    assert len(calls) == 1 + 5 * drafting
+
+
+def test_a_later_turn_inside_the_context_drafts_again():
+    engine = short_draft(24, max_new_tokens=30, ignore_eos=True)
+    session = Session(engine, [(0, 0)])
+    list(session.run([PROMPTS[0]]))
+    begun = len(session.trace)
+    second = [*session.history[0][:9], 4]
+    list(session.run([second]))
+    fresh = decode(engine, second)
+    assert session.history == fresh.history
+    assert [line["draft_tokens"] for line in session.trace[begun:]] == [line["draft_tokens"] for line in fresh.trace]
+
+
+def test_another_vocabulary():
+    target = golden_target()
+    other = Transformer(replace(target.config, vocab_size=96))
+    with pytest.raises(ValueError, match="the draft model has 96 tokens, the target 97; use one of the same vocab"):
+        ModelDrafter(other, target, TREES["chain"], Sampling())
+
+
+def test_another_tokenizer(tmp_path):
+    same, other = Path(DEMO), tmp_path / "other"
+    other.mkdir()
+    shutil.copy(same / "tokenizer.model", other)
+    check_same_tokens(same, other)
+    check_same_tokens(same, tmp_path)  # nothing to compare with
+    (other / "added_tokens.json").write_text('{"<other>": 4096}')
+    with pytest.raises(ValueError, match="demo and .*other differ: token 4096 is nothing in the one and b'<other>'"):
+        check_same_tokens(same, other)
+
+
+# ------------------------------------------------------------------------------------------- grafting
+
+
+def grafted_engine(ngram: Ngram | None, **options):
+    tree = DynamicTree(depth=4, topk=4, size=24, graft=ngram)
+    rule = Sampling(options.get("temperature", 0.0))
+    drafter = EagleDrafter(golden_head(), golden_target(), tree, rule)
+    return engine_for(golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options})
+
+
+def line_paths(line: dict) -> set[tuple[int, ...]]:
+    paths = [()]
+    for token, parent in zip(line["draft_tokens"], line["parents"]):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths), "no node twice"
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
+    ngram = Ngram(tokens=6, branches=2, min=1)
+    session = decode(grafted_engine(ngram, temperature=temperature), LOOP)
+    plain = {line["pos"]: line for line in decode(grafted_engine(None, temperature=temperature), LOOP).trace}
+    compared = matched = deeper = 0
+    for line in session.trace:
+        chains = search(session.history[0][: line["pos"] + 1], ngram)
+        assert len(line["draft_tokens"]) == 23
+        paths = line_paths(line)
+        assert prefixes(chains) <= paths
+        matched += bool(chains)
+        deeper += max(map(len, paths)) > 4
+        if not chains and line["pos"] in plain:
+            compared += 1
+            assert line["draft_tokens"] == plain[line["pos"]]["draft_tokens"], "all nodes are EAGLE's"
+            assert line["parents"] == plain[line["pos"]]["parents"]
+    assert matched and deeper
+    assert compared or temperature == 0.0
+
+
+def test_grafted_sizes_that_do_not_fit():
+    with pytest.raises(ValueError, match="20 looked-up tokens leave no room in a tree of 20 nodes; lower --ngram_to"):
+        DynamicTree(depth=3, topk=4, size=20, graft=Ngram())
+    with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
+        Ngram(max=2, min=3)
+    with pytest.raises(ValueError, match="--ngram_tokens 32 times --ngram_branches 2 must be below 64"):
+        Ngram(tokens=32)
