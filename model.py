@@ -669,7 +669,7 @@ def load_model(
     """Load a Hugging Face directory of the LLaMA family, Mixtral included.
 
     dtype: None keeps the checkpoint's own; quant: quantize while loading; files: the stand-in to build instead
-    Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model.
+    Returns: the model in eval mode. Peak anonymous memory stays within 1.2x of the model as it is kept, and one weight.
     Raises: ValueError for anything wrong with the directory.
     """
     config = ModelConfig.from_dir(path, files.config if files else None)
