@@ -41,6 +41,7 @@ from kernels_triton import Device
 CHUNK = 256  # slots of a split, while there are at most
 SPLITS = 16  # of them below the prefix's end; beyond, chunks double
 SPLIT_TOKENS = 64  # more than that are not split
+COMBINED = 4  # rows that a block of threads combines
 
 
 class Plan(NamedTuple):
@@ -58,8 +59,8 @@ def plan(rows: int, E: int, dtype: torch.dtype, device: Device) -> Plan:
     if dtype == torch.float32:
         return Plan(16, 32, 1, 8)
     hopper, width = device.capability >= 90, max(16, triton.next_power_of_2(E))
-    tile = 64 if rows <= 64 else 128  # 16 rows a warp in both, so that a row's sums are those of one warp
-    keys = 64 if hopper and width == E else 32  # more would spill
+    tile = 128 if hopper and rows > 64 else 64  # 16 rows a warp in both, so that a row's sums are those of one warp
+    keys = 64 if width == E and (hopper or E <= 64) else 32  # more would spill
     stage = keys * width * 4  # bytes of keys and values
     for limit in (device.shared_bytes // 2, device.shared_bytes):  # two blocks hide each other's waits
         # Hopper's tensor cores read a stage from shared memory; the others hold it, and share probabilities
@@ -73,6 +74,11 @@ def splits_of(T: int, S: int, W: int) -> int:
     if T > SPLIT_TOKENS:
         return 1
     return min(triton.cdiv(S, CHUNK), SPLITS + triton.cdiv(W, CHUNK))
+
+
+def constants_of(E: int) -> dict[str, int]:
+    """What both kernels are compiled for. WIDTH: E padded to a power of two."""
+    return {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": CHUNK, "SPLITS": SPLITS}
 
 
 # --------------------------------------------------------------------------------------------- kernels
@@ -130,11 +136,12 @@ def attention_kernel(
             return
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = r // GROUP
-    row = ((b * T + t) * H + head * GROUP + r % GROUP).to(tl.int64)  # of B * T * H
+    row = t * H + head * GROUP + r % GROUP  # of the T * H of its batch row
+    before = b.to(tl.int64) * T * H  # rows of earlier batch rows
     e = tl.arange(0, WIDTH)
     n = tl.arange(0, KEYS)
     column = (e < E) | (WIDTH == E)
-    q = tl.load(q_ptr + row[:, None] * E + e[None, :], mask=(t < T)[:, None] & column[None, :], other=0.0)
+    q = tl.load(q_ptr + before * E + row[:, None] * E + e[None, :], mask=(t < T)[:, None] & column[None, :], other=0.0)
     base = tl.program_id(1).to(tl.int64) * S * E
     keys_ptr = k_ptr + base + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
     values_ptr = v_ptr + base + n[:, None] * E + e[None, :]  # [KEYS, WIDTH]
@@ -153,19 +160,21 @@ def attention_kernel(
         k = tl.load(keys_ptr + at * E, mask=inside[None, :] & column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=inside[:, None] & column[None, :], other=0.0)
         w = at + n - start
-        asked = (t < T)[:, None] & ((w >= 0) & (w < W))[None, :]
-        place = t[:, None] * mask_t + w[None, :] * mask_w  # 32 bits: addresses of 64 would take too many registers
+        asked = ((w >= 0) & (w < W))[None, :]
+        place = (
+            tl.minimum(t, T - 1)[:, None] * mask_t + w[None, :] * mask_w
+        )  # 32 bits: addresses of 64 would take too many registers
         visible = (w < 0)[None, :] | tl.load(mask_ptr + place, mask=asked, other=0).to(tl.int1)
         scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
     if SPLIT:
-        size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)
-        tl.store(stats_ptr + split * size + row, top, mask=t < T)
-        tl.store(stats_ptr + (tl.num_programs(2) + split) * size + row, weight, mask=t < T)
-        y_ptr += split * size * E
+        size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a chunk
+        before += split * size
+        tl.store(stats_ptr + before + row, top, mask=t < T)
+        tl.store(stats_ptr + tl.num_programs(2) * size + before + row, weight, mask=t < T)
     else:
         total = total / weight[:, None]
-    out = y_ptr + row[:, None] * E + e[None, :]
+    out = y_ptr + before * E + row[:, None] * E + e[None, :]
     tl.store(out, total.to(y_ptr.dtype.element_ty), mask=(t < T)[:, None] & column[None, :])
 
 
@@ -214,7 +223,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor,
     cut = plan(T * H // kv_heads, E, q.dtype, device)
     splits = splits_of(T, S, W)
     y = torch.empty(B, T, H * E, dtype=q.dtype, device=q.device)
-    constants = {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": CHUNK, "SPLITS": SPLITS}
+    constants = constants_of(E)
     parts, stats = y, y
     if splits > 1:
         parts = torch.empty(splits, B, T, H, E, dtype=torch.float32, device=q.device)
@@ -224,7 +233,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor,
         SPLIT=splits > 1, ROWS=cut.rows, KEYS=cut.keys, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
     if splits > 1:
-        combine_kernel[triton.cdiv(T * H, 4), B](
-            parts, stats, start, y, T * H, W, **constants, PARTS=splits, ROWS=4, num_warps=4
+        combine_kernel[triton.cdiv(T * H, COMBINED), B](
+            parts, stats, start, y, T * H, W, **constants, PARTS=splits, ROWS=COMBINED, num_warps=4
         )
     return y

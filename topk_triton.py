@@ -14,6 +14,8 @@ pays for generality; k is at most 64. Source of the two stages: the split softma
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,25 @@ from torch import Tensor
 
 BLOCK = 2048  # scores per block of threads
 MOST = 64  # the largest k; the children of a node are fewer
+
+
+class Plan(NamedTuple):
+    """How the candidates of a row are taken."""
+
+    blocks: int  # of the row
+    width: int  # blocks, padded to a power of two
+    candidates: int  # at most k per block, padded to a power of two
+    warps: int
+
+
+def plan(V: int, k: int) -> Plan:
+    """Choose for rows of V scores."""
+    blocks = triton.cdiv(V, BLOCK)
+    candidates = triton.next_power_of_2(blocks * k)
+    return Plan(blocks, triton.next_power_of_2(blocks), candidates, 4 if candidates <= 4096 else 8)
+
+
+# --------------------------------------------------------------------------------------------- kernels
 
 LAST = tl.constexpr(-(2**63))  # a key below every score's
 
@@ -87,20 +108,22 @@ def row_kernel(
         keys = tl.where(keys == best, LAST, keys)
 
 
+# ---------------------------------------------------------------------------------------------- launch
+
+
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.topk_logsumexp` for k up to MOST. Allocates results and candidates, and nothing else; never waits."""
     V = scores.shape[-1]
-    rows, blocks = scores.numel() // V, triton.cdiv(V, BLOCK)
+    rows, cut = scores.numel() // V, plan(V, k)
     options = {"device": scores.device}
-    keys = torch.empty(rows, blocks, k, dtype=torch.int64, **options)
-    stats = torch.empty(rows, blocks, 2, dtype=torch.float32, **options)
+    keys = torch.empty(rows, cut.blocks, k, dtype=torch.int64, **options)
+    stats = torch.empty(rows, cut.blocks, 2, dtype=torch.float32, **options)
     values = torch.empty(*scores.shape[:-1], k, dtype=torch.float32, **options)
     index = torch.empty(*scores.shape[:-1], k, dtype=torch.int64, **options)
     total = torch.empty(*scores.shape[:-1], 1, dtype=torch.float32, **options)
-    block_kernel[blocks, rows](scores.contiguous(), keys, stats, V, k, BLOCK=BLOCK, num_warps=4)
-    candidates = triton.next_power_of_2(blocks * k)
+    block_kernel[cut.blocks, rows](scores.contiguous(), keys, stats, V, k, BLOCK=BLOCK, num_warps=4)
     row_kernel[(rows,)](
-        keys, stats, values, index, total, blocks, k,
-        CANDIDATES=candidates, BLOCKS=triton.next_power_of_2(blocks), num_warps=4 if candidates <= 4096 else 8,
+        keys, stats, values, index, total, cut.blocks, k,
+        CANDIDATES=cut.candidates, BLOCKS=cut.width, num_warps=cut.warps,
     )  # fmt: skip
     return values, index, total
