@@ -179,6 +179,39 @@ def test_one_graph_for_every_start(backend):
     assert counter.frame_count == 1
 
 
+def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernels._has_triton.cache_clear()
+    args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
+    for _ in range(2):
+        close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
+    kernels._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    kernels._has_triton.cache_clear()
+    assert capsys.readouterr().err.count("pip install triton") == 1
+
+
+# ---------------------------------------------------------------------------------------------- top-k
+
+
+def test_topk_is_that_of_torch_bit_for_bit():
+    scores = torch.randn(2, 3, 500) * 10
+    values, index, total = kernels.topk_logsumexp(scores, 7)
+    want = scores.topk(7, dim=-1)
+    assert torch.equal(values, want.values) and torch.equal(index, want.indices)
+    assert torch.equal(total, scores.logsumexp(-1, keepdim=True))
+    with pytest.raises(ValueError, match="takes float32 scores; these are torch.bfloat16"):
+        kernels.topk_logsumexp(scores.bfloat16(), 7)
+
+
+@pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])
+def test_topk_registration(shape):
+    torch.library.opcheck(
+        torch.ops.gpt_eagle.topk_logsumexp.default,
+        (torch.randn(shape), 5),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
 # --------------------------------------------------------------------------- int4 and int8 weights (CUDA)
 
 SHAPES = [(1, 1), (3, 256), (5, 257), (64, 512), (70, 1000)]
