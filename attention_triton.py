@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 def plan(rows: int, E: int, dtype: torch.dtype, device: Device) -> Plan:
     """Choose the tile for `rows` rows per key head of width E; no spills up to E = 128."""
     if dtype == torch.float32:
-        return Plan(16, 32, 1, 8)
+        return Plan(16, 32, 1, 8 if E > 64 else 4)
     hopper, width = device.capability >= 90, max(16, triton.next_power_of_2(E))
     tile = 128 if hopper and rows > 64 else 64  # 16 rows a warp in both, so that a row's sums are those of one warp
     keys = 64 if width == E and (hopper or E <= 64) else 32  # more would spill
@@ -91,6 +91,17 @@ def _chunk(start, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
     while start >= chunk * SPLITS:
         chunk *= 2
     return chunk
+
+
+@triton.jit
+def _visible(mask_ptr, t, w, W, mask_t, mask_w):
+    """Which slots of a block each row sees: [ROWS, KEYS].
+
+    t: [ROWS] int32, tokens; w: [KEYS] int32, the slots' places in the window, negative below it
+    """
+    place = t[:, None] * mask_t + w[None, :] * mask_w  # 32 bits: addresses of 64 would take too many registers
+    inside = ((w >= 0) & (w < W))[None, :]
+    return (w < 0)[None, :] | tl.load(mask_ptr + place, mask=inside, other=0).to(tl.int1)
 
 
 @triton.jit
@@ -159,12 +170,7 @@ def attention_kernel(
         inside = at + n < start + W
         k = tl.load(keys_ptr + at * E, mask=inside[None, :] & column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=inside[:, None] & column[None, :], other=0.0)
-        w = at + n - start
-        asked = ((w >= 0) & (w < W))[None, :]
-        place = (
-            tl.minimum(t, T - 1)[:, None] * mask_t + w[None, :] * mask_w
-        )  # 32 bits: addresses of 64 would take too many registers
-        visible = (w < 0)[None, :] | tl.load(mask_ptr + place, mask=asked, other=0).to(tl.int1)
+        visible = _visible(mask_ptr, tl.minimum(t, T - 1), at + n - start, W, mask_t, mask_w)
         scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
     if SPLIT:

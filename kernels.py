@@ -50,7 +50,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
 
     q: [B, T, H, E]
     k, v: [B, Hkv, S, E], the cache; the rows' own keys and values are already in it
-    start: [B] int64, slots below it are visible to all rows
+    start: [B] int64, slots below it are visible to all rows; start + W <= S
     mask: [B, T, W] bool, which of the slots start .. start+W-1 each row sees; at least one per row
     Returns: [B, T, H * E] in q's dtype.
     """

@@ -263,6 +263,7 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
         for method, calls in contest.methods.items():
             yield row | {"method": method} | time_calls(calls, contest.read_bytes, config.replays, ceiling)
             torch.cuda.synchronize()
+        del contest, calls  # gigabytes of caches
 
 
 def cycle_summary(rows: list[dict]) -> str:
