@@ -139,10 +139,9 @@ def check_topk(scores, k):
     torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("k", [1, 10, 16])
-@pytest.mark.parametrize("V", [16, 2047, 2048, 2049, 32000])
+@pytest.mark.parametrize("V,k", [(16, 1), (16, 16), (2047, 16), (2048, 10), (2049, 10), (4097, 1), (32000, 10)])
 def test_topk(V, k):
-    check_topk(torch.randn(2, 3, V) * 10, k)
+    check_topk(torch.randn(2, 2, V) * 10, k)
 
 
 def test_ties_go_to_the_lowest_index():

@@ -29,7 +29,7 @@ def test_in_the_interpreter():
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=TESTS.parent, env=os.environ | {"TRITON_INTERPRET": "1"}
     )
-    assert result.returncode == 0 and re.search(r"4\d passed", result.stdout), result.stdout + result.stderr
+    assert result.returncode == 0 and re.search(r"[34]\d passed", result.stdout), result.stdout + result.stderr
 
 
 # ------------------------------------------------------------------------------------------ compiled
