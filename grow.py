@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import draft_tree
+import kernels
 import sampling
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
@@ -130,9 +131,9 @@ class Grower(Drafter):
     def _children(self, out: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
         """The k best children of each node: tokens and log softmax(c * score), both [B, R, k], best first."""
         scores = self.sharpness * self._scores(out, noise)
-        best, tokens = scores.topk(k, dim=-1)
+        best, tokens, total = kernels.topk_logsumexp(scores, k)
         # no value may exceed its parent's, not even by the rounding of the logarithm
-        return tokens, (best - scores.logsumexp(-1, keepdim=True)).clamp(max=0)
+        return tokens, (best - total).clamp(max=0)
 
     def _level(self, state: Any, free: Tensor, tokens: Tensor, out: Tensor, level: int, seen: Seen) -> Tensor:
         """Run the drafter over the drafted nodes of one level.

@@ -5,8 +5,10 @@ All are registered with `torch.library`, so that they capture under `fullgraph=T
 `tree_attention`: attention of T new rows over a static cache, of which only the used part is read.
 The used length changes every cycle; it stays data and never becomes a shape of the compiled graph.
 On CPU the operator reads the length (free there); attention_cpu.cpp gives a row the same bits whatever the tree around
-it, PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop
-the host, it masks the whole capacity; a kernel that reads the length from device memory belongs here.
+it, PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop the host,
+kernels read it from device memory (attention_triton.py); without Triton the whole capacity is masked there.
+
+`topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA).
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
 tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU.
@@ -20,6 +22,8 @@ static; a kernel over groups of rows, which passes over idle experts, belongs he
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
@@ -32,8 +36,21 @@ import kernels_cpu
 
 _lib = torch.library.Library("gpt_eagle", "DEF")
 _lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
+_lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 _lib.define("w4a16(Tensor x, Tensor packed, Tensor scale) -> Tensor")
 _lib.define("w8a16(Tensor x, Tensor packed, Tensor scale) -> Tensor")
+
+# --------------------------------------------------------------------------------------------- Triton
+
+
+@cache
+def _has_triton() -> bool:
+    """Whether there is Triton; says once what it means that there is none."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    print("note: without Triton, attention reads the whole cache, top-k is slow; pip install triton", file=sys.stderr)
+    return False
+
 
 # ------------------------------------------------------------------------------------------ attention
 
@@ -43,7 +60,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
 
     q: [B, T, H, E]
     k, v: [B, Hkv, S, E], the cache; the rows' own keys and values are already in it
-    start: [B] int64, slots below it are visible to all rows
+    start: [B] int64, slots below it are visible to all rows; start + W <= S
     mask: [B, T, W] bool, which of the slots start .. start+W-1 each row sees; at least one per row
     Returns: [B, T, H * E] in q's dtype.
     """
@@ -102,8 +119,17 @@ def _tree_attention_torch(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: 
     return _attend(q, k, v, visible_slots(start, mask, used))
 
 
-def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
+def _tree_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
     return _attend(q, k, v, visible_slots(start, mask, k.shape[2]))
+
+
+def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
+    if not _has_triton():
+        return _tree_attention_masked(q, k, v, start, mask)
+    import attention_triton
+
+    with torch.cuda.device(q.device):
+        return attention_triton.tree_attention(q, k, v, start, mask, _triton_kernels().device_of(q.device.index))
 
 
 _lib.impl("tree_attention", _tree_attention_cpu, "CPU")
@@ -113,6 +139,49 @@ _lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
 @torch.library.register_fake("gpt_eagle::tree_attention", lib=_lib)
 def _(q, k, v, start, mask):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+# ---------------------------------------------------------------------------------------------- top-k
+
+
+def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the k best of every row of scores, best first, and the logarithm of the row's sum of exponentials.
+
+    scores: [..., V] float32
+    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. On CUDA equal values come in the order
+    of their indices; torch.topk promises no order.
+    Raises: ValueError for scores of another dtype.
+    """
+    if scores.dtype != torch.float32:
+        raise ValueError(f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them")
+    if scores.is_cuda:
+        return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
+    return topk_logsumexp_reference(scores, k)  # in the open: the compiler fuses it with what made the scores
+
+
+def topk_logsumexp_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's own operators."""
+    return *scores.topk(k, dim=-1), scores.logsumexp(-1, keepdim=True)
+
+
+def _topk_logsumexp_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    if _has_triton():
+        import topk_triton
+
+        if k <= topk_triton.MOST:
+            with torch.cuda.device(scores.device):
+                return topk_triton.topk_logsumexp(scores, k)
+    return topk_logsumexp_reference(scores, k)
+
+
+_lib.impl("topk_logsumexp", topk_logsumexp_reference, "CPU")
+_lib.impl("topk_logsumexp", _topk_logsumexp_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::topk_logsumexp", lib=_lib)
+def _(scores, k):
+    shape = scores.shape[:-1]
+    return scores.new_empty(*shape, k), scores.new_empty(*shape, k, dtype=torch.int64), scores.new_empty(*shape, 1)
 
 
 # ------------------------------------------------------------------------- int4 and int8 weights (CUDA)

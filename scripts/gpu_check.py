@@ -5,7 +5,8 @@
 
 tests    The tests marked `gpu`: operators against their references, the noise, token identity with vanilla decoding.
 kernels  Products with int4 and int8 weights beside the vendor's in bf16 and torch's own int4, checked and timed at
-         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format); meant to take under 4 minutes.
+         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format), and tree attention and top-k
+         beside torch's; meant to take under 5 minutes.
 demo     The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32, bf16, int8 and int4, T 0 and 1:
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
@@ -57,14 +58,15 @@ def run_kernels(config: CheckConfig) -> bool:
     out = Path(config.out).resolve()
     start = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
     well = True
-    for form in kernel_bench.FORMATS:
+    for form in kernel_bench.FORMATS + kernel_bench.CYCLE:
         command = [sys.executable, ROOT / "scripts" / "kernel_bench.py", "--format", form, "--json", out]
         status = subprocess.run(command).returncode
         append(config, {"part": "kernels", "format": form, "exit_status": status})
         well &= status == 0
-    rows = [row for row in read_jsonl(out, "--out")[start:] if "layer" in row]
-    print(kernel_bench.summary(rows), flush=True)
-    return well and not any("error" in row or not row.get("correct", True) for row in rows)
+    found = read_jsonl(out, "--out")[start:]
+    products, others = ([row for row in found if key in row] for key in ("layer", "kernel"))
+    print(kernel_bench.summary(products), kernel_bench.cycle_summary(others), sep="\n\n", flush=True)
+    return well and not any("error" in row or not row.get("correct", True) for row in products + others)
 
 
 def run_demo(config: CheckConfig) -> bool:

@@ -1,6 +1,7 @@
 """How fast a GPU multiplies 1 to 64 rows by the weights of a 7B model, in one format; and whether it is right.
 
     python scripts/kernel_bench.py --format int4 --json benchmarks/gpu.jsonl
+    python scripts/kernel_bench.py --format attention --rows 1,60
 
 1. The ceiling: a copy within the GPU's memory, bytes read and written.
 2. For each layer of a LLaMA-2 7B block and its LM head: `correct`, the product of fresh random data against the fp32
@@ -8,6 +9,9 @@
 3. For each number of rows: the time of a product within a captured graph that goes through at least 200 MB of
    different weights, so that no cache holds them; median and spread over replays; share of the ceiling.
 Formats: int4 and int8 are ours; bf16 is the vendor's product (cuBLAS); tinygemm is torch._weight_int4pack_mm.
+`attention` and `topk` are the other kernels of a decode cycle, measured in the same way: attention in bf16 with the
+heads of a 7B and an 8B model, against `masked`, torch's over the whole cache of 4,352 slots, and `cut`, torch's over
+the slots in use, with its mask made beforehand, which no captured graph could do; top-10 and logsumexp against torch's.
 One JSON line is appended after every row. A row that fails is written down with its error, and the rest goes on
 unless the device is lost (exit status 1). scripts/gpu_check.py runs this for all formats, and prints a table.
 """
@@ -19,6 +23,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -34,13 +39,18 @@ from config import option, parse, run_or_fail  # noqa: E402
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
 LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
+CYCLE = ("attention", "topk")
+HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
+LENGTHS = (128, 512, 2048, 4096)  # slots of the prefix
+CAPACITY = 4096 + 256
+VOCABULARIES = (32000, 128256)
 COPY_BYTES = 2**30
-TOLERANCE = 4e-3  # relative; rounding to bf16 alone gives 1.7e-3
+TOLERANCE = 4e-3  # relative; rounding to bf16 alone gives 1.7e-3, and once more that of probabilities
 
 
 @dataclass
 class BenchConfig:
-    format: str = option("int4", "weights", FORMATS)
+    format: str = option("int4", "weights; or another kernel: attention, topk", FORMATS + CYCLE)
     group_size: int = option(128, "of int4 scales", None)
     rows: str = option("1,8,16,32,64", "rows of activations, ascending")
     rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
@@ -154,13 +164,123 @@ def failure(error: Exception) -> dict:
 def time_layers(layers: list[Layer], M: int, K: int, replays: int, ceiling: float) -> dict:
     """Time M rows, the layers in turn."""
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
+    calls = [lambda product=layer.product: product(x) for layer in layers]
+    return time_calls(calls, layers[0].weight_bytes, replays, ceiling)
+
+
+def time_calls(calls: list[Callable[[], object]], read_bytes: int, replays: int, ceiling: float) -> dict:
+    """Time calls that read `read_bytes` each."""
     try:
-        times = graph_times_s([lambda product=layer.product: product(x) for layer in layers], replays)
+        times = graph_times_s(calls, replays)
     except Exception as error:  # whatever it is, it belongs in the record
         return failure(error)
     middle = statistics.median(times)
-    share = layers[0].weight_bytes / middle / ceiling
+    share = read_bytes / middle / ceiling
     return {"time_us": middle * 1e6, "spread_us": (max(times) - min(times)) * 1e6, "share": share}
+
+
+class Contest(NamedTuple):
+    """One of the other kernels at one shape, beside its peers."""
+
+    read_bytes: int  # that it must read
+    methods: dict[str, list[Callable[[], object]]]  # calls over different data; the first method is ours
+    error: Callable[[], float]  # of ours against the reference, relative
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Contest:
+    """T rows over `length` slots and themselves, as a causal window."""
+    heads, kv_heads = HEADS[name]
+    used = length + T
+    read_bytes = 2 * 2 * kv_heads * used * 128
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    q = torch.randn(1, T, heads, 128, **options)
+    start = torch.tensor([length], device="cuda")
+    mask = torch.ones(1, T, T, device="cuda").tril().bool()
+    visible = F.pad(mask, (length, 0), value=True)  # [1, T, used]
+    copies = max(2, -(-rotate_bytes // read_bytes))
+    caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(copies)]
+    methods = {
+        "ours": [lambda k=k, v=v: kernels.tree_attention(q, k, v, start, mask) for k, v in caches],
+        "masked": [lambda k=k, v=v: kernels._tree_attention_masked(q, k, v, start, mask) for k, v in caches],
+        "cut": [lambda k=k, v=v: kernels._attend(q, k[:, :, :used], v[:, :, :used], visible) for k, v in caches],
+    }
+
+    def error() -> float:
+        k, v = (t.clone() for t in caches[0])
+        want = kernels.tree_attention_reference(q.float(), k, v, start, mask)
+        k[:, :, used:] = v[:, :, used:] = float("nan")
+        return relative_error(kernels.tree_attention(q, k, v, start, mask), want)
+
+    return Contest(read_bytes, methods, error)
+
+
+def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
+    """The 10 best and the logsumexp of every row."""
+    read_bytes = 4 * rows * V
+    copies = max(2, -(-rotate_bytes // read_bytes))
+    scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
+    methods = {
+        "ours": [lambda s=s: kernels.topk_logsumexp(s, 10) for s in scores],
+        "torch": [lambda s=s: kernels.topk_logsumexp_reference(s, 10) for s in scores],
+    }
+
+    def error() -> float:
+        values, index, total = kernels.topk_logsumexp(scores[0], 10)
+        best, _, logsumexp = kernels.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
+        pairs = ((values, best), (scores[0].gather(-1, index), best), (total, logsumexp))
+        return max(relative_error(*pair) for pair in pairs)
+
+    return Contest(read_bytes, methods, error)
+
+
+def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
+    """Those that were asked for: name, rows, and what makes it when its turn comes."""
+    rotate_bytes = config.rotate_mb * 10**6
+    if config.format == "topk":
+        return [(f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)) for V in VOCABULARIES for M in (1, 10)]
+    return [
+        (f"attention {name}, {length} slots", M, partial(attention_contest, name, length, M, rotate_bytes))
+        for name in HEADS for length in LENGTHS for M in map(int, config.rows.split(","))
+    ]  # fmt: skip
+
+
+def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
+    """Yield a row for each contest and method; one that fails holds `error`."""
+    for name, M, make in tqdm(contests(config), unit="shape", desc=config.format):
+        row = {"part": "kernels", "format": config.format, "kernel": name, "M": M}
+        try:
+            contest = make()
+            error = contest.error()
+        except Exception as error:  # whatever it is, it belongs in the record
+            yield row | {"method": "ours"} | failure(error)
+            torch.cuda.synchronize()  # raises where the device is lost
+            continue
+        row |= {"relative_error": error, "correct": error < TOLERANCE}
+        for method, calls in contest.methods.items():
+            yield row | {"method": method} | time_calls(calls, contest.read_bytes, config.replays, ceiling)
+            torch.cuda.synchronize()
+        del contest, calls  # gigabytes of caches
+
+
+def cycle_summary(rows: list[dict]) -> str:
+    """A Markdown table of the other kernels, then what went wrong."""
+    lines = ["| kernel | rows | ours | torch, whole cache | torch, cut or top-k |", "|---|---|---|---|---|"]
+    cells = {
+        (r["kernel"], r["M"], r["method"]): f"{r['time_us']:.1f} us, {r['share']:.0%}" for r in rows if "time_us" in r
+    }
+    for kernel, M in dict.fromkeys((r["kernel"], r["M"]) for r in rows):
+        ours, masked = (cells.get((kernel, M, method), "") for method in ("ours", "masked"))
+        peer = cells.get((kernel, M, "cut")) or cells.get((kernel, M, "torch"), "")
+        lines.append(f"| {kernel} | {M} | {ours} | {masked} | {peer} |")
+    wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
+    lines += [f"\nwrong: {', '.join(sorted(wrong)) or 'none'}"]
+    return "\n".join(
+        lines + [f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}" for r in rows if "error" in r]
+    )
 
 
 def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
@@ -200,7 +320,7 @@ def bench(config: BenchConfig) -> None:
     ceiling = copy_bandwidth()
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceiling_bytes_per_s": ceiling}
     print(f"# {facts['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, {config.format}", flush=True)
-    for row in measure(config, ceiling):
+    for row in (measure_cycle if config.format in CYCLE else measure)(config, ceiling):
         if config.json:
             with open(config.json, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row | facts) + "\n")

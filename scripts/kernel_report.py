@@ -2,10 +2,12 @@
 
     python scripts/kernel_report.py --targets 80,86,89,90 --formats int4-128,int8 --dtypes bf16
 
-Each kernel is compiled ahead of time as `kernels_triton.plan` would cut it on the target, and read back with the
+Each kernel is compiled ahead of time as its launcher would cut it on the target, and read back with the
 disassembler that Triton brings. `per weight`: instructions of all threads in the main loop, per weight. As a measure:
 an H100 issues about 4.9 in the time it reads an int4 weight at 3 TB/s, and 9.7 for an int8 one.
-Prints a Markdown table. Nothing is run, and no time is measured.
+A second table has the other kernels of a decode cycle: tree attention for a lone token and for 60, per head width,
+and the top-k; its last column is the number of instructions in the longest loop.
+Prints Markdown. Nothing is run, and no time is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +34,8 @@ except ModuleNotFoundError:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 
+import attention_triton  # noqa: E402
+import topk_triton  # noqa: E402
 from kernels_triton import Device, Plan, matmul_kernel, plan  # noqa: E402
 
 # multiprocessors and shared memory of a block: CUDA C++ programming guide, table of compute capabilities
@@ -65,6 +70,30 @@ class Case(NamedTuple):
     K: int = 4096
 
 
+class CycleCase(NamedTuple):
+    """One of the other kernels: attention, combine, block (of top-k) or row."""
+
+    target: str
+    kernel: str
+    dtype: str = "bf16"
+    E: int = 128
+    heads: int = 32
+    kv_heads: int = 32
+    T: int = 60
+    k: int = 10
+    V: int = 128256
+
+
+class Source(NamedTuple):
+    """A kernel and how it is launched."""
+
+    kernel: triton.JITFunction
+    types: dict[str, str]  # of its arguments
+    constants: dict[str, object]
+    warps: int
+    multiples: tuple[str, ...] = ()  # arguments that are multiples of 16, besides pointers
+
+
 class Resources(NamedTuple):
     """What a compiled kernel takes of a multiprocessor."""
 
@@ -73,11 +102,11 @@ class Resources(NamedTuple):
     local_accesses: int  # instructions that load from or store to local memory
     shared_bytes: int  # per block
     tensor_core: str  # instruction and count, or "none"
-    per_weight: float  # instructions in the main loop
+    loop: int  # instructions in the longest loop
 
 
-def compile_case(case: Case) -> tuple[CompiledKernel, Plan]:
-    """Compile for the target, as the launcher would on it."""
+def matmul_source(case: Case) -> tuple[Source, Plan]:
+    """A product, as its launcher would cut it on the target."""
     bits, group = (8, 0) if case.form == "int8" else (4, int(case.form.removeprefix("int4-")))
     cut = plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
     constants = {
@@ -88,15 +117,54 @@ def compile_case(case: Case) -> tuple[CompiledKernel, Plan]:
         "x_ptr": f"*{case.dtype}", "packed_ptr": "*i16", "scale_ptr": "*fp32" if bits == 8 else "*i32",
         "y_ptr": "*fp32" if cut.splits > 1 else f"*{case.dtype}", "M": "i32", "N": "i32", "K": "i32",
     }  # fmt: skip
-    aligned = [name for name in types if name.endswith("_ptr") or name == "K" or (name == "N" and case.N % 16 == 0)]
-    source = ASTSource(
-        fn=matmul_kernel,
-        signature=types | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={(matmul_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
+    return Source(matmul_kernel, types, constants, cut.warps, multiples), cut
+
+
+def attention_source(case: CycleCase) -> tuple[Source, attention_triton.Plan]:
+    """Attention over splits of a cache, as its launcher would cut it on the target."""
+    rows = case.T * case.heads // case.kv_heads
+    cut = attention_triton.plan(rows, case.E, DTYPES[case.dtype], TARGETS[case.target])
+    split = case.T <= attention_triton.SPLIT_TOKENS
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}")
+    pointers |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": "*fp32" if split else f"*{case.dtype}"}
+    types = pointers | {"stats_ptr": "*fp32"} | dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
+    constants = attention_triton.constants_of(case.E) | {
+        "H": case.heads, "KV_HEADS": case.kv_heads, "SPLIT": split,
+        "ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages,
+    }  # fmt: skip
+    return Source(attention_triton.attention_kernel, types, constants, cut.warps), cut
+
+
+def cycle_source(case: CycleCase) -> Source:
+    """One of the kernels of a decode cycle, as its launcher would start it."""
+    if case.kernel == "attention":
+        return attention_source(case)[0]
+    if case.kernel == "combine":
+        types = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "start_ptr": "*i64", "y_ptr": f"*{case.dtype}"}
+        parts = attention_triton.splits_of(case.T, 10**6, case.T)  # the most
+        constants = attention_triton.constants_of(case.E) | {"PARTS": parts, "ROWS": attention_triton.COMBINED}
+        return Source(attention_triton.combine_kernel, types | {"rows": "i32", "W": "i32"}, constants, 4)
+    types = {"keys_ptr": "*i64", "stats_ptr": "*fp32"}
+    if case.kernel == "block":
+        types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32"}
+        return Source(topk_triton.block_kernel, types, {"BLOCK": topk_triton.BLOCK}, 4)
+    types |= {"values_ptr": "*fp32", "index_ptr": "*i64", "total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
+    cut = topk_triton.plan(case.V, case.k)
+    return Source(topk_triton.row_kernel, types, {"CANDIDATES": cut.candidates, "BLOCKS": cut.width}, cut.warps)
+
+
+def compile_for(target: str, source: Source) -> CompiledKernel:
+    """Compile ahead of time."""
+    names = source.kernel.arg_names
+    aligned = [name for name in source.types if name.endswith("_ptr")] + list(source.multiples)
+    ast = ASTSource(
+        fn=source.kernel,
+        signature=source.types | dict.fromkeys(source.constants, "constexpr"),
+        constexprs=source.constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": cut.warps}
-    return triton.compile(source, target=GPUTarget("cuda", int(case.target), 32), options=options), cut
+    return triton.compile(ast, target=GPUTarget("cuda", int(target), 32), options={"num_warps": source.warps})
 
 
 def disassemble(kernel: CompiledKernel) -> tuple[str, str]:
@@ -125,17 +193,20 @@ def main_loop(code: str) -> list[str]:
     return longest
 
 
-def resources(case: Case) -> tuple[Resources, Plan]:
+def resources(target: str, source: Source) -> Resources:
     """Compile and read back."""
-    kernel, cut = compile_case(case)
+    kernel = compile_for(target, source)
     usage, code = disassemble(kernel)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HGMMA", "HMMA", "LDL", "STL")}
     tensor_core = " ".join(f"{name} {counts[name]}" for name in ("HGMMA", "HMMA") if counts[name])
-    weights = cut.rows * 1024 // (8 if case.form == "int8" else 4)  # of an iteration
-    per_weight = len(main_loop(code)) * 32 * cut.warps / weights
     local = counts["LDL"] + counts["STL"]
-    return Resources(registers, stack, local, kernel.metadata.shared, tensor_core or "none", per_weight), cut
+    return Resources(registers, stack, local, kernel.metadata.shared, tensor_core or "none", len(main_loop(code)))
+
+
+def per_weight(case: Case, loop: int, cut: Plan) -> float:
+    """Instructions of all threads in the main loop of a product, per weight that it takes in."""
+    return loop * 32 * cut.warps / (cut.rows * 1024 // (8 if case.form == "int8" else 4))
 
 
 def cases(config: ReportConfig) -> list[Case]:
@@ -152,21 +223,61 @@ def cases(config: ReportConfig) -> list[Case]:
     return [Case(t, f, d, M, config.N, config.K) for d in dtypes for f in forms for t in targets for M in (16, 32, 64)]
 
 
-def report(config: ReportConfig) -> None:
-    """Print the table."""
-    print(f"# Triton {triton.__version__}, N {config.N}, K {config.K}; nothing was run\n")
-    print("| target | weights | x | tokens x rows | splits | stages | registers | spilled bytes | shared KiB (limit) |"
-          " tensor cores | per weight |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for case in tqdm(cases(config), unit="kernel"):
-        found, cut = resources(case)
-        limit = TARGETS[case.target].shared_bytes // 1024
-        cells = [
-            f"sm_{case.target}", case.form, case.dtype, f"{cut.tokens} x {cut.rows}", cut.splits, cut.stages,
-            found.registers, found.stack_bytes, f"{found.shared_bytes / 1024:.0f} ({limit})", found.tensor_core,
-            f"{found.per_weight:.2f}",
-        ]  # fmt: skip
+def cycle_cases(config: ReportConfig) -> list[CycleCase]:
+    """The other kernels at the shapes of 7B models, with and without grouped queries, and of a small one."""
+    shapes = [(128, 32, 32), (128, 32, 8), (64, 32, 4)]  # E, heads, key heads
+    found = []
+    for target in config.targets.split(","):
+        for dtype in config.dtypes.split(","):
+            found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
+            found.append(CycleCase(target, "combine", dtype))
+        found += [CycleCase(target, "block", "fp32"), CycleCase(target, "row", "fp32")]
+    return found
+
+
+def print_table(header: str, rows: Iterable[list]) -> None:
+    """Print Markdown, line by line."""
+    print(f"\n| {header} |\n|{'---|' * (header.count('|') + 1)}")
+    for cells in rows:
         tqdm.write(f"| {' | '.join(map(str, cells))} |", file=sys.stdout)
+
+
+def use(target: str, found: Resources) -> list:
+    """What both tables say of a kernel."""
+    limit = TARGETS[target].shared_bytes // 1024
+    shared = f"{found.shared_bytes / 1024:.0f} ({limit})"
+    return [found.registers, found.stack_bytes, shared, found.tensor_core]
+
+
+def matmul_rows(config: ReportConfig) -> Iterator[list]:
+    """The table of products."""
+    for case in tqdm(cases(config), unit="kernel"):
+        source, cut = matmul_source(case)
+        found = resources(case.target, source)
+        tile = [f"{cut.tokens} x {cut.rows}", cut.splits, cut.stages]
+        weights = f"{per_weight(case, found.loop, cut):.2f}"
+        yield [f"sm_{case.target}", case.form, case.dtype, *tile, *use(case.target, found), weights]
+
+
+def cycle_rows(config: ReportConfig) -> Iterator[list]:
+    """The table of the other kernels."""
+    for case in tqdm(cycle_cases(config), unit="kernel"):
+        shape, tile = "", ""
+        if case.kernel == "attention":
+            cut = attention_source(case)[1]
+            shape = f"{case.T} rows, {case.heads} / {case.kv_heads} heads of {case.E}"
+            tile = f"{cut.rows} x {cut.keys}, {cut.stages} stages"
+        found = resources(case.target, cycle_source(case))
+        yield [f"sm_{case.target}", case.kernel, case.dtype, shape, tile, *use(case.target, found), found.loop]
+
+
+def report(config: ReportConfig) -> None:
+    """Print the tables."""
+    print(f"# Triton {triton.__version__}, N {config.N}, K {config.K}; nothing was run")
+    usage = "registers | spilled bytes | shared KiB (limit) | tensor cores"
+    header = f"target | weights | x | tokens x rows | splits | stages | {usage} | per weight"
+    print_table(header, matmul_rows(config))
+    print_table(f"target | kernel | dtype | shape | tile | {usage} | loop", cycle_rows(config))
 
 
 def main() -> None:

@@ -26,29 +26,111 @@ PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 4
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
 
 
-@pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("rows", [1, 7, 60])
-def test_tree_attention(rows, kv_heads):
+# relative error of the norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4; so do the probabilities
+ATTENTION_ERRORS = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 1e-5}
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What is not written is not a number; in whole numbers, the largest."""
+
+    def full(*size, dtype=torch.float32, **options):
+        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        return torch.full(size, bad, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+
+
+def attention_inputs(heads, starts, rows, window, dtype, E=128, spare=7):
+    """Arguments of tree_attention on the GPU; beyond the window the cache is not a number."""
+    H, kv_heads = heads
     torch.manual_seed(0)
-    B, H, E, S, W = 2, 8, 64, 512, 64
-    q = torch.randn(B, rows, H, E, device="cuda")
-    k, v = (torch.randn(B, kv_heads, S, E, device="cuda") for _ in range(2))
-    start = torch.tensor([300, 17], device="cuda")
-    mask = torch.rand(B, rows, W, device="cuda") < 0.5
-    mask[:, :, 0] = True
-    got, want = (f(q, k, v, start, mask) for f in (kernels.tree_attention, kernels.tree_attention_reference))
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    B, S = len(starts), max(starts) + window + spare
+    q = torch.randn(B, rows, H, E, device="cuda").to(dtype)
+    k, v = (torch.randn(B, kv_heads, S, E, device="cuda").to(dtype) for _ in range(2))
+    for b, start in enumerate(starts):
+        k[b, :, start + window :] = v[b, :, start + window :] = float("nan")
+    mask = torch.rand(B, rows, window, device="cuda") < 0.4
+    mask |= torch.arange(window, device="cuda") == torch.arange(rows, device="cuda")[:, None]  # a row sees itself
+    return q, k, v, torch.tensor(starts, device="cuda"), mask
+
+
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
+@pytest.mark.parametrize("E", [16, 64, 80, 128])
+def test_tree_attention(poisoned, E, dtype, heads):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for rows, window in ((1, 1), (7, 7), (10, 50), (60, 60), (64, 64), (256, 256)):
+        for starts in ([0], [300, 17], [255, 256, 4096]):
+            q, k, v, start, mask = attention_inputs(heads, starts, rows, window, dtype, E)
+            got = kernels.tree_attention(q, k, v, start, mask)
+            clean = (t.nan_to_num().float() for t in (k, v))
+            want = kernels.tree_attention_reference(q.float(), *clean, start, mask)
+            assert got.dtype == dtype and got.shape == want.shape
+            error = (got.float() - want).norm() / want.norm()
+            assert error < ATTENTION_ERRORS[dtype], (rows, starts, float(error))
+
+
+@pytest.mark.parametrize("start", [0, 50, 250, 1000, 3000])
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
+def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
+    """What attention_triton.py says of a row's bits: lone rows, other numbers of rows, a batch, an unused window."""
+    q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
+    causal = torch.ones(60, 60, device="cuda").tril().bool()[None]
+    at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
+    chain = kernels.tree_attention(q, k, v, at(start), causal)
+    for t in (0, 1, 5, 30, 59):
+        alone = kernels.tree_attention(q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1])
+        assert torch.equal(alone, chain[:, t : t + 1]), t
+    for rows in (2, 16, 17, 33):
+        assert torch.equal(
+            kernels.tree_attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]), chain[:, :rows]
+        )
+    wide = torch.nn.functional.pad(causal, (0, 4))
+    k, v = k.nan_to_num(), v.nan_to_num()
+    assert torch.equal(kernels.tree_attention(q, k, v, at(start), wide), chain)
+    q, k, v = (torch.cat((torch.randn_like(x), x)) for x in (q, k, v))
+    starts = torch.tensor([start // 2, start], device="cuda")
+    assert torch.equal(kernels.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain)
+
+
+@pytest.mark.parametrize("rows", [1, 60])
+def test_captured_attention_reads_the_length_from_the_device(rows):
+    """One graph for all lengths; and ten equal results for each."""
+    q, k, v, start, mask = attention_inputs((32, 8), [2000], rows, 60, torch.bfloat16, spare=0)
+    want = {}
+    for length in (0, 100, 777, 2000):
+        start.fill_(length)
+        want[length] = kernels.tree_attention(q, k, v, start, mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernels.tree_attention(q, k, v, start, mask)
+    for length in (*want, *reversed(want)) * 5:
+        y.fill_(float("nan"))
+        start.fill_(length)
+        graph.replay()
+        assert torch.equal(y, want[length])
+
+
+@pytest.mark.parametrize("k", [1, 10, 16, 64, 65])
+@pytest.mark.parametrize("V", [100, 2048, 32000, 128256])
+def test_topk_logsumexp(poisoned, V, k):
+    torch.manual_seed(0)
+    scores = torch.randn(2, 10, V, device="cuda") * 10
+    scores[1] = scores[1].round()  # ties
+    scores[0, 3, 20:] = float("-inf")  # what top-p leaves
+    scores[0, 4] = float("-inf")
+    values, index, total = kernels.topk_logsumexp(scores, k)
+    want, order = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, want[..., :k])
+    assert torch.equal(index, order[..., :k]) if k <= 64 else torch.equal(scores.gather(-1, index), values)
+    torch.testing.assert_close(total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6)
 
 
 FORMATS = ["int4-128", "int4-64", "int4-32", "int8"]
 # relative error of a product's norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4
 ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """What is not written is not a number."""
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
 
 
 @pytest.mark.parametrize("N,K", [(70, 384), (4095, 1024), (4096, 11008)])

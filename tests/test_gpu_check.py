@@ -1,6 +1,7 @@
 """What of the GPU scripts needs no GPU: their messages, and the table made of what was measured."""
 
 import pytest
+import torch
 
 import gpu_check
 import kernel_bench
@@ -34,13 +35,50 @@ def test_mistakes(options, message):
     assert str(error.value) == message
 
 
-def test_layers_of_every_format_report_their_bytes(monkeypatch):
-    """On the CPU, which has no such operators: only what is made, not what it does."""
-    for name in ("rand", "randn", "randint"):
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Tensors that the benchmark would make on the GPU."""
+    for name in ("rand", "randn", "randint", "tensor", "ones"):
         original = getattr(kernel_bench.torch, name)
         monkeypatch.setattr(
             kernel_bench.torch, name, lambda *a, original=original, **k: original(*a, **k | {"device": "cpu"})
         )
+    monkeypatch.setattr(kernel_bench.torch.cuda, "synchronize", lambda: None)
+
+
+def test_the_other_kernels_agree_with_their_peers_and_make_a_table(on_cpu, monkeypatch):
+    """With the CPU's operators in the place of ours, and a clock that says one microsecond."""
+    small = {"HEADS": {"8b": (4, 1)}, "LENGTHS": (20,), "CAPACITY": 40, "VOCABULARIES": (500,)}
+    for name, value in small.items():
+        monkeypatch.setattr(kernel_bench, name, value)
+
+    def clock(calls, replays):
+        results = [call() for call in calls]
+        assert len(results) == 2 and results[0] is not results[1]
+        return [1e-6] * replays
+
+    monkeypatch.setattr(kernel_bench, "graph_times_s", clock)
+    rows = []
+    for form in kernel_bench.CYCLE:
+        config = kernel_bench.BenchConfig(format=form, rows="1,7", rotate_mb=0)
+        for name, M, make in kernel_bench.contests(config):
+            contest = make()
+            ours, *peers = ([call() for call in calls] for calls in contest.methods.values())
+            for peer in peers:
+                torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
+            assert contest.read_bytes == (4 * M * 500 if form == "topk" else 4 * 128 * (20 + M)), name
+        rows += kernel_bench.measure_cycle(config, 1e12)
+    assert all(row["correct"] for row in rows) and len(rows) == 2 * 3 + 2 * 2
+    rows[0] |= {"correct": False}
+    rows[-1] = {k: v for k, v in rows[-1].items() if k != "time_us"} | {"error": "OutOfMemoryError: no"}
+    table = kernel_bench.cycle_summary(rows)
+    assert "| attention 8b, 20 slots | 7 | 1.0 us, 1% | 1.0 us, 1% | 1.0 us, 1% |" in table
+    assert "| top-10 of 500 | 1 | 1.0 us, 0% |  | 1.0 us, 0% |" in table
+    assert "wrong: attention 8b, 20 slots 1\nfailed: top-10 of 500 10 torch: OutOfMemoryError: no" in table
+
+
+def test_layers_of_every_format_report_their_bytes(on_cpu):
+    """On the CPU, which has no such operators: only what is made, not what it does."""
     N, K = 64, 512
     expected = {"bf16": 2 * N * K, "int8": N * K + 4 * N, "int4": N * K // 2 + N * K // 128 * 2,
                 "tinygemm": N * K // 2 + N * K // 128 * 4}  # fmt: skip

@@ -127,11 +127,11 @@ def test_inputs_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip(args, before))
 
 
-def test_the_cuda_rule_on_this_device():
-    """On CUDA the whole capacity is masked: the same function, but unused slots must be finite there."""
+def test_the_rule_without_triton_on_this_device():
+    """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
         args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
-        close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
+        close(kernels._tree_attention_masked(*args), tree_attention_reference(*args))
 
 
 # ------------------------------------------------------------------------------------------- capture
@@ -177,6 +177,39 @@ def test_one_graph_for_every_start(backend):
         close(y, write_and_attend(q, k, v, *theirs, slots, start, mask))
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))  # written in place, nothing else touched
     assert counter.frame_count == 1
+
+
+def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernels._has_triton.cache_clear()
+    args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
+    for _ in range(2):
+        close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
+    kernels._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    kernels._has_triton.cache_clear()
+    assert capsys.readouterr().err.count("pip install triton") == 1
+
+
+# ---------------------------------------------------------------------------------------------- top-k
+
+
+def test_topk_is_that_of_torch_bit_for_bit():
+    scores = torch.randn(2, 3, 500) * 10
+    values, index, total = kernels.topk_logsumexp(scores, 7)
+    want = scores.topk(7, dim=-1)
+    assert torch.equal(values, want.values) and torch.equal(index, want.indices)
+    assert torch.equal(total, scores.logsumexp(-1, keepdim=True))
+    with pytest.raises(ValueError, match="takes float32 scores; these are torch.bfloat16"):
+        kernels.topk_logsumexp(scores.bfloat16(), 7)
+
+
+@pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])
+def test_topk_registration(shape):
+    torch.library.opcheck(
+        torch.ops.gpt_eagle.topk_logsumexp.default,
+        (torch.randn(shape), 5),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 # --------------------------------------------------------------------------- int4 and int8 weights (CUDA)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
 import kernels_cpu
 from kernels_cpu import BLOCK8
 from quantize import FORMATS
@@ -317,6 +318,48 @@ def test_variants_agree(variants, kind, name):
     alone = torch.cat([case.operator(row[None], False, namespace) for row in x])
     for rows in range(1, 65):
         assert torch.equal(case.operator(x[:rows], False, namespace), alone[:rows])
+
+
+# -------------------------------------------------------------------------------------------- attention
+
+
+def attention_inputs(dtype, rows=30, start=100, heads=(8, 4), width=80):
+    """q, k, v, start and a mask in which every row sees itself and some of those before it."""
+    H, kv_heads = heads
+    q, k, v = (random(1, *shape, seed=i) for i, shape in enumerate([(rows, H, width), *[(kv_heads, 160, width)] * 2]))
+    mask = (random(1, rows, rows, seed=9) > 0.5).tril() | torch.eye(rows, dtype=torch.bool)
+    return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor([start]), mask
+
+
+@pytest.mark.parametrize("width", [16, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_node_gets_the_bits_that_its_token_gets_alone(dtype, width):
+    """A path through a tree, moved next to the prefix and decoded token by token: what vanilla decoding does."""
+    q, k, v, start, mask = attention_inputs(dtype, width=width)
+    tree = torch.ops.gpt_eagle.attention(q, k, v, start, mask)
+    for node in range(mask.shape[1]):
+        path = 100 + mask[0, node].nonzero().flatten()
+        keys, values = k.clone(), v.clone()
+        for cache in (keys, values):
+            cache[:, :, 100 : 100 + len(path)] = cache[:, :, path]
+        alone = torch.ones(1, 1, 1, dtype=torch.bool)
+        args = (q[:, node : node + 1], keys, values, start + len(path) - 1, alone)
+        assert torch.equal(torch.ops.gpt_eagle.attention(*args), tree[:, node : node + 1])
+
+
+@pytest.mark.parametrize("name", [pytest.param("avx2", marks=X86), "portable"])
+def test_attention_variants_agree(variants, name):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        args = attention_inputs(dtype)
+        got = getattr(torch.ops, f"gpt_eagle_{name}").attention(*args)
+        torch.testing.assert_close(got, torch.ops.gpt_eagle.attention(*args), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(got, kernels.tree_attention_reference(*args), atol=tolerance, rtol=tolerance)
+
+
+def test_attention_refuses_a_window_outside_the_cache():
+    q, k, v, _, mask = attention_inputs(torch.float32)
+    with pytest.raises(RuntimeError, match="the window must lie in the cache"):
+        torch.ops.gpt_eagle.attention(q, k, v, torch.tensor([140]), mask)
 
 
 # ------------------------------------------------------------------------------------------- no library

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 import kernels  # noqa: E402
-from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, resources  # noqa: E402
+from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, matmul_source, per_weight, resources  # noqa: E402
 from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
 
 TESTS = Path(__file__).parent
@@ -47,12 +47,17 @@ def _fresh_cache(tmp_path, monkeypatch):
 
 def check(case: Case) -> None:
     """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
-    found, cut = resources(case)
+    source, cut = matmul_source(case)
+    found = resources(case.target, source)
     assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
     instruction = "HGMMA" if case.target == "90" else "HMMA"
     assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
-    assert 1 < found.per_weight < (40 if case.dtype == "fp32" else 8), (case, cut, found)  # the loop was found
+    assert 1 < per_weight(case, found.loop, cut) < (40 if case.dtype == "fp32" else 8), (
+        case,
+        cut,
+        found,
+    )  # the loop was found
 
 
 @pytest.mark.parametrize("M", [16, 32, 64])

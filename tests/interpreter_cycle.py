@@ -1,0 +1,164 @@
+"""The Triton kernels of the decode cycle, run by Triton's interpreter on the CPU; test_cycle_triton.py runs this file.
+
+As interpreter_cases.py, in fp32 and in a process of their own.
+"""
+
+import numpy
+import pytest
+import torch
+
+import attention_triton
+import kernels
+import topk_triton
+from kernels_triton import Device
+
+DEVICE = Device(132, 232448, 90)
+HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
+
+
+def inputs(heads, starts, rows, window, E=32, spare=5):
+    """Arguments of the operator; what is never read is not a number."""
+    H, kv_heads = HEADS[heads]
+    B, S = len(starts), max(starts) + window + spare
+    q = torch.randn(B, rows, H, E)
+    k, v = (torch.randn(B, kv_heads, S, E) for _ in range(2))
+    for b, start in enumerate(starts):
+        k[b, :, start + window :] = v[b, :, start + window :] = float("nan")
+    mask = torch.rand(B, rows, window) < 0.4
+    mask |= torch.arange(window) == torch.arange(rows)[:, None]  # a row sees itself
+    return q, k, v, torch.tensor(starts), mask
+
+
+def attend(*args):
+    return attention_triton.tree_attention(*args, DEVICE)
+
+
+def check(q, k, v, start, mask):
+    got, clean = attend(q, k, v, start, mask), (t.nan_to_num() for t in (k, v))
+    torch.testing.assert_close(got, kernels.tree_attention_reference(q, *clean, start, mask), atol=2e-6, rtol=2e-6)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What is not written is not a number; in whole numbers, the largest."""
+    torch.manual_seed(0)
+
+    def full(*size, dtype=torch.float32, **options):
+        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        return torch.full(size, bad, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+
+
+# ----------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (10, 50)])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention(heads, rows, window):
+    """Rows of different lengths: in one chunk, in two, at the edge of one, and an empty prefix."""
+    check(*inputs(heads, [37, 300, 256, 0], rows, window))
+
+
+@pytest.mark.parametrize("E", [16, 24, 64, 80, 128])
+def test_head_widths(E):
+    check(*inputs("gqa", [270, 33], 7, 9, E))
+
+
+@pytest.mark.parametrize("rows", [64, 65, 70])
+def test_many_rows(rows):
+    """Several tiles; split up to 64 rows."""
+    check(*inputs("gqa", [290], rows, rows, 16))
+
+
+def test_chunks_double_where_there_would_be_too_many():
+    check(*inputs("mqa", [4095, 4096, 8300], 2, 200, 16))
+
+
+def test_a_chunk_that_a_row_does_not_see():
+    """The window reaches into a chunk of its own, where the first row sees nothing."""
+    q, k, v, start, mask = inputs("mha", [250], 20, 20)
+    mask[:, 0] = torch.arange(20) == 0
+    check(q, k, v, start, mask)
+
+
+def test_masks_by_strides():
+    """A mask that is shared by the batch has stride 0; others may be transposed."""
+    q, k, v, start, _ = inputs("gqa", [270, 3], 7, 7)
+    for mask in (torch.ones(7, 7).tril().bool().expand(2, 7, 7), torch.ones(2, 7, 7).triu().bool().transpose(1, 2)):
+        check(q, k, v, start, mask)
+
+
+def test_q_by_strides():
+    q, k, v, start, mask = inputs("gqa", [270, 3], 7, 7)
+    check(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, start, mask)
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    """The kernels' own order of sums. The library behind numpy.matmul has another one for every tile shape."""
+
+    def matmul(a, b, **_):
+        total = numpy.zeros((a.shape[0], b.shape[1]), numpy.float32)
+        for k in range(a.shape[1]):
+            total += a[:, k, None] * b[None, k]
+        return total
+
+    monkeypatch.setattr(numpy, "matmul", matmul)
+
+
+@pytest.mark.parametrize("heads,start", [("mha", 0), ("gqa", 30), ("mqa", 250), ("gqa", 500)])
+def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
+    """Its rows, one at a time, with the prefix grown up to them; in a batch; and with a window that nobody uses."""
+    q, k, v, _, _ = inputs(heads, [start], 20, 20, 16)
+    causal = torch.ones(20, 20).tril().bool()[None]
+    chain = attend(q, k, v, torch.tensor([start]), causal)
+    one = torch.ones(1, 1, 1, dtype=torch.bool)
+    for t in (0, 6, 19):
+        assert torch.equal(attend(q[:, t : t + 1], k, v, torch.tensor([start + t]), one), chain[:, t : t + 1]), t
+    wide = torch.nn.functional.pad(causal, (0, 5))
+    k, v = k.nan_to_num(), v.nan_to_num()
+    assert torch.equal(attend(q, k, v, torch.tensor([start]), wide), chain)
+    others = [torch.cat((torch.randn_like(x), x)) for x in (q, k, v)]
+    starts = torch.tensor([start // 2, start])
+    assert torch.equal(attend(*others, starts, causal.expand(2, -1, -1))[1:], chain)
+
+
+# --------------------------------------------------------------------------------------------- top-k
+
+
+def best(scores, k):
+    """By value, then by index: a stable sort, and the logarithm of the sum in fp64."""
+    values, index = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], index[..., :k], scores.double().logsumexp(-1, keepdim=True).float()
+
+
+def check_topk(scores, k):
+    got, want = topk_triton.topk_logsumexp(scores, k), best(scores, k)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("V,k", [(16, 1), (16, 16), (2047, 16), (2048, 10), (2049, 10), (4097, 1), (32000, 10)])
+def test_topk(V, k):
+    check_topk(torch.randn(2, 2, V) * 10, k)
+
+
+def test_ties_go_to_the_lowest_index():
+    check_topk(torch.randint(-2, 3, (4, 5000)).float(), 16)
+    zeros = torch.zeros(1, 4100)
+    zeros[:, ::2] = -0.0
+    assert topk_triton.topk_logsumexp(zeros, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_infinite_scores():
+    """What top-p has cut is minus infinity, here all but a few, and in the last row everything."""
+    scores = torch.full((3, 5000), float("-inf"))
+    scores[0, [7, 3000, 4999]] = torch.tensor([-1e30, 2.0, -3.0])
+    scores[1, 4000] = 1e30
+    check_topk(scores, 10)
+    check_topk(torch.tensor([[1.0, float("inf"), 2.0]]), 2)
+
+
+def test_scores_by_strides_and_the_largest_k():
+    check_topk(torch.randn(300, 4).T, topk_triton.MOST)

@@ -1,0 +1,117 @@
+"""The Triton kernels of the decode cycle without a GPU: in the interpreter, compiled ahead of time, and their plans.
+
+What only a GPU can show (bits of 16-bit sums, graphs) is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
+
+import attention_triton  # noqa: E402
+import topk_triton  # noqa: E402
+from kernel_report import TARGETS, CycleCase, ReportConfig, cycle_cases, cycle_source, resources  # noqa: E402
+
+TESTS = Path(__file__).parent
+
+
+def test_in_the_interpreter():
+    """All of interpreter_cycle.py, in the process that it needs."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "interpreter_cycle.py"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=TESTS.parent, env=os.environ | {"TRITON_INTERPRET": "1"}
+    )
+    assert result.returncode == 0 and re.search(r"[34]\d passed", result.stdout), result.stdout + result.stderr
+
+
+# ------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def check(case: CycleCase) -> None:
+    """A kernel fits its target, keeps everything in registers, and attends on tensor cores unless in fp32."""
+    found = resources(case.target, cycle_source(case))
+    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, found)
+    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
+    on_tensor_cores = case.kernel == "attention" and case.dtype != "fp32"
+    instruction = ("HGMMA" if case.target == "90" else "HMMA") if on_tensor_cores else "none"
+    assert found.tensor_core.split()[0] == instruction, (case, found)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiled(target):
+    check(CycleCase(target, "attention", T=60))
+    check(CycleCase(target, "attention", T=60, kv_heads=8))
+
+
+@pytest.mark.parametrize("case", [
+    CycleCase("80", "attention", heads=28, kv_heads=4),  # groups of 7, Qwen2's
+    CycleCase("90", "attention", heads=28, kv_heads=4),
+    CycleCase("80", "attention", "fp16", E=80),  # a width that is padded
+    CycleCase("90", "attention", "fp16", E=80),
+    CycleCase("86", "attention", E=64, heads=32, kv_heads=4),
+    CycleCase("90", "attention", T=256),
+    CycleCase("86", "attention", "fp32"),
+    CycleCase("90", "attention", "fp32", T=1),
+    CycleCase("80", "combine"),
+    CycleCase("90", "combine", "fp16"),
+    CycleCase("80", "block"),
+    CycleCase("90", "block"),
+    CycleCase("80", "row"),
+    CycleCase("90", "row", k=topk_triton.MOST, V=256 * 1024),  # the largest that is thought of
+])  # fmt: skip
+def test_compiled_variants(case):
+    check(case)
+
+
+@pytest.mark.slow
+def test_compiled_all():
+    for case in cycle_cases(ReportConfig(dtypes="bf16,fp16,fp32")):
+        check(case)
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def chunk_of(start: int) -> int:
+    """As the kernels double it."""
+    chunk = attention_triton.CHUNK
+    while start >= chunk * attention_triton.SPLITS:
+        chunk *= 2
+    return chunk
+
+
+def test_every_slot_has_a_block():
+    """No prefix and window, however long, needs more chunks than are launched."""
+    for W in (1, 50, 64, 256, 300):
+        for S in (W, 100, 1000, 4096, 5000, 40000):
+            parts = attention_triton.splits_of(8, S, W)
+            for start in (0, 1, 255, 256, 4095, 4096, 4097, 8191, 8192, 20000, S - W):
+                if 0 <= start <= S - W:
+                    assert -(-(start + W) // chunk_of(start)) <= parts, (S, W, start)
+    assert attention_triton.splits_of(65, 40000, 65) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_blocks_do_not_depend_on_the_number_of_rows(target):
+    """Nor is a chunk ever cut within a block of keys; and a warp always has 16 rows."""
+    for E in (16, 64, 80, 128):
+        cuts = [attention_triton.plan(rows, E, torch.bfloat16, TARGETS[target]) for rows in (1, 16, 64, 65, 240, 1024)]
+        assert len({cut.keys for cut in cuts}) == 1 and all(attention_triton.CHUNK % cut.keys == 0 for cut in cuts)
+        assert all(cut.rows == 16 * cut.warps for cut in cuts)
+
+
+def test_the_candidates_of_a_large_vocabulary():
+    assert topk_triton.plan(128256, 10) == topk_triton.Plan(63, 64, 1024, 4)
