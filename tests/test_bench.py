@@ -237,7 +237,7 @@ def test_methods_become_options():
         (["--methods", "eagle:dynamic:topk"], "--children has no effect at temperature 0"),
         (["--options", "speed=9"], "unrecognized arguments: --speed=9"),
         (["--temperatures", "warm"], "must be lists of numbers"),
-        (["--tasks", "riddles"], "there is no riddles; name a JSONL file, or one of demo, gsm8k"),
+        (["--tasks", "riddles"], "there is no riddles; name a JSONL file, or one of copy, demo, gsm8k"),
         (["--methods", "none,none"], "--methods must be a list of different values"),
         (["--repeats", "0"], "--repeats must be at least 1; it is 0"),
         (["--json", "nowhere/log.jsonl"], "--json: cannot write nowhere/log.jsonl"),
