@@ -31,6 +31,11 @@ from sampling import Sampling
 from tokenizer import Tokenizer, has_tokenizer
 
 
+@torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once
+def _pass(model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache, window: Window) -> Tensor:
+    return model(tokens, positions, cache, window)[0]  # [B, R, F]
+
+
 class ModelState(NamedTuple):
     """What the draft model has read. Rows below `length` - 1 are those of the text; the one at it may be missing."""
 
@@ -101,7 +106,7 @@ class ModelDrafter(Grower):
         return out[:, 1:], window.slots[:, 1] + 1
 
     def step(self, state: ModelState, tokens: Tensor, out: Tensor, positions: Tensor, window: Window) -> Tensor:
-        return self.model(tokens, positions, state.cache, window)[0]
+        return _pass(self.model, tokens, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
         return self.model.logits(out)
