@@ -32,6 +32,11 @@ from sampling import Sampling
 from tokenizer import Tokenizer, has_tokenizer
 
 
+@torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once
+def _pass(model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache, window: Window) -> Tensor:
+    return model(tokens, positions, cache, window)[0]  # [B, R, F]
+
+
 class ModelState(NamedTuple):
     """What the draft model has read. Rows below `length` - 1 are those of the text; the one at it may be missing."""
 
@@ -53,10 +58,8 @@ class ModelDrafter(Grower):
         children: str = "noise",
         sharpness: float = 1.0,
     ):
-        """Raises: ValueError for a model of another vocabulary. The options are those of `Grower`."""
-        ours, theirs = model.config.vocab_size, target.config.vocab_size
-        if ours != theirs:
-            raise ValueError(f"the draft model has {ours} tokens, the target {theirs}; use one of the same vocabulary")
+        """model: of the target's own vocabulary; the options are those of `Grower`"""
+        assert model.config.vocab_size == target.config.vocab_size, (model.config, target.config)
         super().__init__(target, tree, rule, children, sharpness)
         self.model = model
         self.shorter = model.config.max_context < target.config.max_context
@@ -102,24 +105,25 @@ class ModelDrafter(Grower):
         return out[:, 1:], window.slots[:, 1] + 1
 
     def step(self, state: ModelState, tokens: Tensor, out: Tensor, positions: Tensor, window: Window) -> Tensor:
-        return self.model(tokens, positions, state.cache, window)[0]
+        return _pass(self.model, tokens, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
         return self.model.logits(out)
 
 
 def check_same_tokens(target: Path, draft: Path) -> None:
-    """Raises: ValueError where the tokenizers of two models disagree. Without both there is nothing to compare."""
+    """Raises: ValueError where the vocabularies of two models differ, in size or, if both have one, by tokenizer."""
+    remedy = "use a draft model of the target's own vocabulary"
+    sizes = [ModelConfig.from_dir(path).vocab_size for path in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"vocab_size is {sizes[0]} in {target} and {sizes[1]} in {draft}; {remedy}")
     if not has_tokenizer(target) or not has_tokenizer(draft):
         return
     ours, theirs = (Tokenizer.load(path).token_bytes() for path in (target, draft))
     if ours != theirs:
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
         a, b = (repr(tokens[at]) if at < len(tokens) else "nothing" for tokens in (ours, theirs))
-        raise ValueError(
-            f"the tokenizers of {target} and {draft} differ: token {at} is {a} in the one and {b} in the other; "
-            "use a draft model of the target's own vocabulary"
-        )
+        raise ValueError(f"token {at} is {a} in the tokenizer of {target} and {b} in that of {draft}; {remedy}")
 
 
 def make_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:

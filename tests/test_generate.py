@@ -113,6 +113,28 @@ def test_demo_streams_text_and_ends_with_statistics(capsys):
     assert out.startswith(result.text[0])
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--draft", "ngram", "--ngram_branches", "1"),
+        ("--draft", "model", "--draft_checkpoint", TARGET),
+        ("--draft", "model", "--draft_checkpoint", TARGET, "--tree", "dynamic", "--tree_size", "8", "--tree_topk", "4"),
+        ("--draft", "eagle+ngram", "--eagle", HEAD),
+    ],
+)
+def test_other_drafters(capsys, tmp_path, argv):
+    """The same tokens as without a draft, and a record of what the options came to."""
+    file = str(tmp_path / "out.json")
+    run(capsys, *IDS, *argv, "--temperature", "1", "--json", file)
+    drafted = json.loads(Path(file).read_text())
+    run(capsys, *IDS, "--draft", "none", "--temperature", "1", "--json", file)
+    assert drafted["tokens"] == json.loads(Path(file).read_text())["tokens"]
+    config = drafted["config"]
+    assert config["draft"] == argv[1] and config["ngram_branches"] == (1 if argv[1] == "ngram" else 2)
+    if argv[1] == "model":
+        assert config["tree"] == ("dynamic" if "--tree" in argv else "chain") and drafted["stats"]["tau"] > 4
+
+
 def test_python_interface():
     engine = load(max_new_tokens=16, device="cpu")
     assert engine.config.draft == "eagle", "the bundled head is the default"
@@ -254,6 +276,25 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
             "lossy; use --tree static",
         ),
         ([*IDS, "--eagle", HEAD, "--children", "noise", "--accept", "residual", "--temperature", "1"], "does not read the target's noise"),
+        ([*IDS, "--draft", "model"], "--draft model needs --draft_checkpoint"),
+        ([*IDS, "--draft_checkpoint", TARGET], "--draft_checkpoint belongs to --draft model"),
+        ([*IDS, "--draft", "none", "--draft_checkpoint", TARGET], "--draft_checkpoint needs a draft"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", "nowhere"], "no such directory: nowhere"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", DEMO], "vocab_size is 97 in"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--tree_size", "9"], "--tree_size belongs to --tree dynamic"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--eagle does nothing with --draft model"),
+        ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--eagle does nothing with --draft ngram"),
+        ([*IDS, "--draft", "ngram", "--tree", "chain"], "--tree does nothing with --draft ngram"),
+        ([*IDS, "--draft", "ngram", "--tree_size", "9"], "--tree_size does nothing with --draft ngram"),
+        ([*IDS, "--draft", "ngram", "--ngram_min", "4"], "--ngram_min 4 is above --ngram_max 3"),
+        ([*IDS, "--draft", "ngram", "--ngram_tokens", "32"], "must be below 64"),
+        ([*IDS, "--draft", "ngram", "--ngram_branches", "0"], "--ngram_branches must be at least 1"),
+        ([*IDS, "--eagle", HEAD, "--ngram_max", "2"], "--ngram_max belongs to --draft ngram"),
+        ([*IDS, "--draft", "none", "--ngram_max", "2"], "--ngram_max needs a draft"),
+        ([*IDS, "--draft", "eagle+ngram"], "--draft eagle+ngram needs a head"),
+        ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree", "chain"], "grafts onto a re-ranked dynamic tree"),
+        ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--no_rerank"], "grafts onto a re-ranked dynamic tree"),
+        ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree_size", "12"], "leave no room"),
         (["--interactive", "--batch_size", "2"], "--interactive"),
         (["--interactive", "--trace", "t"], "--interactive"),
         ([*IDS, "--tree", "static"], "--tree needs a draft"),
