@@ -20,6 +20,7 @@ import torch
 from draft_tree import MAX_NODES
 from sampling import Sampling
 
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
 
 # the options of a looked-up draft, and of a tree that is grown
@@ -144,8 +145,7 @@ class GenerateConfig:
             ("compare", False),
         ):
             _rule(not self.interactive or getattr(self, name) == plain, f"{one} --{name}")
-        sizes = (32, 64, 128)
-        _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
+        _rule(self.group_size in GROUP_SIZES, f"--group_size must be one of {GROUP_SIZES}; it is {self.group_size}")
         int4 = "int4" in (self.quant, self.quant_draft)
         _rule(int4 or self.group_size == 128, "--group_size belongs to int4; add --quant int4")
         greedy = "has no effect at temperature 0; set --temperature"

@@ -36,9 +36,8 @@ from torch import Tensor, nn
 import kernels
 import kernels_cpu
 from checkpoint import check_out, write_checkpoint
-from config import GenerateConfig, option, parse, pick_device, run_or_fail
+from config import GROUP_SIZES, GenerateConfig, option, parse, pick_device, run_or_fail
 
-GROUP_SIZES = (32, 64, 128)
 METHOD = "gpt-eagle"  # `quant_method` in config.json
 SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried: the largest magnitude's share at code 8; 8/7 clips nothing
 
@@ -230,7 +229,10 @@ class QuantLinear(nn.Module):
     scale_dtype: ClassVar[torch.dtype]
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False):
-        """codes: [N, K] int8; scale: of the format, on the same device; wide: outputs stay fp32 (LM heads)"""
+        """codes: [N, K] int8; scale: of the format, on the same device
+
+        wide: outputs in fp32 (LM heads); the CPU operators never round them, the others round to x's dtype before
+        """
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.wide = wide

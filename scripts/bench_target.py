@@ -43,30 +43,19 @@ from generate import warm_up  # noqa: E402
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
 from model import DTYPES, Transformer, load_model  # noqa: E402
 from quantize import Quantization  # noqa: E402
+from stand_in import Shape  # noqa: E402
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The dimensions of a LLaMA, in model.py's names."""
-
-    dim: int
-    n_layers: int
-    ffn_dim: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    vocab_size: int
-
-
 SHAPES = {  # parameters, embedding and LM head included
-    "tiny": Shape(dim=128, n_layers=2, ffn_dim=256, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=512),  # 0.4 M
-    "0.5b": Shape(dim=1536, n_layers=16, ffn_dim=4096, n_heads=24, n_kv_heads=8, head_dim=64, vocab_size=32000),
-    "0.8b": Shape(dim=2048, n_layers=16, ffn_dim=5632, n_heads=32, n_kv_heads=8, head_dim=64, vocab_size=32000),
-    "1.1b": Shape(
-        dim=2048, n_layers=22, ffn_dim=5632, n_heads=32, n_kv_heads=4, head_dim=64, vocab_size=32000
-    ),  # TinyLlama
+    shape.name: shape
+    for shape in (
+        Shape("tiny", dim=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=256, vocab_size=512),  # 0.4 M
+        Shape("0.5b", dim=1536, n_layers=16, n_heads=24, n_kv_heads=8, head_dim=64, ffn_dim=4096, vocab_size=32000),
+        Shape("0.8b", dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=5632, vocab_size=32000),
+        Shape("1.1b", dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, ffn_dim=5632, vocab_size=32000),
+    )
 }
 
 

@@ -7,7 +7,7 @@ tests    The tests marked `gpu`: operators against their references, the noise, 
 kernels  Products with int4 and int8 weights beside the vendor's in bf16 and torch's own int4, checked and timed at
          the shapes of a 7B model (scripts/kernel_bench.py, a process for each format), and tree attention and top-k
          beside torch's; meant to take under 5 minutes.
-demo     The bundled demo, compiled: vanilla, chain, static and dynamic trees in fp32, bf16, int8 and int4, T 0 and 1:
+demo     The bundled demo, compiled: vanilla, the three trees in fp32 and bf16, int8 and int4, lookup (`DEMO_RUNS`):
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
 stop the others; the exit status is then 1. Not here: models of real size.
@@ -29,6 +29,13 @@ sys.path.insert(0, str(ROOT))
 import kernel_bench  # noqa: E402
 from config import option, parse, read_jsonl, run_or_fail  # noqa: E402
 from generate import compare, environment, load  # noqa: E402
+
+TREES = ({"tree": "chain"}, {"tree": "static"}, {"tree": "dynamic"})
+DEMO_RUNS = [  # dtype, quant, temperature, who drafts
+    *((dtype, "none", t, tree) for dtype in ("float32", "bfloat16") for t in (0.0, 1.0) for tree in TREES),
+    *(("bfloat16", quant, t, {}) for quant in ("int8", "int4") for t in (0.0, 1.0)),
+    *(("bfloat16", "none", 1.0, {"draft": draft}) for draft in ("ngram", "eagle+ngram")),
+]
 
 
 @dataclass
@@ -72,19 +79,17 @@ def run_kernels(config: CheckConfig) -> bool:
 def run_demo(config: CheckConfig) -> bool:
     """Decode with every tree. Returns: True; what differs from vanilla is in the rows."""
     prompts = [row["turns"] for row in read_jsonl(ROOT / "data" / "eval" / "demo.jsonl", "prompts")]
-    for dtype, quant in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")):
-        for temperature in (0.0, 1.0):
-            for tree in ("chain", "static", "dynamic"):
-                engine = load(
-                    device="cuda", dtype=dtype, quant=quant, temperature=temperature, tree=tree, compile=True,
-                    max_new_tokens=config.max_new_tokens, ignore_eos=True,
-                )  # fmt: skip
-                result, outcome = compare(engine, prompts[: config.limit])
-                stats = {k: v for k, v in result.stats.items() if k != "accept_lengths"}
-                row = {"part": "demo", "dtype": dtype, "quant": quant, "temperature": temperature, "tree": tree}
-                row |= stats | outcome
-                append(config, row | environment(engine))
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    for dtype, quant, temperature, drafted in DEMO_RUNS:
+        engine = load(
+            device="cuda", dtype=dtype, quant=quant, temperature=temperature, compile=True, **drafted,
+            max_new_tokens=config.max_new_tokens, ignore_eos=True,
+        )  # fmt: skip
+        result, outcome = compare(engine, prompts[: config.limit])
+        stats = {k: v for k, v in result.stats.items() if k != "accept_lengths"}
+        row = {"part": "demo", "dtype": dtype, "quant": quant, "temperature": temperature}
+        row |= {"draft": engine.config.draft} | engine.drafter.facts() | stats | outcome
+        append(config, row | environment(engine))
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return True
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -67,6 +71,14 @@ def golden_target(name: str = "models/target_llama_mha") -> Transformer:
 def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | None = None) -> EagleHead:
     """A golden head in fp32, loaded anew."""
     return load_head(GOLDEN / name, target or golden_target())
+
+
+def run_in_interpreter(cases: str, passed: str) -> None:
+    """Run tests/`cases` in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parent / cases]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env)
+    assert result.returncode == 0 and re.search(passed, result.stdout), result.stdout + result.stderr
 
 
 def noisy_copy(model: Transformer, scale: float) -> Transformer:

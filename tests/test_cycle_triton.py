@@ -5,12 +5,6 @@ What only a GPU can show (bits of 16-bit sums, graphs) is in test_gpu.py.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,18 +12,13 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 
 import attention_triton  # noqa: E402
 import topk_triton  # noqa: E402
+from helpers import run_in_interpreter  # noqa: E402
 from kernel_report import TARGETS, CycleCase, ReportConfig, cycle_cases, cycle_source, resources  # noqa: E402
-
-TESTS = Path(__file__).parent
 
 
 def test_in_the_interpreter():
     """All of interpreter_cycle.py, in the process that it needs."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "interpreter_cycle.py"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=TESTS.parent, env=os.environ | {"TRITON_INTERPRET": "1"}
-    )
-    assert result.returncode == 0 and re.search(r"[34]\d passed", result.stdout), result.stdout + result.stderr
+    run_in_interpreter("interpreter_cycle.py", r"[34]\d passed")
 
 
 # ------------------------------------------------------------------------------------------ compiled

@@ -5,11 +5,7 @@ What only a GPU can show (bits of 16-bit products, graphs) is in test_gpu.py.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,22 +15,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 import kernels  # noqa: E402
+from helpers import run_in_interpreter  # noqa: E402
 from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, matmul_source, per_weight, resources  # noqa: E402
 from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
-
-TESTS = Path(__file__).parent
-
 
 # --------------------------------------------------------------------------------------- interpreter
 
 
 def test_in_the_interpreter():
     """All of interpreter_cases.py, in the process that it needs."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "interpreter_cases.py"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=TESTS.parent, env=os.environ | {"TRITON_INTERPRET": "1"}
-    )
-    assert result.returncode == 0 and re.search(r"[5-9]\d passed", result.stdout), result.stdout + result.stderr
+    run_in_interpreter("interpreter_cases.py", r"[5-9]\d passed")
 
 
 # ------------------------------------------------------------------------------------------ compiled

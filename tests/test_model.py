@@ -520,9 +520,10 @@ def test_exporting_is_the_inverse_of_loading(reference):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
-    from bench_target import Shape, loading_memory, write_random_model
+    from bench_target import loading_memory, write_random_model
+    from stand_in import Shape
 
-    shape = Shape(dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
+    shape = Shape("small", dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=100_000_000)
     assert size > 180e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
     peak_bytes, model_bytes = loading_memory(tmp_path)
