@@ -5,7 +5,7 @@ How it works:
 2. Everything goes to a temporary directory beside the final one, which gets its name when it is whole. What a killed
    run left behind is removed by the next.
 
-Reading is model.py's (`WeightFiles`).
+Reading is weights.py's.
 """
 
 from __future__ import annotations

@@ -29,13 +29,9 @@ from model import (
     Block,
     KVCache,
     ModelConfig,
-    Storage,
     Transformer,
-    WeightFiles,
     Window,
     causal_window,
-    layer_names,
-    load_weights,
     read_json,
     rope_angles,
     rope_frequencies,
@@ -43,6 +39,7 @@ from model import (
 from quantize import FORMATS, Quantization, QuantLinear, check_group, draft_quantization
 from sampling import Sampling
 from stand_in import InflatedFiles, Shape, inflate_head
+from weights import Storage, WeightFiles, layer_names, load_weights
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 

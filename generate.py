@@ -35,10 +35,11 @@ import ngram_draft  # noqa: F401
 from config import DEMO, GenerateConfig, default_of, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
-from model import DTYPES, Transformer, load_model, read_json
+from model import DTYPES, Transformer, read_json
 from quantize import Quantization, saved_quantization
 from stand_in import Shape, inflate_target
 from tokenizer import Tokenizer, chat_template, has_tokenizer
+from weights import load_model
 
 DEMO_PROMPT = "def read_lines(path):"
 MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache

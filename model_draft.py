@@ -26,10 +26,11 @@ from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
 from drafters import DRAFTERS, Drafter, Root, RootOnly, Rows, Text
 from grow import DynamicTree, Grower, children_from, tree_from
-from model import KVCache, ModelConfig, Transformer, Window, causal_window, load_model
+from model import KVCache, ModelConfig, Transformer, Window, causal_window
 from quantize import draft_quantization
 from sampling import Sampling
 from tokenizer import Tokenizer, has_tokenizer
+from weights import load_model
 
 
 @torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once

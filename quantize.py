@@ -441,7 +441,7 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
 
 
-def encoded(files, quant: Quantization, device: str) -> Iterator[tuple[str, Tensor]]:  # files: model.WeightFiles
+def encoded(files, quant: Quantization, device: str) -> Iterator[tuple[str, Tensor]]:  # files: weights.WeightFiles
     """Every tensor of a directory, the weights of linear layers as codes and scales. Prints its progress."""
     kind = FORMATS[quant.format]
     for number, name in enumerate(files.readers, 1):
@@ -464,7 +464,8 @@ def quantize_directory(
     Raises: ValueError for a directory that is quantized already, a group size that does not divide, or files that
     cannot be read or written. Writes: `out`.
     """
-    from model import WeightFiles, read_json  # model.py imports this file
+    from model import read_json  # both import this file
+    from weights import WeightFiles
 
     quant.check("--quant")
     raw = read_json(path / "config.json")

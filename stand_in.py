@@ -45,7 +45,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import DTYPES, ModelConfig, WeightFiles, read_json
+from model import DTYPES, ModelConfig, read_json
+from weights import WeightFiles
 
 SILENT = -4096.0  # LM head weight of padded ids at the constant channel
 

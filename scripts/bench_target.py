@@ -41,9 +41,10 @@ from decode import Engine, Session, common_prefix, peak_memory_bytes, with_steps
 from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
-from model import DTYPES, Transformer, load_model  # noqa: E402
+from model import DTYPES, Transformer  # noqa: E402
 from quantize import Quantization  # noqa: E402
 from stand_in import Shape  # noqa: E402
+from weights import load_model  # noqa: E402
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
 

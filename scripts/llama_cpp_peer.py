@@ -1,6 +1,6 @@
 """llama.cpp on the weights of a Hugging Face directory: a GGUF writer, and a greedy decoder around its C interface.
 
-1. `write_gguf` reads one tensor at a time, as model.py does, and writes it in one format: bf16, f16, q8_0 or q4_0.
+1. `write_gguf` reads one tensor at a time, as weights.py does, and writes it in one format: bf16, f16, q8_0 or q4_0.
    llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k are reordered.
    The file has no vocabulary: ids go in and out.
 2. `LlamaCpp` feeds ids at a position and reads logits. Rows behind a position are forgotten first, which is how a
@@ -24,7 +24,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from model import ModelConfig, WeightFiles, weight_names  # noqa: E402
+from model import ModelConfig  # noqa: E402
+from weights import WeightFiles, weight_names  # noqa: E402
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 NAMES = {  # of Hugging Face -> of GGUF

@@ -34,9 +34,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from config import DEMO, option, parse, run_or_fail  # noqa: E402
 from generate import write_text  # noqa: E402
 from measure import environment, shown_path  # noqa: E402
-from model import Transformer, load_model  # noqa: E402
+from model import Transformer  # noqa: E402
 from quantize import FORMATS, GROUP_SIZES, PRODUCTS, Quantization, QuantLinear  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
+from weights import load_model  # noqa: E402
 
 BATCH = 8  # sequences read together
 

@@ -46,7 +46,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from model import ModelConfig, Router, Transformer, export_weights, rope_angles, weight_names  # noqa: E402
+from model import ModelConfig, Router, Transformer, rope_angles  # noqa: E402
+from weights import export_weights, weight_names  # noqa: E402
 
 BOS, EOS = 1, 2
 EXPERTS_PER_TOKEN = 2  # Mixtral's

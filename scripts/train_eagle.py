@@ -40,8 +40,9 @@ from decode import Engine, Session, common_prefix, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head  # noqa: E402
 from generate import generate  # noqa: E402
-from model import DTYPES, KVCache, Transformer, Window, export_weights, load_model  # noqa: E402
+from model import DTYPES, KVCache, Transformer, Window  # noqa: E402
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, chat_template  # noqa: E402
+from weights import export_weights, load_model  # noqa: E402
 
 INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt

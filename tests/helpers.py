@@ -21,7 +21,8 @@ from config import GenerateConfig
 from decode import Engine, Session, with_steps
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
-from model import Transformer, load_model
+from model import Transformer
+from weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 

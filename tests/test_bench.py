@@ -24,7 +24,8 @@ from generate import generate, load
 from helpers import golden_case
 from llama_cpp_peer import FORMATS, LlamaCpp, gguf_name, interleaved, write_gguf
 from measure import Log, Series
-from model import ModelConfig, load_model, weight_names
+from model import ModelConfig
+from weights import load_model, weight_names
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [

@@ -16,7 +16,7 @@ from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
 from generate import generate, load
 from helpers import GOLDEN, decode, quantized
-from model import load_model
+from weights import load_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,8 +25,9 @@ from config import DEMO
 from eagle_draft import EagleConfig, load_head
 from generate import generate, load
 from helpers import GOLDEN
-from model import ModelConfig, WeightFiles, load_model, weight_names
+from model import ModelConfig
 from stand_in import SHAPES, InflatedFiles, Placement, Shape, inflate_head, inflate_target
+from weights import WeightFiles, load_model, weight_names
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")

@@ -14,16 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model import (
-    KVCache,
-    ModelConfig,
-    WeightFiles,
-    Window,
-    causal_window,
-    export_weights,
-    load_model,
-    weight_names,
-)
+from model import KVCache, ModelConfig, Window, causal_window
+from weights import WeightFiles, export_weights, load_model, weight_names
 
 TOKENS = 24  # per test sequence
 

@@ -31,9 +31,10 @@ from generate import main
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from kernels import experts_linear, experts_linear_reference
 from kernels_cpu import load_operators, w4a8_reference, w8a8_reference
-from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer, WeightFiles, load_model
+from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer
 from quantize import FORMATS, QuantExperts, Quantization, quantize_directory
 from sampling import Sampling
+from weights import WeightFiles, load_model
 
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 OPERATORS = pytest.mark.skipif(bool(load_operators()), reason=load_operators() or "-")
@@ -370,7 +371,7 @@ WATCH = """
 import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from model import load_model
+from weights import load_model
 from quantize import Quantization
 
 def anonymous():

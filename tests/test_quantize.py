@@ -25,8 +25,8 @@ from config import DEMO
 from eagle_draft import draft_lm_head, load_head
 from generate import generate, load
 from helpers import GOLDEN
-from model import WeightFiles, load_model
 from quantize import FORMATS, Int4Linear, Int8Linear, Quantization, quantize_directory, scale_name
+from weights import WeightFiles, load_model
 
 ROOT = Path(quantize.__file__).parent
 TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97
