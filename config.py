@@ -55,12 +55,15 @@ class GenerateConfig:
     ngram_max: int = option(3, "a match in the text counts up to this many tokens (ngram)")
     ngram_min: int = option(1, "and from this many on (ngram)")
     tree: str = option(
-        "", "shape of the draft tree; default: dynamic, for a draft model chain", ("dynamic", "static", "chain")
+        "",
+        "shape of the draft tree; auto picks among several, and none, while decoding: what is fastest here; default: "
+        "auto for a head, chain for a draft model, dynamic where only that can do what is asked for",
+        ("auto", "dynamic", "static", "chain"),
     )
     tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]")
-    tree_depth: int = option(6, "drafted levels (dynamic, chain)")
-    tree_topk: int = option(10, "children kept per node, and nodes expanded per level (dynamic)")
-    tree_size: int = option(60, "verified nodes, root included (dynamic)")
+    tree_depth: int = option(6, "drafted levels (dynamic, chain; auto: at most)")
+    tree_topk: int = option(10, "children kept per node, and nodes expanded per level (dynamic; auto: at most)")
+    tree_size: int = option(60, "verified nodes, root included (dynamic; auto: at most)")
     expand_by: str = option("value", "what picks the nodes to expand (dynamic)", ("value", "confidence"))
     no_rerank: bool = option(False, "verify the first levels whole instead of the best nodes (dynamic)")
     children: str = option(
@@ -102,6 +105,16 @@ class GenerateConfig:
     def sampling(self) -> Sampling:
         """How logits become a distribution."""
         return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def tree_shape(self) -> str:
+        """What `--tree` comes to."""
+        if self.tree or self.tree_file:
+            return "static" if self.tree_file else self.tree
+        if self.draft == "model":
+            return "chain"
+        grown = self.draft == "eagle+ngram" or self.expand_by != "value" or self.no_rerank or self.accept != "exact"
+        return "dynamic" if grown else "auto"
 
     def check(self) -> None:
         """Raises: ValueError for a value or a combination that cannot work."""
@@ -176,11 +189,11 @@ class GenerateConfig:
             _rule(whole, "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag")
 
     def _check_tree(self) -> None:
-        _rule(
-            not (self.tree_file and self.tree in ("dynamic", "chain")),
-            f"--tree_file is a static tree, not {self.tree}",
-        )
-        dynamic = not self.tree_file and (self.tree == "dynamic" or (self.tree == "" and self.draft != "model"))
+        _rule(not self.tree_file or self.tree in ("", "static"), f"--tree_file is a static tree, not {self.tree}")
+        for name, plain in (("expand_by", "value"), ("no_rerank", False), ("accept", "exact")):
+            same = self.tree != "auto" or getattr(self, name) == plain
+            _rule(same, f"--{name} needs a tree of one size, and --tree auto changes it; use --tree dynamic")
+        dynamic = self.tree_shape in ("dynamic", "auto")
         shape = "--tree static" if self.tree == "static" else "--tree_file"
         fixed = bool(self.tree_file) or self.tree == "static"
         _rule(not fixed or self.tree_depth == 6, f"--tree_depth belongs to dynamic trees and chains, not to {shape}")

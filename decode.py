@@ -7,19 +7,21 @@ A cycle has three steps, each tensors to tensors with static shapes, compiled `f
 3. extend: the drafter takes in the rows that were accepted, with the target's features.
 
 Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has the steps of a cycle for each;
-the report of a cycle says which one suits the next. Rows that are done go through the motions and decide
-nothing, so the host may read the outcome of a cycle late (a lag of one on CUDA).
+the report of a cycle says which ones suit the next, and the host picks (autosize.py). Rows that are done go through the
+motions and decide nothing, so the host may read the report of a cycle late: on CUDA, where a compiled cycle is captured
+as one graph (capture.py), it launches the next one first. The report is all that the host ever reads.
 The output is a function of (weights, prompt, seed) alone; sampling.py says why.
 
 Trade-off: prefill is not compiled. Its chunks are bound by matrix products, and static shapes would cost a short
 prompt its padding.
-Not here: options (config.py), loading and the command line (generate.py).
+Not here: options (config.py), loading and the command line (generate.py), what a run measured (stats.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,12 +31,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import kernels
 import sampling
+from autosize import Autosizer, Verdict
+from capture import HostCopy, Replay, store
 from config import GenerateConfig
 from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction, path_to
 from drafters import Drafter, Root, Rows, Text
 from model import KVCache, Transformer, Window, causal_window
 from sampling import NoiseKey, Sampling
+from stats import Stats
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
@@ -56,9 +62,17 @@ class Verified(NamedTuple):
     """What a verification hands to the drafter and to the host."""
 
     rows: Rows  # confirmed rows, D+1 of them, for the drafter
-    path: Tensor  # [B, D+1] int64, accepted nodes, for the trace
-    # [B, D+5] int64: emitted tokens, their count after cuts (0: was done), accept length, done, preferred preset
+    path: Tensor  # [B, D+1] int64, accepted nodes
+    # [B, D+6] int64: emitted tokens; their count after cuts (0: was done), accept length, done, preferred preset, pos
     report: Tensor
+
+
+class Outcome(NamedTuple):
+    """What a cycle leaves for the host."""
+
+    report: Tensor  # [B, D+10] int64: `Verified.report`, and the times (ns) between the steps of the cycle, 4 of them
+    tree: DraftTree
+    path: Tensor  # [B, D+1] int64, accepted nodes
 
 
 class Steps(NamedTuple):
@@ -79,6 +93,10 @@ class Engine:
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
     steps: tuple[Steps, ...] = ()  # one per preset of the drafter
+    catch_up: Callable[[DecodeState], DecodeState] | None = None  # for presets that put off `extend`
+    captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
+    sizer: Autosizer | None = None  # picks the preset; None: the largest that is preferred
+    pool: list[Workspace] = field(default_factory=list)  # buffers of sessions that are over
     tokenizer: Any = None  # tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # tokenizer.ChatTemplate, with --chat
     load_s: float = 0.0
@@ -95,7 +113,17 @@ def end_ids(engine: Engine) -> list[int]:
 
 def with_steps(engine: Engine) -> Engine:
     """Give the engine the steps of a cycle for every preset, compiled when the config says so."""
-    return replace(engine, steps=tuple(_make_steps(engine, preset) for preset in engine.drafter.presets))
+    drafter, config = engine.drafter, engine.config
+
+    def catch_up(state: DecodeState) -> DecodeState:
+        """Let the drafter take in what it has put off. Writes: its cache."""
+        return state._replace(draft=drafter.catch_up(state.draft, Text(state.tokens, state.pos)))
+
+    return replace(
+        engine, steps=tuple(_make_steps(engine, preset) for preset in drafter.presets),
+        catch_up=_compiled(catch_up) if config.compile else catch_up,
+        captured=config.compile and config.device.startswith("cuda"), sizer=None, pool=[],
+    )  # fmt: skip
 
 
 def _make_steps(engine: Engine, drafter: Drafter) -> Steps:
@@ -121,29 +149,33 @@ def _make_steps(engine: Engine, drafter: Drafter) -> Steps:
 
     def verify(cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None):
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        window = Window(state.pos[:, None] + nodes, state.pos, tree.mask)  # slots are not positions
-        features, _ = target(tree.tokens, state.pos[:, None] + tree.depths, cache, window)
+        before = state.pos
+        window = Window(before[:, None] + nodes, before, tree.mask)  # slots are not positions
+        features, _ = target(tree.tokens, before[:, None] + tree.depths, cache, window)
         logits = target.logits(features)  # [B, N, V]
         if config.accept == "residual" and rule.temperature > 0:
             accepted = _accept_residual(tree, logits, noise, state, rule, drafter)
         else:
             at_node = noise.gather(1, tree.depths[:, :, None].expand(-1, -1, V)) if noise is not None else None
             accepted = accept(tree, sampling.choose(logits, rule, at_node), D)
-        cache.compact(state.pos, compaction(accepted))
+        cache.compact(before, compaction(accepted))
         state, rows, report = _advance(state, tree, accepted, features, ends)
-        preset = prefer(Text(state.tokens, state.pos))[:, None]
-        return state, Verified(rows, accepted.path, torch.cat((report, preset), 1))
+        preset = prefer(Text(state.tokens, state.pos))
+        tail = torch.stack((preset, before), 1)  # [B, 2]
+        return state, Verified(rows, accepted.path, torch.cat((report, tail), 1))
 
     def extend(state: DecodeState, rows: Rows) -> DecodeState:
         """Hand the confirmed rows to the drafter. Writes: its cache."""
         return state._replace(draft=drafter.extend(state.draft, rows))
 
     steps = (draft, verify, extend)
-    if config.compile:
-        # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
-        options = {"emulate_precision_casts": True}
-        steps = (torch.compile(_own_code(step), fullgraph=True, dynamic=False, options=options) for step in steps)
-    return Steps(*steps)
+    return Steps(*map(_compiled, steps)) if config.compile else Steps(*steps)
+
+
+def _compiled(step: FunctionType) -> Callable:
+    # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
+    options = {"emulate_precision_casts": True}
+    return torch.compile(_own_code(step), fullgraph=True, dynamic=False, options=options)
 
 
 def _own_code(step: FunctionType) -> FunctionType:
@@ -175,7 +207,7 @@ def _advance(
 ) -> tuple[DecodeState, Rows, Tensor]:
     """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens.
 
-    Returns: the state; the confirmed rows; the report without its last column.
+    Returns: the state; the confirmed rows; the report's first D+4 columns.
     """
     emitted = accepted.emitted  # [B, D+1]
     steps = torch.arange(emitted.shape[1], device=emitted.device)
@@ -196,111 +228,69 @@ def _advance(
     return state._replace(pos=pos, draws=state.draws + count, done=done), rows, report
 
 
-# ------------------------------------------------------------------------------------------------ stats
-
-
-@dataclass
-class Stats:
-    """What happened, added up over every row and cycle."""
-
-    accept_lengths: list[int] = field(default_factory=list)  # per cycle and live row, bonus not counted
-    live_rows: list[list[int]] = field(default_factory=list)  # per cycle, the rows that these lengths belong to
-    tokens: int = 0  # decoded after prefill
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    draft_s: float = 0.0  # drafting and extending
-    verify_s: float = 0.0
-
-    def add(self, other: Stats) -> None:
-        """Add what another session measured."""
-        self.accept_lengths += other.accept_lengths
-        self.live_rows += other.live_rows
-        for name in ("tokens", "prefill_s", "decode_s", "draft_s", "verify_s"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def summary(self, engine: Engine) -> dict[str, Any]:
-        """The `stats` object of `--json`. tau: emitted tokens per verification, bonus included."""
-        lengths, stand_in = self.accept_lengths, engine.target.config.stand_in
-        named = {"stand_in": stand_in} if stand_in else {}  # its numbers never go without its name
-        return named | {
-            "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
-            "accept_lengths": lengths,
-            "cycles": len(lengths),
-            "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
-            "decode_s": self.decode_s,
-            "prefill_s": self.prefill_s,
-            "compile_s": engine.compile_s,
-            "load_s": engine.load_s,
-            "draft_s": self.draft_s,
-            "verify_s": self.verify_s,
-            "peak_memory_bytes": peak_memory_bytes(engine.config.device),
-        }
-
-
-def peak_memory_bytes(device: str) -> int:
-    """Peak device memory on CUDA, peak resident memory of the process elsewhere."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class Stopwatch:
-    """Adds up seconds per name; on CUDA by events, so that the host never waits inside a cycle."""
-
-    def __init__(self, device: str):
-        self.cuda = device.startswith("cuda")
-        self.marks: list[tuple[str, Any]] = []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        """End the stretch called `name`."""
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((name, event))
-        else:
-            self.marks.append((name, time.perf_counter()))
-
-    def seconds(self, marks: int | None = None) -> dict[str, float]:
-        """Seconds per name since the start, of the first `marks` stretches."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        total: dict[str, float] = {}
-        for (_, begin), (name, end) in zip(self.marks, self.marks[1 : None if marks is None else marks + 1]):
-            length = begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
-            total[name] = total.get(name, 0.0) + length
-        return total
+def run_cycle(steps: Steps, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
+    """One cycle, with the times between its steps. Writes: both caches, state.tokens."""
+    device = state.pos.device
+    times = [kernels.clock(device)]
+    tree, noise = steps.draft(state)
+    times.append(kernels.clock(device))
+    state, verified = steps.verify(cache, state, tree, noise)
+    times.append(kernels.clock(device))
+    state = steps.extend(state, verified.rows)
+    times.append(kernels.clock(device))
+    report = torch.cat((verified.report, torch.stack(times).expand(len(state.pos), -1)), 1)
+    return state, Outcome(report, tree, verified.path)
 
 
 # ---------------------------------------------------------------------------------------------- session
 
 
-class HostCopy:
-    """A small tensor on its way to the host."""
+class Workspace:
+    """The buffers of B sequences. They outlive their session, and where cycles are captured, at fixed addresses."""
 
-    def __init__(self, x: Tensor):
-        self.host = x.to("cpu", non_blocking=True)  # into pinned memory, on CUDA
-        self.arrived = torch.cuda.Event() if x.is_cuda else None
-        if self.arrived is not None:
-            self.arrived.record()
+    def __init__(self, engine: Engine):
+        target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
+        weight = target.embedding.weight
+        slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
+        self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
+        number = torch.zeros(B, dtype=torch.long, device=weight.device)
+        self.state = DecodeState(
+            tokens=torch.zeros(B, engine.context + 1, dtype=torch.long, device=weight.device),
+            pos=number, draws=number.clone(), done=number == 0, limit=number.clone(),
+            key=NoiseKey(number.new_zeros(2), number.clone(), number.clone()),
+            draft=drafter.init(B, slots),
+        )  # fmt: skip
+        self.replays: dict[Any, Replay] = {}  # what was captured over these buffers
 
-    def read(self) -> list:
-        """Wait for the copy, not for the device."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.host.tolist()
+    def reset(self, engine: Engine, key: NoiseKey) -> None:
+        """Make every row idle and empty."""
+        zeros = torch.zeros_like(self.state.pos)
+        self.state.tokens.zero_()
+        draft = engine.drafter.rewind(self.state.draft, zeros)
+        self.put(engine, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft))
+
+    def put(self, engine: Engine, state: DecodeState) -> None:
+        """Keep a new state. Writes: the buffers in place, where cycles are captured."""
+        if engine.captured:
+            store(self.state, state)
+        else:
+            self.state = state
+
+    def replay(self, name: Any, body: Callable[[], Any]) -> Any:
+        """Run a step over these buffers, captured the first time. name: of the step; body: writes its results back"""
+        if name not in self.replays:
+            self.replays[name] = Replay(body, self.state.pos.device)
+        return self.replays[name]()
 
 
 class Cycle(NamedTuple):
-    """A cycle that the host has launched and not read yet. The last three are kept for the trace only."""
+    """A cycle that the host has launched and not read yet."""
 
     report: HostCopy
-    marks: int  # stretches of the stopwatch until its end
-    pos: Tensor | None
-    tree: DraftTree | None
-    path: Tensor | None
+    preset: int
+    trial: bool  # judged for the smaller presets too
+    began: float  # host's clock (s)
+    drawn: HostCopy | None  # the tree: tokens, parents, depths, accepted path, and values where it has them
 
 
 class Session:
@@ -310,26 +300,28 @@ class Session:
         """streams: (prompt, sample) per row, the key of its noise; further rows of the batch stay idle
         lag: cycles launched before the host reads the first of them; default 1 on CUDA, 0 elsewhere
         """
-        self.engine = engine
-        target, B, D = engine.target, engine.config.batch_size, engine.drafter.depth
+        self.engine, B = engine, engine.config.batch_size
         assert len(streams) <= B, (streams, B)
-        weight = target.embedding.weight
-        device, streams = weight.device, streams + [(0, 0)] * (B - len(streams))
-        self.lag = int(weight.is_cuda) if lag is None else lag
-        slots = engine.context + max(engine.drafter.size, D + 1, PREFILL_CHUNK)
-        self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(device))
+        self.work = engine.pool.pop() if engine.pool else Workspace(engine)
+        weakref.finalize(self, engine.pool.append, self.work)
+        device, streams = self.state.pos.device, streams + [(0, 0)] * (B - len(streams))
+        self.lag = int(device.type == "cuda") if lag is None else lag
         seed = torch.tensor([engine.config.seed & sampling.MASK32, engine.config.seed >> 32], device=device)
-        key = NoiseKey(seed, *(torch.tensor(column, device=device) for column in zip(*streams)))
-        zeros = torch.zeros(B, dtype=torch.long, device=device)
-        self.state = DecodeState(
-            tokens=torch.zeros(B, engine.context + 1, dtype=torch.long, device=device),
-            pos=zeros, draws=zeros, done=zeros == 0, limit=zeros, key=key,
-            draft=engine.drafter.init(B, slots),
-        )  # fmt: skip
-        self.preset = 0  # which of the engine's steps the next cycle runs
+        self.work.reset(engine, NoiseKey(seed, *(torch.tensor(column, device=device) for column in zip(*streams))))
+        self.preset = 0  # the largest that suits the next cycle
+        self.put_off = 0  # cycles whose rows the drafter has not taken in yet
         self.history: list[list[int]] = [[] for _ in range(B)]  # every token, prompts and roots included
         self.stats = Stats()
         self.trace: list[dict] = []
+
+    @property
+    def state(self) -> DecodeState:
+        """Where the rows are, after every cycle that was launched."""
+        return self.work.state
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self.work.put(self.engine, state)
 
     def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every row, cycle by cycle; the first ones are the roots.
@@ -338,54 +330,93 @@ class Session:
         Writes: history, stats, trace.
         """
         prompts = prompts + [None] * (len(self.history) - len(prompts))
-        clock = Stopwatch(self.engine.config.device)
+        began = time.perf_counter()
         roots, finished = self._prefill(prompts)
-        clock.mark("prefill")
-        self.stats.prefill_s += clock.seconds()["prefill"]
+        self.stats.prefill_s += time.perf_counter() - began
         yield self._note(roots)
-        if finished:
-            return
-        clock, pending = Stopwatch(self.engine.config.device), deque()
+        began, pending = time.perf_counter(), deque()
         while not finished:
-            pending.append(self._cycle(clock))
+            pending.append(self._launch())
             if len(pending) > self.lag:
-                cycle = pending.popleft()
-                new, finished = self._read(cycle)
-                clock.mark("host")
+                new, finished = self._read(pending.popleft())
+                self.stats.decode_s += time.perf_counter() - began
+                began = time.perf_counter()
                 yield self._note(new)
-                clock.mark("consumer")  # what the caller does with the tokens is not decoding
-        seconds = clock.seconds(cycle.marks)  # without the surplus cycles that were launched late
-        self.stats.draft_s += seconds["draft"]
-        self.stats.verify_s += seconds["verify"]
-        self.stats.decode_s += sum(seconds.values()) - seconds.get("consumer", 0.0)
+                if not self.lag:  # what the caller does with the tokens is decoding only where it goes on meanwhile
+                    began = time.perf_counter()
 
-    def _cycle(self, clock: Stopwatch) -> Cycle:
-        steps, before = self.engine.steps[self.preset], self.state
-        tree, noise = steps.draft(before)
-        clock.mark("draft")
-        state, verified = steps.verify(self.cache, before, tree, noise)
-        clock.mark("verify")
-        self.state = steps.extend(state, verified.rows)
-        clock.mark("draft")
-        kept = (before.pos, tree, verified.path) if self.engine.config.trace else (None, None, None)
-        return Cycle(HostCopy(verified.report), len(clock.marks) - 1, *kept)
+    def _launch(self) -> Cycle:
+        """Start the next cycle."""
+        engine = self.engine
+        preset, trial = engine.sizer.next(self.preset) if engine.sizer else (self.preset, False)
+        if engine.drafter.hold:
+            resting = preset == 0
+            if self.put_off == engine.drafter.hold or (self.put_off and not resting):
+                self.catch_up()
+            self.put_off += resting
+        began = time.perf_counter()
+        outcome = self._cycle(preset)
+        tree, drawn = outcome.tree, None
+        if trial or engine.config.trace:
+            values = () if tree.values is None else (tree.values,)
+            drawn = HostCopy(tree.tokens, tree.parents, tree.depths, outcome.path, *values)
+        return Cycle(HostCopy(outcome.report), preset, trial, began, drawn)
+
+    def _cycle(self, preset: int) -> Outcome:
+        engine, work = self.engine, self.work
+
+        def body() -> Outcome:
+            state, outcome = run_cycle(engine.steps[preset], work.cache, work.state)
+            work.put(engine, state)
+            return outcome
+
+        return work.replay(preset, body) if engine.captured else body()
+
+    def rehearse(self, preset: int) -> float:
+        """Run a cycle of one preset, whatever it brings. Returns: its time (s)."""
+        began = time.perf_counter()
+        (report,) = HostCopy(self._cycle(preset).report).read()
+        wall = time.perf_counter() - began
+        return (report[0][-1] - report[0][-4]) / 1e9 if self.lag else wall
+
+    def catch_up(self) -> None:
+        """Let the drafter take in what it has put off. Writes: its part of the state."""
+        engine, work = self.engine, self.work
+
+        def body() -> None:
+            work.put(engine, engine.catch_up(work.state))
+
+        work.replay("catch up", body) if engine.captured else body()
+        self.put_off = 0
 
     def _read(self, cycle: Cycle) -> tuple[list[list[int]], bool]:
         """Returns: the new tokens of every row; whether all rows are done. Writes: preset, stats, trace."""
-        new, finished, wanted, live = [], True, 0, []
-        for row, (*emitted, count, length, done, preset) in enumerate(cycle.report.read()):
+        new, finished, wanted, live, lengths = [], True, 0, [], []
+        (report,) = cycle.report.read()
+        drawn = cycle.drawn.read() if cycle.drawn else None
+        for row, (*emitted, count, length, done, preset, pos, _, _, _, _) in enumerate(report):
             new.append(emitted[:count])
             if not done:
                 finished, wanted = False, max(wanted, preset)
             if count == 0:  # the row was done before this cycle
                 continue
             live.append(row)
-            self.stats.accept_lengths.append(length)
+            lengths.append(length)
             self.stats.tokens += count
-            if cycle.tree is not None:
-                self.trace.append(_trace_row(cycle, row, emitted[: length + 1], length))
+            if self.engine.config.trace:
+                self.trace.append(_trace_row(drawn, row, pos, emitted[: length + 1]))
         self.stats.live_rows.append(live)
+        self.stats.accept_lengths += lengths
+        began, drafted, verified, ended = (t / 1e9 for t in report[0][-4:])
+        self.stats.draft_s += drafted - began + ended - verified
+        self.stats.verify_s += verified - drafted
         self.preset = min(wanted, len(self.engine.steps) - 1)
+        if self.engine.sizer and live:
+            seconds = ended - began if self.lag else time.perf_counter() - cycle.began
+            self.stats.add_cycle(cycle.preset, seconds)
+            self.engine.sizer.observe(cycle.preset, sum(lengths) / len(live), seconds)
+            if cycle.trial:
+                self.engine.sizer.judge(cycle.preset, [_verdict(drawn, row, n) for row, n in zip(live, lengths)])
         return new, finished
 
     def _note(self, new: list[list[int]]) -> list[list[int]]:
@@ -395,6 +426,8 @@ class Session:
 
     def _prefill(self, prompts: list[list[int] | None]) -> tuple[list[list[int]], bool]:
         """Cache the prompts and decide a root for each. Returns: the roots; whether all rows are done already."""
+        if self.put_off:
+            self.catch_up()
         engine, state, device = self.engine, self.state, self.state.pos.device
         # the head's row below the common prefix pairs it with the token after it, so one row is done again;
         # the last token of a history (the root) is not cached
@@ -410,7 +443,7 @@ class Session:
         longest = max(end - start for start, end in zip(begins, lengths))
         for offset in range(0, longest, PREFILL_CHUNK):
             width = min(PREFILL_CHUNK, longest - offset)
-            state = prefill_chunk(engine, self.cache, state, begin + offset, width)
+            state = prefill_chunk(engine, self.work.cache, state, begin + offset, width)
         roots = state.tokens.gather(1, length[:, None])  # [B, 1]
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)
@@ -452,20 +485,26 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _trace_row(cycle: Cycle, row: int, emitted: list[int], length: int) -> dict:
+def _verdict(drawn: list, row: int, length: int) -> Verdict:
+    _, parents, _, path, values = drawn
+    return Verdict(values[row], parents[row], path[row][1 : length + 1])
+
+
+def _trace_row(drawn: list, row: int, pos: int, emitted: list[int]) -> dict:
     """One line of `--trace`. `values` is there where the drafter gives its nodes one; padding has none (null)."""
-    tokens, parents, depths = (x[row].tolist() for x in cycle.tree[:3])
+    tokens, parents, depths, path, *values = (x[row] for x in drawn)
+    length = len(emitted) - 1
     line = {
         "row": row,
-        "pos": int(cycle.pos[row]),
+        "pos": pos,
         "root": tokens[0],
         "draft_tokens": tokens[1:],
         "parents": parents[1:],
         "depths": depths[1:],
         "accept_length": length,
-        "path": cycle.path[row, 1 : length + 1].tolist(),
+        "path": path[1 : length + 1],
         "emitted": emitted,
     }
-    if cycle.tree.values is not None:
-        line["values"] = [v if v > float("-inf") else None for v in cycle.tree.values[row, 1:].tolist()]
+    for each in values:
+        line["values"] = [v if v > float("-inf") else None for v in each[1:]]
     return line

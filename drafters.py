@@ -5,8 +5,9 @@ proposes a tree (`draft`). Both are pure steps with static shapes, compiled `ful
 proposes, the output stays the target's own.
 
 A drafter may come in presets: trees of different sizes over one state, each compiled. After every cycle `prefer` says
-which of them suits each row, and the host runs the largest that any row wants. A stale or a wrong preference costs
-time and nothing else.
+which is the largest that makes sense for each row, and the host picks among those (autosize.py). A stale or a wrong
+choice costs time and nothing else. A preset that proposes nothing need not keep the drafter's cache up to date: it
+holds what it is handed, up to `hold` cycles, and `catch_up` takes that in before the next draft.
 
 To add one: subclass `Drafter` and enter its loader in `DRAFTERS`.
 Here: `RootOnly`, which proposes nothing; vanilla decoding is its verification.
@@ -20,7 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autosize import TreeShape
 from draft_tree import DraftTree, root_tree
+
+LARGEST = 1 << 30  # past the last preset of any drafter
 
 
 class Text(NamedTuple):
@@ -55,15 +59,27 @@ class Drafter:
     size: int  # N, nodes of its tree, root included
     width: int  # children of a node at most
     fresh_rows: int = 0  # rows of noise of its own that it samples children with (residual rule)
+    sized: bool = False  # whether the host may choose among the presets by what they bring
+    hold: int = 0  # cycles that preset 0 may put off `extend` for; 0: it does not
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
         """Drafters over the same state, smallest tree first; none has a larger tree than this one."""
         return (self,)
 
+    @property
+    def shape(self) -> TreeShape | None:
+        """Its tree, where smaller ones of the kind are nested in larger ones."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """What its tree is called in a report."""
+        return f"tree of {self.size}"
+
     def prefer(self, text: Text) -> Tensor:
-        """The number of the preset that suits each row in the next cycle: [B] int64."""
-        return torch.zeros_like(text.pos)
+        """The largest preset that makes sense for each row in the next cycle, or a number past the last: [B] int64."""
+        return torch.full_like(text.pos, LARGEST)
 
     def facts(self) -> dict[str, Any]:
         """What the options came to, under their names, for the record."""
@@ -75,6 +91,10 @@ class Drafter:
 
     def extend(self, state: Any, rows: Rows) -> Any:
         """Take in confirmed rows. Writes: the drafter's own cache."""
+        return state
+
+    def catch_up(self, state: Any, text: Text) -> Any:
+        """Take in what preset 0 has put off. Writes: the drafter's own cache."""
         return state
 
     def rewind(self, state: Any, length: Tensor) -> Any:
@@ -90,6 +110,7 @@ class RootOnly(Drafter):
     """Proposes nothing, so that every verification decides one token."""
 
     depth, size, width = 0, 1, 0
+    shape, name = TreeShape(0, 0, 1), "none"
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         return root_tree(root.token)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from config import GenerateConfig
 from draft_tree import StaticTree
-from drafters import DRAFTERS, Root, Rows
+from drafters import DRAFTERS, Drafter, Root, RootOnly, Rows, Text
 from grow import DynamicTree, Grower, children_from, tree_from
 from model import (
     Block,
@@ -159,6 +159,8 @@ class EagleState(NamedTuple):
     cache: KVCache
     length: Tensor  # [B] int64, confirmed rows
     hidden: Tensor  # [B, F], output of the last confirmed row: the root's prediction
+    held: Tensor | None = None  # [B, HOLD, F], features of rows that were put off, where the tree's size may change
+    kept: Tensor | None = None  # [B] int64, how many of them
 
 
 class EagleDrafter(Grower):
@@ -186,7 +188,9 @@ class EagleDrafter(Grower):
         cache = KVCache.empty(config, batch, slots + self.scratch, weight.dtype, str(weight.device))
         length = torch.zeros(batch, dtype=torch.long, device=weight.device)
         hidden = torch.zeros(batch, config.dim, dtype=weight.dtype, device=weight.device)
-        return EagleState(cache, length, hidden)
+        if not self.hold:
+            return EagleState(cache, length, hidden)
+        return EagleState(cache, length, hidden, hidden.new_zeros(batch, self.hold, config.dim), length.clone())
 
     def extend(self, state: EagleState, rows: Rows) -> EagleState:
         """Confirm `rows.count` rows. Writes: cache slots length .. length + R - 1 (padding included)."""
@@ -194,11 +198,21 @@ class EagleDrafter(Grower):
         out = self.step(state, rows.tokens[:, 1:], rows.features, window.slots, window)
         last = (rows.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         hidden = torch.where(rows.count[:, None] > 0, out.gather(1, last).squeeze(1), state.hidden)
-        return EagleState(state.cache, state.length + rows.count, hidden)
+        return state._replace(length=state.length + rows.count, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
-        """Forget all but the first `length` rows."""
-        return state._replace(length=length)
+        """Forget all but the first `length` rows, and what was put off."""
+        return state._replace(length=length, kept=torch.zeros_like(length) if self.hold else None)
+
+    def resting(self) -> Drafter:
+        return Resting()
+
+    def catch_up(self, state: EagleState, text: Text) -> EagleState:
+        """Confirm the rows that were put off. Writes: cache slots length .. length + HOLD - 1."""
+        span = state.length[:, None] + torch.arange(self.hold + 1, device=state.length.device)  # [B, HOLD + 1]
+        tokens = text.tokens.gather(1, span.clamp(max=text.tokens.shape[1] - 1))
+        state = self.extend(state, Rows(tokens, state.held, state.kept))
+        return state._replace(kept=torch.zeros_like(state.kept))
 
     def begin(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden[:, None], state.length
@@ -208,6 +222,16 @@ class EagleDrafter(Grower):
 
     def logits(self, out: Tensor) -> Tensor:
         return self.lm_head(out).float()
+
+
+class Resting(RootOnly):
+    """Vanilla decoding beside a head: the features are kept for it, and it does not run."""
+
+    def extend(self, state: EagleState, rows: Rows) -> EagleState:
+        """Put off a row. Writes: state.held."""
+        at = state.kept.clamp(max=state.held.shape[1] - 1)[:, None, None].expand_as(rows.features)  # [B, 1, F]
+        state.held.scatter_(1, at, rows.features)
+        return state._replace(kept=state.kept + rows.count)
 
 
 def draft_lm_head(target: Transformer, quant: Quantization | None) -> nn.Module:
@@ -230,9 +254,10 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     """`--draft eagle` and `eagle+ngram`. Raises: ValueError for a head or a tree that does not fit."""
     quant = draft_quantization(config)
     head = load_head(Path(config.eagle), target, quant, _inflated(target, config) if config.inflate else None)
-    tree, lm_head = tree_from(config, "dynamic"), draft_lm_head(target, head.config.model.quant or quant)
+    tree, lm_head = tree_from(config), draft_lm_head(target, head.config.model.quant or quant)
     children = children_from(config, tree)
-    return EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head)
+    drafter = EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head)
+    return drafter.sized_by_host() if config.tree_shape == "auto" else drafter
 
 
 DRAFTERS["eagle"] = DRAFTERS["eagle+ngram"] = make_drafter

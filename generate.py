@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ import torch
 import eagle_draft  # noqa: F401  (these three enter their drafters in DRAFTERS)
 import model_draft  # noqa: F401
 import ngram_draft  # noqa: F401
+from autosize import Autosizer
 from config import DEMO, GenerateConfig, default_of, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine, Session, Stats, with_steps
 from drafters import DRAFTERS, RootOnly
@@ -165,11 +167,27 @@ def warm_up(engine: Engine) -> Engine:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
             print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
             return warm_up(with_steps(replace(engine, config=replace(engine.config, compile=False))))
-    quiet = replace(engine, config=replace(engine.config, max_new_tokens=3, ignore_eos=True, trace=""))
-    for steps in engine.steps:
-        for _ in Session(replace(quiet, steps=(steps,)), [(0, 0)]).run([[0, 0][: engine.context - 1]]):
-            pass
-    return replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
+    _rehearse(replace(engine, captured=False))  # a capture cannot compile
+    if engine.captured:
+        _rehearse(engine)
+    engine = replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
+    if not engine.drafter.sized:
+        return engine
+    began, rounds = time.perf_counter(), [_rehearse(engine) for _ in range(3)]
+    while len(rounds) < 9 and time.perf_counter() - began < 1:
+        rounds.append(_rehearse(engine))
+    costs = [statistics.median(times) for times in zip(*rounds)]
+    return replace(engine, sizer=Autosizer([preset.shape for preset in engine.drafter.presets], costs))
+
+
+def _rehearse(engine: Engine) -> list[float]:
+    """Run a cycle of every preset. Returns: the time of each (s)."""
+    session, times = Session(engine, [(0, 0)]), []
+    next(session.run([[0, 0][: engine.context - 1]]))
+    for preset in range(len(engine.steps)):
+        times.append(session.rehearse(preset))
+        session.catch_up()
+    return times
 
 
 def with_config(engine: Engine, config: GenerateConfig) -> Engine:
@@ -441,6 +459,12 @@ def stats_line(stats: dict[str, Any]) -> str:
     )
     if "stand_in" in stats:
         line = f"stand-in, {stats['stand_in']}: {line}"
+    if "tree_auto" in stats:
+        most = max(stats["tree_auto"], key=lambda preset: preset["cycles"])
+        times = (
+            f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted" if most["cycles"] else "unused"
+        )
+        line += f"; tree auto: {most['tree']} in {most['cycles']} of {stats['cycles']} cycles ({times})"
     if "speedup" in stats:
         line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
         if stats["identical"] is not None:

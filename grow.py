@@ -16,6 +16,7 @@ Not here: what scores a token (eagle_draft.py, model_draft.py), and the tensor s
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +28,16 @@ from torch import Tensor
 import draft_tree
 import kernels
 import sampling
+from autosize import TreeShape
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
-from drafters import Drafter, Root
+from drafters import Drafter, Root, RootOnly
 from model import Transformer, Window
 from ngram_draft import Ngram, graft
+
+# What `--tree auto` chooses from, besides the largest tree and none. CUDA pads to 16, 32 or 64 nodes, a CPU to none.
+AUTO_SHAPES = (TreeShape(3, 1, 4), TreeShape(6, 1, 7), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+HOLD = 32  # cycles without a tree that a drafter may sit out before it has to take them in
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Grower(Drafter):
     """Grows static or dynamic trees. Subclasses give `init`, `extend`, and the three methods below."""
 
     keeps_rows = False  # whether rows run while drafting stay in the cache when they are accepted: needs their slots
+    smaller: tuple[Grower, ...] = ()  # presets with smaller trees
 
     def __init__(
         self,
@@ -77,21 +84,57 @@ class Grower(Drafter):
         """
         if children == "sampled" and isinstance(tree, DynamicTree):
             raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
+        self.rule, self.sharpness = rule, sharpness
+        self.children = children if rule.temperature > 0 else "topk"
+        self.device = target.embedding.weight.device
+        self._plant(tree)
         vocab = target.config.vocab_size
-        self.width = tree.topk if isinstance(tree, DynamicTree) else max(map(tree.ranks, range(tree.depth)))
         if self.width > vocab:
             raise ValueError(f"a node cannot have {self.width} ranked children of {vocab} tokens; lower the rank")
-        self.tree, self.rule, self.sharpness = tree, rule, sharpness
-        self.children = children if rule.temperature > 0 else "topk"
-        self.depth, self.size = tree.depth, tree.size
+
+    def _plant(self, tree: DynamicTree | StaticTree) -> None:
+        """Take on a tree."""
+        self.tree, self.depth, self.size = tree, tree.depth, tree.size
+        self.width = tree.topk if isinstance(tree, DynamicTree) else max(map(tree.ranks, range(tree.depth)))
         if isinstance(tree, StaticTree):
-            self.plan = StaticPlan.of(tree, target.embedding.weight.device)
+            self.plan = StaticPlan.of(tree, self.device)
             self.scratch = len(self.plan.inner) - 1  # slots that a draft needs above the root's row
         else:
             self.scratch = (tree.depth - 1) * tree.topk
             if tree.graft:
                 self.depth, self.width = max(tree.depth, tree.graft.tokens), tree.topk + tree.graft.branches
         self.fresh_rows = len(self.plan.inner) if self.children == "sampled" else 0
+
+    def sized_by_host(self) -> Grower:
+        """The same with presets: its tree is the largest, none the smallest, and the host chooses."""
+        largest = copy(self)
+        largest.smaller = tuple(copy(self) for _ in smaller_trees(self.tree))
+        for drafter, tree in zip(largest.smaller, smaller_trees(self.tree)):
+            drafter._plant(tree)
+        largest.sized, largest.hold = True, HOLD
+        return largest
+
+    @property
+    def presets(self) -> tuple[Drafter, ...]:
+        return (self.resting(), *self.smaller, self) if self.sized else (self,)
+
+    def resting(self) -> Drafter:
+        """A preset over the same state that proposes nothing, and puts off what it is handed."""
+        return RootOnly()
+
+    @property
+    def shape(self) -> TreeShape | None:
+        tree = self.tree
+        if isinstance(tree, StaticTree):
+            return TreeShape(tree.depth, 1, tree.size) if self.width == 1 else None
+        nests = tree.expand_by == "value" and tree.rerank and tree.graft is None
+        return TreeShape(tree.depth, tree.topk, tree.size) if nests else None
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.tree, StaticTree):
+            return f"chain {self.depth}" if self.width == 1 else f"static {self.size}"
+        return f"dynamic {self.tree.depth}/{self.tree.topk}/{self.tree.size}"
 
     def begin(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
         """The root's output, [B, 1, F], and the first scratch slot, which is the position of its children: [B]."""
@@ -115,7 +158,8 @@ class Grower(Drafter):
         name = "dynamic" if dynamic else "chain" if self.width == 1 else "static"
         drafted = {"children": self.children, "sharpness": self.sharpness}
         looked_up = tree.graft.facts() if dynamic and tree.graft else {}
-        return {"tree": name, "tree_depth": tree.depth} | shape | drafted | looked_up
+        choice = {"tree": "auto", "trees": [preset.name for preset in self.presets]} if self.sized else {"tree": name}
+        return choice | {"tree_depth": tree.depth} | shape | drafted | looked_up
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree. Writes: scratch slots of the cache."""
@@ -258,12 +302,17 @@ class StaticPlan(NamedTuple):
         return StaticPlan(levels, *(torch.tensor(x, device=device) for x in (inner, [tree.parents], slots)))
 
 
-def tree_from(config: GenerateConfig, default: str) -> DynamicTree | StaticTree:
-    """The tree that the options ask for. default: its shape where `--tree` is not given."""
-    shape = "static" if config.tree_file else config.tree or default
-    if shape == "chain":
+def smaller_trees(largest: DynamicTree) -> list[DynamicTree | StaticTree]:
+    """The trees that `--tree auto` chooses from below the largest, by size."""
+    fit = [s for s in AUTO_SHAPES if s.depth <= largest.depth and s.topk <= largest.topk and s.size < largest.size]
+    return [StaticTree.chain(s.depth) if s.topk == 1 else DynamicTree(*s) for s in fit]
+
+
+def tree_from(config: GenerateConfig) -> DynamicTree | StaticTree:
+    """The tree that the options ask for; with `--tree auto` the largest."""
+    if config.tree_shape == "chain":
         return StaticTree.chain(config.tree_depth)
-    if shape == "static":
+    if config.tree_shape == "static":
         return StaticTree.from_file(Path(config.tree_file)) if config.tree_file else StaticTree(draft_tree.EAGLE1_PATHS)
     return DynamicTree(
         config.tree_depth, config.tree_topk, config.tree_size, config.expand_by, not config.no_rerank,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
@@ -48,7 +49,10 @@ def _has_triton() -> bool:
     """Whether there is Triton; says once what it means that there is none."""
     if importlib.util.find_spec("triton") is not None:
         return True
-    print("note: without Triton, attention reads the whole cache, top-k is slow; pip install triton", file=sys.stderr)
+    print(
+        "note: without Triton attention and top-k are slow, and steps are not timed; pip install triton",
+        file=sys.stderr,
+    )
     return False
 
 
@@ -404,3 +408,21 @@ def _experts_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 torch.library.register_autograd("gpt_eagle::experts_linear", _experts_backward, setup_context=_experts_setup, lib=_lib)
 for _device in ("cpu", "cuda"):
     torch.library.register_autocast("gpt_eagle::experts_linear", _device, torch.bfloat16, lib=_lib)
+
+
+# -------------------------------------------------------------------------------------------------- clock
+
+
+def clock(device: torch.device) -> Tensor:
+    """The time at which a device gets here: a scalar int64 tensor, in ns, on that device; only differences mean
+    something. It is read by a kernel on CUDA, so that captured graphs tell the time too; without Triton it is 0 there.
+    """
+    if device.type != "cuda":
+        return torch.tensor(time.perf_counter_ns())
+    now = torch.zeros((), dtype=torch.int64, device=device)
+    if _has_triton():
+        import clock_triton
+
+        with torch.cuda.device(device):
+            clock_triton.read(now)
+    return now

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
-from drafters import DRAFTERS, Drafter, Root, RootOnly, Rows, Text
+from drafters import DRAFTERS, LARGEST, Drafter, Root, RootOnly, Rows, Text
 from grow import DynamicTree, Grower, children_from, tree_from
 from model import KVCache, ModelConfig, Transformer, Window, causal_window
 from quantize import draft_quantization
@@ -67,11 +67,13 @@ class ModelDrafter(Grower):
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
-        return (RootOnly(), self) if self.shorter else (self,)
+        return (RootOnly(), self) if self.shorter and not self.sized else super().presets
 
     def prefer(self, text: Text) -> Tensor:
-        """Preset 1, the tree, as long as the root is inside the draft model's context."""
-        return (text.pos < self.model.config.max_context).long() if self.shorter else super().prefer(text)
+        """Any tree, as long as the root is inside the draft model's context."""
+        if not self.shorter:
+            return super().prefer(text)
+        return torch.where(text.pos < self.model.config.max_context, LARGEST, 0)
 
     def init(self, batch: int, slots: int) -> ModelState:
         """An empty state; the cache has room for the root and a draft behind `slots`."""
@@ -88,6 +90,13 @@ class ModelDrafter(Grower):
         elif self.width > 1:  # a chain's rows lie where they belong
             state.cache.compact(state.length, rows.slots)
         return state._replace(length=state.length + rows.count)
+
+    def catch_up(self, state: ModelState, text: Text) -> ModelState:
+        """Read the tokens that were decided without a tree. Writes: cache slots length .. length + HOLD - 1."""
+        span = state.length[:, None] + torch.arange(self.hold + 1, device=state.length.device)  # [B, HOLD + 1]
+        tokens = text.tokens.gather(1, span.clamp(max=text.tokens.shape[1] - 1))
+        none = tokens[:, 1:, None]  # [B, HOLD, 1]: a model needs no features
+        return self.extend(state, Rows(tokens, none, text.pos - state.length))
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
         """Forget all but the first `length` rows."""
@@ -133,8 +142,10 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     check_same_tokens(Path(config.checkpoint), path)
     saved = ModelConfig.from_dir(path).quant
     model = load_model(path, weight.dtype, str(weight.device), None if saved else draft_quantization(config))
-    tree = tree_from(config, "chain")
-    return ModelDrafter(model, target, tree, config.sampling, children_from(config, tree), config.sharpness or 1.0)
+    tree = tree_from(config)
+    children = children_from(config, tree)
+    drafter = ModelDrafter(model, target, tree, config.sampling, children, config.sharpness or 1.0)
+    return drafter.sized_by_host() if config.tree_shape == "auto" else drafter
 
 
 DRAFTERS["model"] = make_drafter

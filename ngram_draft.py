@@ -108,7 +108,9 @@ def graft(pool: Candidates, text: Text, ngram: Ngram) -> Candidates:
 
 
 class NgramDrafter(Drafter):
-    """Proposes the continuations that were looked up; nothing where nothing matches."""
+    """Proposes the continuations that were looked up; nothing where nothing matches, or where matches are no use."""
+
+    sized = True
 
     def __init__(self, ngram: Ngram):
         self.ngram = ngram

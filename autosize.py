@@ -1,0 +1,146 @@
+"""`--tree auto`: choosing between trees while decoding, for the most tokens per second on this machine and this text.
+
+How it works:
+1. A drafter comes in presets (drafters.py). The cycle of each is timed before the first prompt, and on and on while
+   decoding. Whatever slows the machine as a whole cancels, since only ratios decide.
+2. Smaller trees are nested in larger ones: a tree that was verified says of every smaller shape which of its nodes
+   that would have had (`nested`), so how much of the accepted path, and what the drafter's own scores promised of it.
+3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
+   stands in where few cycles have been seen.
+4. The best rate wins, with some hysteresis. The largest tree is tried again after 8 cycles, then after twice as many
+   each time that it changes nothing. Vanilla is one of the presets: a poor head costs some trials and no more.
+
+A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
+from acceptance rates measured before.
+Trade-off: one choice for all rows of a batch, on the host, from whole cycles: exact sums instead of a cost model.
+Not here: what the presets are (grow.py and the drafters), and their compiled steps (decode.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MEMORY = 64  # cycles that a mean remembers
+TRUST = 8  # cycles' worth of the drafter's promise
+GAIN = 1.03  # a rival must promise this much more
+FIRST_TRIAL, LAST_TRIAL = 8, 256  # cycles between trials of the largest tree
+PACE = 8  # cycles after which the machine's pace counts as changed
+OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of
+
+
+class TreeShape(NamedTuple):
+    """A tree that grows best first: a chain has top-k 1, the root alone depth 0."""
+
+    depth: int  # D, drafted levels
+    topk: int  # K, children kept per node, and nodes expanded per level
+    size: int  # N, nodes, root included
+
+
+class Verdict(NamedTuple):
+    """A verified tree, as far as its shape goes. Entry i is node i; node 0 is the root."""
+
+    values: list[float]  # log-probability of each path, in the drafter's eyes; -inf: padding
+    parents: list[int]
+    path: list[int]  # accepted nodes, the root left out
+
+
+def nested(verdict: Verdict, shape: TreeShape) -> set[int]:
+    """The nodes that a tree of a smaller shape would have had of those of a larger one, the root left out.
+
+    Exact: a smaller tree's candidates are a subset of the larger one's, and what the larger one has pruned scores below
+    whatever it kept.
+    """
+    values, parents, _ = verdict
+    order = sorted(range(1, len(values)), key=lambda i: -values[i])  # stable: of equal values the lower number
+    depth, children, expanded = {0: 0}, {0: 0}, [0] * (shape.depth + 1)
+    kept: set[int] = set()
+    for node in order:
+        above = parents[node]
+        if values[node] == -math.inf or len(kept) == shape.size - 1:
+            break
+        if above not in children or depth[above] == shape.depth or children[above] == shape.topk:
+            continue
+        children[above] += 1
+        kept.add(node)
+        depth[node] = depth[above] + 1
+        if expanded[depth[node]] < shape.topk:  # one of its level's best: it may have children
+            expanded[depth[node]] += 1
+            children[node] = 0
+    return kept
+
+
+class Mean:
+    """A mean that forgets: the first values count in full, later ones as one of `memory`."""
+
+    def __init__(self, value: float, memory: int = MEMORY):
+        self.value, self.seen, self.memory = value, 0, memory
+
+    def add(self, value: float) -> None:
+        """Take in one value."""
+        self.seen = min(self.seen + 1, self.memory)
+        self.value += (value - self.value) / self.seen
+
+
+class Autosizer:
+    """Which preset the next cycle runs. Presets are numbered from the smallest tree, which may be the root alone."""
+
+    def __init__(self, shapes: Sequence[TreeShape | None], costs_s: Sequence[float]):
+        """shapes: None for a tree that grows otherwise; costs_s: seconds of a cycle, per preset"""
+        self.shapes, self.predicted_s = shapes, tuple(costs_s)
+        self.costs = [Mean(cost) for cost in costs_s]
+        for cost in self.costs:
+            cost.seen = PACE  # a warm-up is worth so many cycles
+        self.pace = 1.0  # how many times slower than its mean the machine runs now
+        self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
+        self.promised = [Mean(0.0 if shape == TreeShape(0, 0, 1) else OPTIMISM, PACE) for shape in shapes]
+        self.worth = Mean(1.0)  # accepted tokens per promised one
+        self.choice = len(shapes) - 1
+        self.settled, self.interval, self.countdown = -1, FIRST_TRIAL, 0
+
+    def tokens(self, preset: int) -> float:
+        """Expected tokens per row and cycle."""
+        mean = self.accepted[preset]
+        promise = self.worth.value * self.promised[preset].value
+        return 1 + (mean.seen * mean.value + TRUST * promise) / (mean.seen + TRUST)
+
+    def rate(self, preset: int) -> float:
+        """Expected tokens per row and second, at the machine's usual pace."""
+        return self.tokens(preset) / self.costs[preset].value
+
+    def next(self, limit: int) -> tuple[int, bool]:
+        """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether it is a trial."""
+        best = max(range(limit + 1), key=self.rate)
+        if self.choice > limit or self.rate(best) > GAIN * self.rate(self.choice):
+            self.choice = best
+        if limit < len(self.shapes) - 1:
+            return self.choice, False
+        self.countdown -= 1
+        if self.countdown >= 0:
+            return self.choice, False
+        self.interval = min(2 * self.interval, LAST_TRIAL) if self.choice == self.settled else FIRST_TRIAL
+        self.settled, self.countdown = self.choice, self.interval
+        return limit, True
+
+    def observe(self, preset: int, accepted: float, seconds: float) -> None:
+        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
+        cost = self.costs[preset]
+        now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
+        cost.add(now / self.pace * cost.value)
+        self.pace += (now - self.pace) / PACE
+        self.accepted[preset].add(accepted)
+
+    def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
+        """Learn from a trial what every smaller shape would have accepted. verdicts: one per row."""
+        for number, shape in enumerate(self.shapes):
+            if shape is None or shape.depth == 0:
+                continue
+            trees = [nested(v, shape) for v in verdicts]
+            promised = [sum(math.exp(v.values[i]) for i in kept) for v, kept in zip(verdicts, trees)]
+            accepted = [sum(i in kept for i in v.path) for v, kept in zip(verdicts, trees)]
+            self.promised[number].add(sum(promised) / len(verdicts))
+            if number == preset:
+                self.worth.add((1 + sum(accepted)) / (1 + sum(promised)))
+            else:  # its own acceptance is observed anyway
+                self.accepted[number].add(sum(accepted) / len(verdicts))
