@@ -8,7 +8,8 @@ How it works:
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen.
 4. The best rate wins, with some hysteresis. The largest tree is tried again after 8 cycles, then after twice as many
-   each time that it changes nothing. Vanilla is one of the presets: a poor head costs some trials and no more.
+   each time that it changes nothing. Vanilla is one of the presets; from there the smallest tree is tried, so that a
+   poor head costs little.
 
 A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
 from acceptance rates measured before.
@@ -23,9 +24,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MEMORY = 64  # cycles that a mean remembers
-TRUST = 8  # cycles' worth of the drafter's promise
+TRUST = 4  # cycles' worth of the drafter's promise
 GAIN = 1.03  # a rival must promise this much more
-FIRST_TRIAL, LAST_TRIAL = 8, 256  # cycles between trials of the largest tree
+FIRST_TRIAL, LAST_TRIAL = 8, 256  # cycles between trials of another tree
 PACE = 8  # cycles after which the machine's pace counts as changed
 OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of
 
@@ -110,7 +111,7 @@ class Autosizer:
         return self.tokens(preset) / self.costs[preset].value
 
     def next(self, limit: int) -> tuple[int, bool]:
-        """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether it is a trial."""
+        """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
         best = max(range(limit + 1), key=self.rate)
         if self.choice > limit or self.rate(best) > GAIN * self.rate(self.choice):
             self.choice = best
@@ -121,7 +122,7 @@ class Autosizer:
             return self.choice, False
         self.interval = min(2 * self.interval, LAST_TRIAL) if self.choice == self.settled else FIRST_TRIAL
         self.settled, self.countdown = self.choice, self.interval
-        return limit, True
+        return (limit if self.choice > 0 else 1), True
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
@@ -132,15 +133,16 @@ class Autosizer:
         self.accepted[preset].add(accepted)
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
-        """Learn from a trial what every smaller shape would have accepted. verdicts: one per row."""
+        """Learn from a trial what every shape nested in the preset's would have accepted. verdicts: one per row."""
+        ours = self.shapes[preset]
         for number, shape in enumerate(self.shapes):
-            if shape is None or shape.depth == 0:
+            if not ours or not shape or shape.depth == 0 or any(a > b for a, b in zip(shape, ours)):
                 continue
             trees = [nested(v, shape) for v in verdicts]
             promised = [sum(math.exp(v.values[i]) for i in kept) for v, kept in zip(verdicts, trees)]
             accepted = [sum(i in kept for i in v.path) for v, kept in zip(verdicts, trees)]
             self.promised[number].add(sum(promised) / len(verdicts))
             if number == preset:
-                self.worth.add((1 + sum(accepted)) / (1 + sum(promised)))
+                self.worth.add((0.5 + sum(accepted)) / (0.5 + sum(promised)))  # of nothing promised, nothing is said
             else:  # its own acceptance is observed anyway
                 self.accepted[number].add(sum(accepted) / len(verdicts))

@@ -1,7 +1,7 @@
 """Decode cycles as CUDA graphs, and the way of their reports to the host.
 
 1. A captured step reads and writes buffers at fixed addresses, so its body ends by storing results where it found them.
-2. The compiled pieces have run before, on the same shapes: compiling inside a capture fails.
+2. The first runs of a body are not captured: they compile and load what it needs, which fails inside a capture.
 3. `HostCopy` starts a copy into pinned memory behind the cycle that was launched, and waits for that copy alone when it
    is read, a cycle later. The next replay may overwrite its source: the copy comes first in the stream.
 
@@ -18,23 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WARM_UPS = 2  # runs before a capture
+
 
 class Replay:
-    """A step over fixed buffers: captured as a CUDA graph, elsewhere run as it is."""
+    """A step over fixed buffers: captured as a CUDA graph once it is warm, elsewhere run as it is."""
 
     def __init__(self, body: Callable[[], Any], device: torch.device):
-        """body: what it returns stays valid until the next replay; it is recorded here and not run"""
-        self.body, self.graph = body, None
-        if device.type == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize(device)
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.result = body()
+        self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
 
     def __call__(self) -> Any:
-        """Run it. Returns: what the body returns, in the same tensors every time."""
-        if self.graph is None:
+        """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
+        self.runs += 1
+        if self.device.type != "cuda" or self.runs <= WARM_UPS:
             return self.body()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.result = self.body()  # recorded, not run
         self.graph.replay()
         return self.result
 

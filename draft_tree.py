@@ -56,7 +56,7 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Te
     """
     B, N = parents.shape
     eye = torch.eye(N, dtype=torch.bool, device=parents.device)
-    reach = eye | torch.nn.functional.one_hot(parents, N).bool()  # [B, N, N]: self and parent
+    reach = eye | (parents[:, :, None] == torch.arange(N, device=parents.device))  # [B, N, N]: self and parent
     hops = 1
     while hops < depth:  # squaring doubles the reach
         reach = torch.bmm(reach.float(), reach.float()) > 0

@@ -34,12 +34,15 @@ import eagle_draft  # noqa: F401  (these three enter their drafters in DRAFTERS)
 import model_draft  # noqa: F401
 import ngram_draft  # noqa: F401
 from autosize import Autosizer
+from capture import WARM_UPS
 from config import DEMO, GenerateConfig, default_of, parse, pick_device, read_jsonl, run_or_fail
-from decode import Engine, Session, Stats, with_steps
+from decode import Engine, with_steps
 from drafters import DRAFTERS, RootOnly
 from model import DTYPES, Transformer, read_json
 from quantize import Quantization, saved_quantization
+from session import Session
 from stand_in import Shape, inflate_target
+from stats import Stats
 from tokenizer import Tokenizer, chat_template, has_tokenizer
 from weights import load_model
 
@@ -167,8 +170,7 @@ def warm_up(engine: Engine) -> Engine:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
             print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
             return warm_up(with_steps(replace(engine, config=replace(engine.config, compile=False))))
-    _rehearse(replace(engine, captured=False))  # a capture cannot compile
-    if engine.captured:
+    for _ in range(1 + WARM_UPS if engine.captured else 1):
         _rehearse(engine)
     engine = replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
     if not engine.drafter.sized:

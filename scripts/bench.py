@@ -37,9 +37,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench_report import write_report  # noqa: E402
 from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from decode import Engine, Stats, peak_memory_bytes  # noqa: E402
+from decode import Engine  # noqa: E402
 from generate import Collector, Entry, encode, load, with_config  # noqa: E402
 from measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path  # noqa: E402
+from stats import Stats, peak_memory_bytes  # noqa: E402
 
 EVAL = ROOT / "data" / "eval"
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # how a base model is asked, as in its training; chat models get the turns

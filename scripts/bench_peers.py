@@ -35,11 +35,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench import Setting, method_config, read_tasks  # noqa: E402
 from config import DEMO, option, parse, pick_device, run_or_fail  # noqa: E402
-from decode import Engine, Session, common_prefix, peak_memory_bytes  # noqa: E402
+from decode import Engine  # noqa: E402
 from generate import encode, load, with_config, write_text  # noqa: E402
 from llama_cpp_peer import FORMATS, LlamaCpp, decode, write_gguf  # noqa: E402
 from measure import Outcome, Series, environment, in_turn, pass_bytes, read_bandwidth, run_session, shown_path  # noqa: E402, E501
 from model import DTYPES, KVCache, causal_window  # noqa: E402
+from session import Session, common_prefix  # noqa: E402
+from stats import peak_memory_bytes  # noqa: E402
 
 PEERS = ("transformers", "transformers:lookup", "transformers:assistant", *(f"llama.cpp:{kind}" for kind in FORMATS))
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}

@@ -37,13 +37,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench_peers import make_transformers  # noqa: E402
 from config import GenerateConfig, option, parse, pick_device, run_or_fail  # noqa: E402
-from decode import Engine, Session, common_prefix, peak_memory_bytes, with_steps  # noqa: E402
+from decode import Engine, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
 from model import DTYPES, Transformer  # noqa: E402
 from quantize import Quantization  # noqa: E402
+from session import Session, common_prefix  # noqa: E402
 from stand_in import Shape  # noqa: E402
+from stats import peak_memory_bytes  # noqa: E402
 from weights import load_model  # noqa: E402
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads

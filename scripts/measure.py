@@ -28,8 +28,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from decode import Session, Stats  # noqa: E402
 from model import Transformer  # noqa: E402
+from session import Session  # noqa: E402
+from stats import Stats  # noqa: E402
 
 CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
 

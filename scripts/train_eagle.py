@@ -36,11 +36,12 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_demo  # noqa: E402
 from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from decode import Engine, Session, common_prefix, with_steps  # noqa: E402
+from decode import Engine, with_steps  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head  # noqa: E402
 from generate import generate  # noqa: E402
 from model import DTYPES, KVCache, Transformer, Window  # noqa: E402
+from session import Session, common_prefix  # noqa: E402
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, chat_template  # noqa: E402
 from weights import export_weights, load_model  # noqa: E402
 

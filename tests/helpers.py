@@ -18,10 +18,11 @@ from torch import Tensor
 
 import kernels
 from config import GenerateConfig
-from decode import Engine, Session, with_steps
+from decode import Engine, with_steps
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
 from model import Transformer
+from session import Session
 from weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from config import DEMO
-from decode import Session
 from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import Root, RootOnly, Text
 from eagle_draft import EagleDrafter
@@ -23,6 +22,7 @@ from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, nois
 from model_draft import ModelDrafter, check_same_tokens
 from ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from sampling import Sampling
+from session import Session
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]

@@ -46,7 +46,7 @@ def test_json_contract(capsys, tmp_path):
     out, err = run(capsys, *IDS, "--eagle", HEAD, "--num_samples", "3", "--batch_size", "2", "--json", str(file))
     got = json.loads(file.read_text())
     assert got["index"] == [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
-    assert got["config"]["tree"] == "dynamic" and got["config"]["context"] == 512 and got["config"]["sharpness"] == 1
+    assert got["config"]["tree"] == "auto" and got["config"]["context"] == 512 and got["config"]["sharpness"] == 1
     assert set(got) == {"index", "tokens", "text", "finish_reason", "prompt_tokens", "stats", "config", "environment"}
     assert [len(t) for t in got["tokens"]] == [20] * 3
     assert got["finish_reason"] == ["length"] * 3 and got["prompt_tokens"] == [4] * 3

@@ -14,8 +14,9 @@ from decode import Engine, with_steps
 from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
-from generate import generate, load
+from generate import generate, load, warm_up
 from helpers import GOLDEN, decode, quantized
+from session import Session
 from weights import load_model
 
 pytestmark = [
@@ -191,6 +192,38 @@ def test_noise_is_the_same_on_both_devices():
         key = sampling.NoiseKey(torch.tensor([7, 1], device=device), one, one)
         rows.append(sampling.uniforms(key, draws.to(device), 1000).cpu())
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
+    """Graphs of every preset, in turn; after the warm-up nothing in a cycle may stop the host."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
+    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    options = {"device": "cuda", "temperature": temperature, "batch_size": batch, "max_new_tokens": 100}
+    config = GenerateConfig(**options, ignore_eos=True, seed=7)
+    vanilla = with_steps(Engine(config, target, RootOnly(), 256, ()))
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling).sized_by_host()
+    engine = warm_up(with_steps(Engine(replace(config, compile=True), target, drafter, 256, ())))
+    assert engine.captured and engine.sizer
+    want = decode(vanilla, *PROMPTS[:batch]).history
+    for _ in range(2):
+        session = Session(engine, [(i, 0) for i in range(batch)])
+        decoding = session.run(list(PROMPTS[:batch]))
+        next(decoding)
+        for preset in range(len(engine.steps)):
+            session.rehearse(preset)  # captured by now, whichever the sizer preferred
+        session = Session(engine, [(i, 0) for i in range(batch)])
+        decoding = session.run(list(PROMPTS[:batch]))
+        next(decoding)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            list(decoding)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert session.history == want
+        assert all(replay.graph is not None for replay in session.work.replays.values())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

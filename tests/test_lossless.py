@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import decode as loop
 import kernels_cpu
 import sampling
+import session as loop
 from config import DEMO
-from decode import Session, with_steps
+from decode import with_steps
 from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
 from drafters import Drafter, Root, RootOnly, Rows
 from eagle_draft import DynamicTree, EagleDrafter
@@ -33,6 +33,7 @@ from model import Router
 from model_draft import ModelDrafter
 from ngram_draft import Ngram, NgramDrafter
 from sampling import Sampling
+from session import Session
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import sampling
-from decode import Session
 from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
 from helpers import chi_square, engine_for, golden_target
 from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, choose, gumbel, process, residual_accept, uniforms
+from session import Session
 
 ALPHA = 1e-4
 CAUGHT = 1e-9

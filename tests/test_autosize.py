@@ -1,0 +1,248 @@
+"""Which tree runs: nesting against trees that were really grown, choices on simulated machines, and that switching
+between trees, resting included, changes no token and compiles nothing anew."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autosize import LAST_TRIAL, Autosizer, TreeShape, Verdict, nested
+from decode import with_steps
+from draft_tree import StaticTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter
+from generate import load, warm_up
+from grow import HOLD, DynamicTree
+from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
+from model_draft import ModelDrafter
+from ngram_draft import Ngram, NgramDrafter
+from sampling import Sampling
+from session import Session
+
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+LARGEST = DynamicTree(depth=4, topk=5, size=20)
+
+
+def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST):
+    target = golden_target()
+    if kind == "model":
+        return ModelDrafter(noisy_copy(target, 0.02), target, largest, rule).sized_by_host()
+    return EagleDrafter(golden_head("models/head_eagle12_mha"), target, largest, rule).sized_by_host()
+
+
+# --------------------------------------------------------------------------------------------- nesting
+
+
+def paths(tokens: list[int], parents: list[int]) -> dict[int, tuple[int, ...]]:
+    """Node -> the tokens from the root's child to it."""
+    found = {0: ()}
+    for node in range(1, len(tokens)):
+        found[node] = (*found[parents[node]], tokens[node])
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_smaller_trees_are_nested_as_they_would_have_grown(temperature):
+    rule = Sampling(temperature)
+    large = drafter_of("eagle", rule, DynamicTree(depth=5, topk=8, size=40))
+    shapes = [TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(5, 4, 16), TreeShape(2, 3, 9), TreeShape(5, 8, 12)]
+    engine = engine_for(golden_target(), large, temperature=temperature, max_new_tokens=30, ignore_eos=True)
+    session = Session(engine, [(0, 0)])
+    compared = 0
+    for _ in session.run([PROMPTS[0]]):
+        tree, _ = engine.steps[-1].draft(session.state)
+        verdict = Verdict(tree.values[0].tolist(), tree.parents[0].tolist(), [])
+        whole = paths(tree.tokens[0].tolist(), verdict.parents)
+        for shape in shapes:
+            small = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
+            grower = EagleDrafter(large.head, golden_target(), small, rule)
+            (step,) = with_steps(replace(engine, drafter=grower)).steps
+            grown, _ = step.draft(session.state)
+            kept = grown.valid[0].tolist()
+            own = {p for n, p in paths(grown.tokens[0].tolist(), grown.parents[0].tolist()).items() if kept[n] and n}
+            assert {whole[n] for n in nested(verdict, shape)} == own & set(whole.values()), shape
+            compared += len(own)
+    assert compared > 100
+
+
+# ------------------------------------------------------------------------------------ simulated machines
+
+SHAPES = [TreeShape(0, 0, 1), TreeShape(3, 1, 4), TreeShape(6, 1, 7), TreeShape(5, 4, 16), TreeShape(6, 10, 60)]
+MACHINES = {  # seconds of a cycle, mean accepted tokens
+    "verification is free": ([1.0, 1.1, 1.2, 1.25, 1.4], [0, 2.0, 2.8, 3.4, 4.4]),
+    "every node costs": ([1.0, 1.4, 2.0, 3.5, 8.0], [0, 2.0, 2.8, 3.4, 4.4]),
+    "a slow draft": ([1.0, 2.2, 3.9, 4.1, 5.0], [0, 1.0, 1.2, 1.6, 2.0]),
+    "a broken head": ([1.0, 1.3, 1.6, 2.0, 3.3], [0, 0.01, 0.01, 0.02, 0.05]),
+}
+
+
+def drawn(shape: TreeShape, accepted: int) -> Verdict:
+    """A tree of this shape that is mostly a chain, of which some was accepted."""
+    chain = [(-0.3 * d, max(d - 1, 0)) for d in range(shape.size)]
+    values, parents = zip(*chain)
+    return Verdict(list(values), list(parents), list(range(1, accepted + 1)))
+
+
+def run_machine(name: str, cycles: int, pace=lambda i: 1.0, noise=0.1, shapes=None):
+    """Let a sizer decode on a machine with noise. Returns: tokens per second, relative to every preset alone."""
+    rng = random.Random(0)
+    costs, means = MACHINES[name]
+    sizer = Autosizer([None] * len(costs) if shapes is None else shapes, costs)
+    tokens = seconds = 0.0
+    for i in range(cycles):
+        preset, trial = sizer.next(len(costs) - 1)
+        accepted = sum(rng.random() < means[preset] / 6 for _ in range(6))
+        spent = costs[preset] * pace(i) * (1 + noise * rng.random() + 3 * (rng.random() < 0.02))
+        sizer.observe(preset, accepted, spent)
+        if trial and shapes is not None:
+            sizer.judge(preset, [drawn(SHAPES[preset], accepted)])
+        tokens, seconds = tokens + accepted + 1, seconds + spent
+    average = (1 + noise / 2 + 0.06) * sum(map(pace, range(cycles))) / cycles
+    return [tokens / seconds / ((1 + m) / c / average) for c, m in zip(costs, means)], sizer
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_it_finds_the_fastest_preset(name):
+    shares, sizer = run_machine(name, 3000)
+    assert min(shares) > 0.95, shares
+    costs, means = MACHINES[name]
+    best = max(range(len(costs)), key=lambda p: (1 + means[p]) / costs[p])
+    assert (1 + means[sizer.choice]) / costs[sizer.choice] > 0.97 * (1 + means[best]) / costs[best]
+
+
+def test_a_broken_head_is_left_alone_within_a_few_cycles():
+    shares, sizer = run_machine("a broken head", 400, shapes=SHAPES)
+    assert sizer.choice == 0
+    assert shares[0] > 0.95, "vanilla"
+
+
+def test_a_machine_that_slows_down_changes_nothing():
+    _, steady = run_machine("every node costs", 2000, noise=0.0)
+    _, drifting = run_machine("every node costs", 2000, pace=lambda i: 1 + (i // 300) % 3, noise=0.0)
+    assert steady.choice == drifting.choice
+    for a, b in zip(steady.costs, drifting.costs):
+        assert b.value == pytest.approx(a.value, rel=0.25)
+
+
+def test_it_follows_the_text():
+    """A head that is useless at first and good later is used later, after at most `LAST_TRIAL` cycles."""
+    sizer, rng = Autosizer(SHAPES, MACHINES["verification is free"][0]), random.Random(0)
+    for i in range(1000 + 2 * LAST_TRIAL):
+        preset, trial = sizer.next(4)
+        accepted = 0 if i < 1000 or preset == 0 else rng.choice((2, 3))
+        sizer.observe(preset, accepted, MACHINES["verification is free"][0][preset])
+        if trial:
+            sizer.judge(preset, [drawn(SHAPES[preset], accepted)])
+        if i == 999:
+            assert sizer.choice == 0
+    assert sizer.choice > 0
+
+
+def test_only_what_makes_sense_is_run():
+    """With `limit` 0 the root alone is verified, and no trial is spent on it."""
+    sizer = Autosizer([TreeShape(0, 0, 1), None], [1.0, 1.2])
+    assert [sizer.next(0) for _ in range(20)] == [(0, False)] * 20
+    assert sizer.next(1)[0] == 1
+
+
+# ------------------------------------------------------------------------------- switching between trees
+
+
+class Script:
+    """Presets in a given order, over and over; learns nothing."""
+
+    def __init__(self, order: list[int]):
+        self.order, self.ran = itertools.cycle(order), []
+
+    def next(self, limit: int) -> tuple[int, bool]:
+        self.ran.append(min(next(self.order), limit))
+        return self.ran[-1], self.ran[-1] == limit
+
+    def observe(self, *args) -> None:
+        pass
+
+    def judge(self, preset: int, verdicts: list[Verdict]) -> None:
+        assert all(v.values[0] == 0 and len(v.values) == len(v.parents) for v in verdicts)
+
+
+ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * (HOLD + 3) + [1] + [0] * 5}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_switching_changes_no_token(kind, temperature, batch, captured, order):
+    options = {"max_new_tokens": 80, "ignore_eos": True, "batch_size": batch, "temperature": temperature, "seed": 3}
+    plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
+    engine = engine_for(golden_target(), drafter_of(kind, Sampling(temperature)), **options)
+    assert [p.name for p in engine.drafter.presets] == ["none", "chain 3", "dynamic 4/5/20"]
+    for lag in (0, 1):
+        script = Script(ORDERS[order])
+        session = Session(replace(engine, sizer=script, captured=captured), [(i, 0) for i in range(batch)], lag)
+        list(session.run(PROMPTS[:batch]))
+        assert session.history == plain.history
+        assert set(script.ran) == {0, 1, 2}
+        again = [h[:20] for h in session.history]  # a second turn over the same buffers
+        list(session.run(again))
+        assert [h[:20] for h in session.history] == again and session.put_off <= HOLD
+
+
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_after_a_rest_the_drafter_knows_what_it_would_have_known(kind):
+    """The tree drafted after resting cycles is the one that a session drafts which has just read the whole text."""
+    engine = engine_for(golden_target(), drafter_of(kind, Sampling()), max_new_tokens=80, ignore_eos=True)
+    for rests in (1, 5, HOLD, HOLD + 7):
+        session = Session(replace(engine, sizer=Script([0])), [(0, 0)])
+        decoding = session.run([PROMPTS[0]])
+        for _ in range(rests + 1):
+            next(decoding)
+        session.catch_up()
+        tree, _ = engine.steps[-1].draft(session.state)
+        fresh = Session(engine, [(0, 0)])
+        next(fresh.run([session.history[0][:-1]]))
+        want, _ = engine.steps[-1].draft(fresh.state)
+        assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
+        torch.testing.assert_close(tree.values, want.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_switching_compiles_nothing(captured):
+    """Once warm, no preset, prompt length or turn compiles a step again."""
+    drafter = drafter_of("eagle", Sampling(), DynamicTree(depth=3, topk=3, size=8))
+    options = {"compile": True, "max_new_tokens": 40, "ignore_eos": True}
+    engine = replace(
+        warm_up(engine_for(golden_target(), drafter, **options)), captured=captured, sizer=Script([0, 1, 2])
+    )
+    plain = engine_for(golden_target(), RootOnly(), max_new_tokens=40, ignore_eos=True)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
+        for prompt in PROMPTS:
+            assert decode(engine, prompt).history == decode(plain, prompt).history
+
+
+def test_by_default_a_head_is_sized_and_says_so():
+    engine = load(max_new_tokens=64)
+    assert engine.config.tree == "" and engine.drafter.facts()["tree"] == "auto"
+    session = Session(engine, [(0, 0)])
+    list(session.run([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
+    rows = session.stats.summary(engine)["tree_auto"]
+    assert [row["tree"] for row in rows] == engine.drafter.facts()["trees"]
+    assert sum(row["cycles"] for row in rows) == session.stats.summary(engine)["cycles"]
+    assert all(row["predicted_ms"] > 0 for row in rows)
+    assert all((row["measured_ms"] is None) == (row["cycles"] == 0) for row in rows)
+
+
+def test_lookup_whose_matches_are_wrong_is_given_up():
+    """A text that repeats, and a target that does not go on as before: matches everywhere, and none is right."""
+    engine = engine_for(golden_target(), NgramDrafter(Ngram(8, 2, 2, 1)), temperature=1.0, max_new_tokens=150)
+    sizer = Autosizer([p.shape for p in engine.drafter.presets], [1.0, 1.6])
+    session = Session(replace(engine, sizer=sizer), [(0, 0)])
+    list(session.run([PROMPTS[1] * 6]))
+    accepted = sizer.accepted[1].value
+    assert accepted < 0.5, "the case is what it is meant to be"
+    assert session.stats.presets[0][0] > 5 * session.stats.presets[1][0]

@@ -1,0 +1,99 @@
+"""Cycles over fixed buffers: what is stored, what is copied, and that nothing in a cycle waits for its own results.
+
+Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from capture import HostCopy, Replay, leaves, store
+from decode import run_cycle
+from eagle_draft import EagleDrafter
+from grow import DynamicTree
+from helpers import engine_for, golden_head, golden_target
+from sampling import Sampling
+from session import Session
+
+PROMPT = [5, 17, 3, 40, 8, 22, 61]
+aten = torch.ops.aten
+# operators whose result the host must have before it can go on
+WAITING = {
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2,
+    aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.item,
+}  # fmt: skip
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put}  # wait where a mask says what
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a step needs the value of a tensor on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_mask = func.overloadpacket in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert func.overloadpacket not in WAITING and not by_mask, f"{func} makes the host wait for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def sized_engine(temperature: float, **options):
+    drafter = EagleDrafter(golden_head(), golden_target(), DynamicTree(4, 5, 20), Sampling(temperature))
+    options = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True, **options}
+    return engine_for(golden_target(), drafter.sized_by_host(), **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_step_of_a_cycle_waits(temperature):
+    engine = sized_engine(temperature)
+    session = Session(engine, [(0, 0)])
+    next(session.run([PROMPT]))
+    with NoWaiting():
+        for steps in engine.steps:
+            state, _ = run_cycle(steps, session.work.cache, session.state)
+            store(session.state, state)
+        engine.catch_up(session.state)
+
+
+def test_waiting_is_noticed():
+    x = torch.arange(3)
+    for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 1], lambda: bool(x[0] > 0)):
+        with pytest.raises(AssertionError, match="wait"), NoWaiting():
+            wait()
+
+
+def test_buffers_stay_where_they_are():
+    """A session leaves its buffers to the next one; their addresses never change, and nothing of it is left."""
+    engine = replace(sized_engine(1.0), captured=True)
+    first = Session(engine, [(0, 0)])
+    list(first.run([PROMPT]))
+    work, addresses = first.work, [x.data_ptr() for x in leaves(first.state)]
+    assert len(set(addresses)) == len(addresses), "every buffer is its own"
+    history, other = first.history, Session(engine, [(0, 0)])
+    assert other.work is not work, "two sessions never share"
+    del first
+    again = Session(engine, [(0, 0)])
+    assert again.work is work
+    list(again.run([PROMPT]))
+    list(other.run([PROMPT]))
+    assert [x.data_ptr() for x in leaves(again.state)] == addresses
+    assert again.history == other.history == history
+
+
+def test_store_copies_what_is_not_there_yet():
+    a, b = torch.zeros(2), torch.ones(2)
+    store((a, (b, None)), (torch.full((2,), 3.0), (b, None)))
+    assert a.tolist() == [3, 3] and b.tolist() == [1, 1]
+    with pytest.raises(AssertionError):
+        store((a,), (a, b))
+
+
+def test_without_cuda_a_replay_runs_its_body():
+    calls = []
+    replay = Replay(lambda: calls.append(1) or len(calls), torch.device("cpu"))
+    assert [replay() for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_host_copies_are_lists():
+    assert HostCopy(torch.arange(3), torch.ones(1, 2)).read() == [[0, 1, 2], [[1.0, 1.0]]]
