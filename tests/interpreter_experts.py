@@ -16,7 +16,7 @@ from quantize import FORMATS as KINDS
 from quantize import PRODUCTS, QuantExperts
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int8"]
-DEVICE = Device(132, 232448, 90)
+DEVICE = Device(8, 232448, 90)  # few processors, few splits
 ROUTINGS = {  # how rows may be spread over eight experts
     "one row": [5],
     "one token": [6, 1],
@@ -89,7 +89,7 @@ def test_lists_of_other_numbers_of_experts(experts):
 def test_product(form, routing):
     """N and K are multiples of no tile, and tiles are part full."""
     expert = torch.tensor(ROUTINGS[routing])
-    check(torch.randn(len(expert), 640), quantized_experts(form, 8, 70, 640), expert)
+    check(torch.randn(len(expert), 384), quantized_experts(form, 8, 70, 384), expert)
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])
@@ -124,20 +124,19 @@ def test_idle_experts_are_not_read(form):
     assert torch.equal(run(x, weights, expert), want)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("form,splits", [("float", 1), ("int8", 1), *((form, 3) for form in FORMATS)])
 def test_a_row_has_the_same_bits_in_any_company(in_order, form, splits):
     """Alone, among a tree's, in another place and behind others of its expert, in tiles of every height."""
-    weights, expert = quantized_experts(form, 4, 33, 896), torch.randint(4, (60,))
-    x = torch.randn(60, 896)
+    weights, expert = quantized_experts(form, 4, 33, 640), torch.randint(4, (40,))
+    x = torch.randn(40, 640)
     whole = run(x, weights, expert, splits=splits)
     torch.testing.assert_close(whole, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
-    for rows in (1, 7, 33):
+    for rows in (1, 7, 25):
         assert torch.equal(run(x[-rows:].clone(), weights, expert[-rows:], splits=splits), whole[-rows:]), rows
-    order = torch.randperm(60)
+    order = torch.randperm(40)
     for tokens in (32, 64):
         assert torch.equal(run(x[order], weights, expert[order], tokens, splits), whole[order]), tokens
-    assert torch.equal(run(x, weights, torch.full((60,), int(expert[0])), 64, splits)[0], whole[0])
+    assert torch.equal(run(x, weights, torch.full((40,), int(expert[0])), 64, splits)[0], whole[0])
 
 
 def test_x_and_weights_by_strides():
@@ -151,8 +150,8 @@ def test_x_and_weights_by_strides():
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_whole_path(form):
     """Plan and format from the tensors alone, as the operators do it."""
-    weights, expert = quantized_experts(form, 8, 135, 1024), torch.tensor(ROUTINGS["idle ends"])
-    x, lists = torch.randn(len(expert), 1024), experts_triton.expert_lists(expert, 8)
+    weights, expert = quantized_experts(form, 8, 70, 640), torch.tensor(ROUTINGS["idle ends"])
+    x, lists = torch.randn(len(expert), 640), experts_triton.expert_lists(expert, 8)
     y = experts_triton.experts_product(x, weights.weight, weights.scale, lists, DEVICE)
     torch.testing.assert_close(y, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
 
