@@ -68,8 +68,8 @@ def test_compiled(_fresh_cache, target, form, P):
     Case("89", "float", "fp16", 512, 28672, 4096, 8),
     Case("86", "int4-32", "fp16", 512, 4096, 14336, 8),
     Case("90", "int4-32", "bf16", 512, 4096, 14336, 60),  # a number of experts that is no power of two
-    Case("90", "float", "fp32", 120, 128, 256, 4),
-    Case("80", "int4-128", "fp32", 120, 128, 256, 4),
+    Case("90", "float", "fp32", 120, 4096, 14336, 8),
+    Case("80", "int4-128", "fp32", 120, 4096, 14336, 8),
     Case("90", "float", "bf16", 120, 4095, 14336, 8),  # N tells the compiler nothing
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
