@@ -11,13 +11,15 @@ kernels read it from device memory (attention_triton.py); without Triton the who
 `topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA).
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
-tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU.
+tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU. With lists of
+the rows of every expert they take stacks of weights, as `experts_linear` does.
 
 `experts_linear`: every row times the weight of its own expert, again with the data-dependent part inside: which
 experts are hit, and by how many rows, never becomes a shape.
 On CPU rows are grouped by expert, which is as good for one token as for a tree or a prompt: every weight that is
-needed is read once where it lies, idle experts cost nothing. On CUDA every row meets every expert, so that shapes stay
-static; a kernel over groups of rows, which passes over idle experts, belongs here.
+needed is read once where it lies, idle experts cost nothing. On CUDA, where the host may not look, `route` has a kernel
+list the rows of every expert, once for both products of a layer, and experts_triton.py works through the lists; without
+Triton every row meets every expert there.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ import kernels_cpu
 _lib = torch.library.Library("gpt_eagle", "DEF")
 _lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
 _lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
-_lib.define("w4a16(Tensor x, Tensor packed, Tensor scale) -> Tensor")
-_lib.define("w8a16(Tensor x, Tensor packed, Tensor scale) -> Tensor")
+_lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
+_lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
 
 # --------------------------------------------------------------------------------------------- Triton
 
@@ -50,7 +52,7 @@ def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
     print(
-        "note: without Triton attention and top-k are slow, and steps are not timed; pip install triton",
+        "note: without Triton attention, top-k and experts are slow, and steps not timed; pip install triton",
         file=sys.stderr,
     )
     return False
@@ -260,35 +262,38 @@ def unpack_scale(packed: Tensor, K: int) -> Tensor:
 
 def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
     blocks = -(-x.shape[-1] * bits // (16 * COLUMNS))
-    if packed.shape[0] != blocks:
+    if packed.shape[-3] != blocks:
         rule = f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of {16 * COLUMNS // bits}"
-        raise ValueError(f"{rule}; these have {packed.shape[0]}: pack the weights of this layer")
+        raise ValueError(f"{rule}; these have {packed.shape[-3]}: pack the weights of this layer")
     if not scale_is_packed:
         raise ValueError(f"w{bits}a16 takes scales as {'pack_scale' if bits == 4 else '[N] float32'} lays them out")
 
 
-def w4a16(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
     """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed, scale: from `pack_int4` and `pack_scale`
+    lists: from `expert_lists`; x is then [P, K], and packed and scale are stacks, [E, ...]
     Returns: [..., N] in x's dtype.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
-    _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:2] == packed.shape[:2])
-    return torch.ops.gpt_eagle.w4a16(x, packed, scale)
+    _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:-1] == packed.shape[:-1])
+    return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists)
 
 
-def w8a16(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
     """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed: from `pack_int8`; scale: [N] float32
+    lists: from `expert_lists`; x is then [P, K], and packed and scale are stacks, [E, ...]
     Returns: [..., N] in x's dtype.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
-    _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == packed.shape[1:2])
-    return torch.ops.gpt_eagle.w8a16(x, packed, scale)
+    stacked = packed.shape[:-3] + packed.shape[-2:-1]
+    _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == stacked)
+    return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists)
 
 
 def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
@@ -317,38 +322,72 @@ def _triton_kernels() -> ModuleType:
     return kernels_triton
 
 
-def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
     triton_kernels = _triton_kernels()
+    device = triton_kernels.device_of(x.device.index)
     with torch.cuda.device(x.device):
-        return triton_kernels.matmul(x, packed, scale, triton_kernels.device_of(x.device.index))
+        if lists is None:
+            return triton_kernels.matmul(x, packed, scale, device)
+        import experts_triton
+
+        return experts_triton.experts_product(x, packed, scale, lists, device)
 
 
-def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[1])
+def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[-2])
 
 
 for _name in ("w4a16", "w8a16"):
     _lib.impl(_name, _quantized_matmul_cuda, "CUDA")
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=_lib)
+
 # ------------------------------------------------------------------------------------------------ experts
 
-_lib.define("experts_linear(Tensor x, Tensor weight, Tensor expert) -> Tensor")
-_lib.define("experts_gradient(Tensor x, Tensor grad, Tensor expert, int experts) -> Tensor")
+_lib.define("expert_lists(Tensor expert, int experts) -> Tensor")
+_lib.define("experts_linear(Tensor x, Tensor weight, Tensor routing) -> Tensor")
+_lib.define("experts_gradient(Tensor x, Tensor grad, Tensor routing, int experts) -> Tensor")
 
 
-def experts_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+def route(expert: Tensor, experts: int) -> Tensor:
+    """What the products with experts take on this device: [P] int64 as it is on a CPU, its `expert_lists` on CUDA."""
+    return expert_lists(expert, experts) if expert.is_cuda else expert
+
+
+def expert_lists(expert: Tensor, experts: int) -> Tensor:
+    """List the rows of every expert, each in order.
+
+    expert: [P] int64, of each row
+    Returns: [experts + 1 + P] int32: where in the rows each expert's begin, and where the last one's end; the rows.
+    """
+    return torch.ops.gpt_eagle.expert_lists(expert, experts)
+
+
+def expert_lists_reference(expert: Tensor, experts: int) -> Tensor:
+    """The same by torch's own operators."""
+    begin = (expert[:, None] < torch.arange(experts + 1, device=expert.device)).sum(0)  # [experts + 1]
+    return torch.cat((begin, expert.argsort(stable=True))).int()
+
+
+def expert_of(lists: Tensor, experts: int) -> Tensor:
+    """The expert of each row that `expert_lists` was given: [P] int64."""
+    end, rows = lists[1 : experts + 1], lists[experts + 1 :].long()
+    place = torch.arange(len(rows), device=lists.device, dtype=torch.int32)
+    return torch.empty_like(rows).scatter(0, rows, torch.searchsorted(end, place, right=True))
+
+
+def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
     """Multiply every row with the weight of its expert. Differentiable in x and weight.
 
     x: [P, K]
     weight: [E, N, K], one matrix per expert
-    expert: [P] int64, of each row
+    routing: what `route` made of the rows' experts
     Returns: [P, N] in x's dtype.
     """
-    return torch.ops.gpt_eagle.experts_linear(x, weight, expert)
+    return torch.ops.gpt_eagle.experts_linear(x, weight, routing)
 
 
 def experts_linear_reference(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """The same in the plainest way: every row through every expert."""
+    """The same in the plainest way: every row through every expert. expert: [P] int64."""
     every = torch.einsum("pk,enk->pen", x, weight)  # [P, E, N]
     return every[torch.arange(len(x), device=x.device), expert]  # [P, N]
 
@@ -372,6 +411,24 @@ def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     return y
 
 
+def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
+    if not _has_triton():
+        return experts_linear_reference(x, weight, expert_of(lists, len(weight)))
+    import experts_triton
+
+    with torch.cuda.device(x.device):
+        return experts_triton.experts_product(x, weight, None, lists, _triton_kernels().device_of(x.device.index))
+
+
+def _expert_lists_cuda(expert: Tensor, experts: int) -> Tensor:
+    if not _has_triton():
+        return expert_lists_reference(expert, experts)
+    import experts_triton
+
+    with torch.cuda.device(expert.device):
+        return experts_triton.expert_lists(expert, experts)
+
+
 def _experts_gradient_cpu(x: Tensor, grad: Tensor, expert: Tensor, experts: int) -> Tensor:
     y = x.new_zeros(experts, grad.shape[1], x.shape[1])
     for e, rows in rows_by_expert(expert):
@@ -379,19 +436,30 @@ def _experts_gradient_cpu(x: Tensor, grad: Tensor, expert: Tensor, experts: int)
     return y
 
 
+def _experts_gradient_cuda(x: Tensor, grad: Tensor, lists: Tensor, experts: int) -> Tensor:
+    return experts_gradient_reference(x, grad, expert_of(lists, experts), experts)
+
+
+_lib.impl("expert_lists", expert_lists_reference, "CPU")
+_lib.impl("expert_lists", _expert_lists_cuda, "CUDA")
 _lib.impl("experts_linear", _experts_linear_cpu, "CPU")
-_lib.impl("experts_linear", experts_linear_reference, "CUDA")
+_lib.impl("experts_linear", _experts_linear_cuda, "CUDA")
 _lib.impl("experts_gradient", _experts_gradient_cpu, "CPU")
-_lib.impl("experts_gradient", experts_gradient_reference, "CUDA")
+_lib.impl("experts_gradient", _experts_gradient_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::expert_lists", lib=_lib)
+def _(expert, experts):
+    return expert.new_empty(experts + 1 + expert.shape[0], dtype=torch.int32)
 
 
 @torch.library.register_fake("gpt_eagle::experts_linear", lib=_lib)
-def _(x, weight, expert):
+def _(x, weight, routing):
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 @torch.library.register_fake("gpt_eagle::experts_gradient", lib=_lib)
-def _(x, grad, expert, experts):
+def _(x, grad, routing, experts):
     return x.new_empty(experts, grad.shape[1], x.shape[1])
 
 
@@ -400,9 +468,9 @@ def _experts_setup(ctx, inputs: tuple, output: Tensor) -> None:
 
 
 def _experts_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, expert = ctx.saved_tensors
-    by_weight = torch.ops.gpt_eagle.experts_gradient(x, grad, expert, weight.shape[0])
-    return experts_linear(grad, weight.transpose(1, 2), expert), by_weight, None
+    x, weight, routing = ctx.saved_tensors
+    by_weight = torch.ops.gpt_eagle.experts_gradient(x, grad, routing, weight.shape[0])
+    return experts_linear(grad, weight.transpose(1, 2), routing), by_weight, None
 
 
 torch.library.register_autograd("gpt_eagle::experts_linear", _experts_backward, setup_context=_experts_setup, lib=_lib)

@@ -17,7 +17,7 @@ Trade-offs: one fixed plan per shape instead of autotuning, so that the first ca
 prefill reads the weights once per 64 rows, where unpacking them for cuBLAS would be faster from a few hundred rows on;
 fp32 activations run on plain arithmetic units: slow, for tests of identity. Written and compiled without a GPU at
 hand: no speed is claimed here. Source of the layout's idea: Marlin (arXiv 2408.11743), of the subtraction: Kim et al.
-(arXiv 2211.10017). Not here: experts, biases, fused epilogues.
+(arXiv 2211.10017). Not here: experts (experts_triton.py, by the same loop), biases, fused epilogues.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def choose_splits(N: int, blocks: int, processors: int) -> int:
 
 
 def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device) -> int:
-    """Shared memory of a block for 16-bit x: stages of words and of x, as Triton lays them out."""
+    """Shared memory of a block for 16-bit x: stages of words and of x, as Triton lays them out. bits: 16 for floats."""
     words, x = rows * COLUMNS * 2, 16 // bits * COLUMNS * tokens * 2
     in_use = x if device.capability >= 90 else 0  # Hopper's tensor cores read x from here, the others from registers
+    in_use += words if in_use and bits == 16 else 0  # and words that need no unpacking
     return (stages - 1) * (words + x) + in_use
 
 
@@ -84,9 +85,13 @@ def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device)
 def plan(M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> Plan:
     """Choose tiles, splits and stages; `splits` and the order of every sum are the same for all M."""
     splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    return fit(16 if M <= 16 else 32 if M <= 32 else 64, splits, bits, group, dtype, device)
+
+
+def fit(tokens: int, splits: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> Plan:
+    """The plan for `tokens` rows of x per block, or fewer where they would not fit."""
     if dtype == torch.float32:  # slow in any case
         return Plan(16, 64, splits, 2, 8)
-    tokens = 16 if M <= 16 else 32 if M <= 32 else 64
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
     if group == 32 and device.capability < 90:
         tokens, rows = min(tokens, 32), 64  # more accumulators than that spill to memory
@@ -153,6 +158,53 @@ def _scale(words, group: tl.constexpr):
     return bits.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def quantized_product(
+    x_rows, live, packed_ptr, scale_ptr, row, N, first, last,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(codes * scale) x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32.
+
+    x_rows: [TOKENS] pointers to rows of x; live: [TOKENS] bool, the others count as zeros and are not read
+    packed, scale: as for matmul_kernel; row: [ROWS] int32, of the N outputs
+    """
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    ROWS: tl.constexpr = row.shape[0]
+    TOKENS: tl.constexpr = live.shape[0]
+    PLANES: tl.constexpr = 16 // BITS
+    COLUMNS: tl.constexpr = 64  # of kernels.py
+    WIDTH: tl.constexpr = 32 if GROUP == 32 else COLUMNS  # a dot product must not span two groups
+    BLOCK: tl.constexpr = PLANES * COLUMNS
+    WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0  # of scales, per block and row
+    c = tl.arange(0, WIDTH)
+    stride = tl.cast(N, tl.int64) * COLUMNS  # between K-blocks of words
+    words_ptr = packed_ptr + row[:, None] * COLUMNS + c[None, :]  # [ROWS, WIDTH]
+    tokens_ptr = x_rows[None, :] + c[:, None]  # [WIDTH, TOKENS]
+    total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+    scales = _scale_words(scale_ptr, first, row, N, WORDS)
+    for block in tl.range(first, last, num_stages=STAGES):
+        # the pipeline does not cover these: read a block ahead, or every block waits for memory
+        following = _scale_words(scale_ptr, tl.minimum(block + 1, last - 1), row, N, WORDS)
+        part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+        for start in tl.static_range(0, COLUMNS, WIDTH):
+            words = tl.load(words_ptr + block * stride + start, eviction_policy="evict_first")
+            for plane in tl.static_range(PLANES):
+                k = block * BLOCK + plane * COLUMNS + start
+                x = tl.load(tokens_ptr + k, mask=live[None, :], other=0.0)
+                w = _unpack(words, plane, BITS, dtype)
+                if GROUP == 0:
+                    total = tl.dot(w, x, total, input_precision="ieee")
+                else:
+                    part = tl.dot(w, x, part, input_precision="ieee")
+                    if (plane + 1) * COLUMNS % GROUP == 0:
+                        total += part * _scale(scales, (plane * COLUMNS + start) // GROUP)[:, None]
+                        part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+        scales = following
+    if GROUP == 0:
+        total *= tl.load(scale_ptr + row)[:, None]
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x_ptr, packed_ptr, scale_ptr, y_ptr, M, N, K,
@@ -165,44 +217,14 @@ def matmul_kernel(
     scale: [K / BLOCK, N, WORDS] int32, two bf16 groups to a word; or [N] fp32 when GROUP is 0
     y: [M, N], or [SPLITS, M, N] fp32. Writes: y.
     """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    PLANES: tl.constexpr = 16 // BITS
-    COLUMNS: tl.constexpr = 64  # of kernels.py
-    WIDTH: tl.constexpr = 32 if GROUP == 32 else COLUMNS  # a dot product must not span two groups
-    BLOCK: tl.constexpr = PLANES * COLUMNS
-    WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0  # of scales, per block and row
     split = tl.program_id(2)
-    blocks = K // BLOCK
-    first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    blocks = K // (16 // BITS * 64)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
-    c = tl.arange(0, WIDTH)
-    stride = tl.cast(N, tl.int64) * COLUMNS  # between K-blocks of words
-    words_ptr = packed_ptr + row[:, None] * COLUMNS + c[None, :]  # [ROWS, WIDTH]
-    tokens_ptr = x_ptr + t[None, :].to(tl.int64) * K + c[:, None]  # [WIDTH, TOKENS]
-    total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
-    scales = _scale_words(scale_ptr, first, row, N, WORDS)
-    for block in tl.range(first, last, num_stages=STAGES):
-        # the pipeline does not cover these: read a block ahead, or every block waits for memory
-        following = _scale_words(scale_ptr, tl.minimum(block + 1, last - 1), row, N, WORDS)
-        part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
-        for start in tl.static_range(0, COLUMNS, WIDTH):
-            words = tl.load(words_ptr + block * stride + start, eviction_policy="evict_first")
-            for plane in tl.static_range(PLANES):
-                k = block * BLOCK + plane * COLUMNS + start
-                x = tl.load(tokens_ptr + k, mask=t[None, :] < M, other=0.0)
-                w = _unpack(words, plane, BITS, dtype)
-                if GROUP == 0:
-                    total = tl.dot(w, x, total, input_precision="ieee")
-                else:
-                    part = tl.dot(w, x, part, input_precision="ieee")
-                    if (plane + 1) * COLUMNS % GROUP == 0:
-                        total += part * _scale(scales, (plane * COLUMNS + start) // GROUP)[:, None]
-                        part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
-        scales = following
-    if GROUP == 0:
-        total *= tl.load(scale_ptr + row)[:, None]
+    first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    x_rows = x_ptr + t.to(tl.int64) * K
+    total = quantized_product(x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
     out = (split * M + t[None, :]).to(tl.int64) * N + n[:, None]
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=(t[None, :] < M) & (n[:, None] < N))
 

@@ -351,8 +351,8 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
 
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:  # [P, K], [P] int64 -> [P, N]
-        return kernels.experts_linear(x, self.weight, expert)
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from kernels.route -> [P, N]
+        return kernels.experts_linear(x, self.weight, routing)
 
 
 class MoEFeedForward(nn.Module):
@@ -367,8 +367,9 @@ class MoEFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
         rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)  # [P, F], P = B T J: a token's experts in order
-        gate, up = self.w13(rows, expert.flatten()).chunk(2, dim=-1)
-        y = self.w2(F.silu(gate) * up, expert.flatten())  # [P, F]
+        routing = kernels.route(expert.flatten(), len(self.router.weight))
+        gate, up = self.w13(rows, routing).chunk(2, dim=-1)
+        y = self.w2(F.silu(gate) * up, routing)  # [P, F]
         # always summed in the router's order, whichever rows shared an expert
         return (y.view(*share.shape, -1).float() * share[..., None]).sum(2).to(x.dtype)
 

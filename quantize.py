@@ -101,7 +101,7 @@ class Product(NamedTuple):
 
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
-    # x, the same, N, wide -> x . w, in fp32 if wide; then, where the two are stacks of experts, that of each row, [P]
+    # x, the same, N, wide -> x . w, in fp32 if wide; then, where the two are stacks of experts, what kernels.route says
     apply: Callable[..., Tensor]
 
 
@@ -168,13 +168,17 @@ def _apply_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bo
     return _torch(torch.ops.aten._weight_int8pack_mm, x, n, wide, packed, scale)
 
 
-def _apply_cuda_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
-    y = kernels.w4a16(x, packed, scale)
+def _apply_cuda_int4(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, lists: Tensor | None = None
+) -> Tensor:
+    y = kernels.w4a16(x, packed, scale, lists)
     return y.float() if wide else y
 
 
-def _apply_cuda_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
-    y = kernels.w8a16(x, packed, scale)
+def _apply_cuda_int8(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, lists: Tensor | None = None
+) -> Tensor:
+    y = kernels.w8a16(x, packed, scale, lists)
     return y.float() if wide else y
 
 
@@ -363,24 +367,19 @@ class QuantExperts(nn.Module):
     """A linear layer of each expert, stacked, as codes and scales."""
 
     def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, Tensor]], experts: int):
-        """codes_and_scales: of one expert after the other, each made when it is asked for.
-
-        Raises: ValueError on a device that has no operator for experts.
-        """
+        """codes_and_scales: of one expert after the other, each made when it is asked for, so that one exists twice."""
         super().__init__()
         for e, codes_and_scale in enumerate(codes_and_scales):
             one = kind(*codes_and_scale)
             if e == 0:
-                if one.packed.device.type == "cuda":
-                    raise ValueError(f"{kind.format} experts run on a CPU only; drop --quant, or use --device cpu")
                 self.kind, self.product = kind, one.product
                 self.out_features, self.in_features = one.out_features, one.in_features
                 self.register_buffer("packed", one.packed.new_empty(experts, *one.packed.shape))
                 self.register_buffer("scale", one.scale.new_empty(experts, *one.scale.shape))
             self.packed[e], self.scale[e] = one.packed, one.scale
 
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:  # [P, K], [P] int64 -> [P, N]
-        return self.product.apply(x, self.packed, self.scale, self.out_features, False, expert)
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from kernels.route -> [P, N]
+        return self.product.apply(x, self.packed, self.scale, self.out_features, False, routing)
 
     def dequantize(self) -> Tensor:
         """The weights that it multiplies with, [E, N, K] fp32."""

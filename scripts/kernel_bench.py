@@ -9,9 +9,13 @@
 3. For each number of rows: the time of a product within a captured graph that goes through at least 200 MB of
    different weights, so that no cache holds them; median and spread over replays; share of the ceiling.
 Formats: int4 and int8 are ours; bf16 is the vendor's product (cuBLAS); tinygemm is torch._weight_int4pack_mm.
-`attention` and `topk` are the other kernels of a decode cycle, measured in the same way: attention in bf16 with the
-heads of a 7B and an 8B model, against `masked`, torch's over the whole cache of 4,352 slots, and `cut`, torch's over
-the slots in use, with its mask made beforehand, which no captured graph could do; top-10 and logsumexp against torch's.
+`attention`, `topk` and `experts` are the other kernels of a decode cycle, measured in the same way.
+- attention in bf16 with the heads of a 7B and an 8B model, against `masked`, torch's over the whole cache of 4,352
+  slots, and `cut`, torch's over the slots in use, with its mask made beforehand, which no captured graph could do.
+- top-10 and logsumexp against torch's.
+- the products of Mixtral-8x7B's experts for 1 to 60 tokens, each with two experts at random, in bf16, int8 and int4.
+  The share is that of reading the experts that are hit; the time includes the lists of their rows, which a layer makes
+  once for two products; torch's is every row with every expert, in bf16.
 One JSON line is appended after every row. A row that fails is written down with its error, and the rest goes on
 unless the device is lost (exit status 1). scripts/gpu_check.py runs this for all formats, and prints a table.
 """
@@ -39,18 +43,23 @@ from config import option, parse, run_or_fail  # noqa: E402
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
 LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
-CYCLE = ("attention", "topk")
+PRODUCTS = {"int4": (kernels.w4a16, kernels.w4a16_reference), "int8": (kernels.w8a16, kernels.w8a16_reference)}
+CYCLE = ("attention", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 LENGTHS = (128, 512, 2048, 4096)  # slots of the prefix
 CAPACITY = 4096 + 256
 VOCABULARIES = (32000, 128256)
+EXPERTS, CHOSEN = 8, 2
+EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, and down
+EXPERT_FORMATS = ("bf16", "int8", "int4")
+EXPERT_TOKENS = (1, 2, 4, 8, 32, 60)
 COPY_BYTES = 2**30
 TOLERANCE = 4e-3  # relative; rounding to bf16 alone gives 1.7e-3, and once more that of probabilities
 
 
 @dataclass
 class BenchConfig:
-    format: str = option("int4", "weights; or another kernel: attention, topk", FORMATS + CYCLE)
+    format: str = option("int4", f"weights; or another kernel: {', '.join(CYCLE)}", FORMATS + CYCLE)
     group_size: int = option(128, "of int4 scales", None)
     rows: str = option("1,8,16,32,64", "rows of activations, ascending")
     rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
@@ -66,27 +75,31 @@ class Layer(NamedTuple):
     weight_bytes: int
 
 
+def words(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Random integers on the GPU."""
+    bits = torch.iinfo(dtype)
+    return torch.randint(bits.min, bits.max, shape, dtype=dtype, device="cuda")
+
+
+def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
+    """Random words and scales, as the operators of int4 or int8 take them."""
+    scale = torch.rand(N, K // group, device="cuda") * 0.01
+    packed = words(-(-K * (4 if form == "int4" else 8) // 1024), N, kernels.COLUMNS, dtype=torch.int16)
+    return packed, kernels.pack_scale(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
+
+
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
     """Random weights on the GPU. Every word is a valid one, in all of the packed formats."""
-
-    def words(*shape: int, dtype: torch.dtype) -> Tensor:
-        bits = torch.iinfo(dtype)
-        return torch.randint(bits.min, bits.max, shape, dtype=dtype, device="cuda")
 
     if form == "bf16":
         w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
         return Layer(lambda x: F.linear(x, w), None, w.nbytes)
-    scale = torch.rand(N, K // group, device="cuda") * 0.01
     if form == "tinygemm":
+        scale = torch.rand(N, K // group, device="cuda") * 0.01
         w = words(N // 8, K // 128, 32, 4, dtype=torch.int32)  # inner_k_tiles = 8
         zeros = torch.stack((scale.T, scale.T), -1).bfloat16().contiguous()  # [K / group, N, 2]
         return Layer(lambda x: torch._weight_int4pack_mm(x, w, group, zeros), None, w.nbytes + zeros.nbytes)
-    bits = 4 if form == "int4" else 8
-    packed = words(-(-K * bits // 1024), N, kernels.COLUMNS, dtype=torch.int16)
-    scale = kernels.pack_scale(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
-    product, reference = (
-        (kernels.w4a16, kernels.w4a16_reference) if form == "int4" else (kernels.w8a16, kernels.w8a16_reference)
-    )
+    (packed, scale), (product, reference) = random_packed(form, N, K, group), PRODUCTS[form]
     return Layer(
         lambda x: product(x, packed, scale), lambda x: reference(x, packed, scale), packed.nbytes + scale.nbytes
     )
@@ -237,11 +250,65 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     return Contest(read_bytes, methods, error)
 
 
+class Stack(NamedTuple):
+    """The weights of a layer's experts, and how rows are multiplied by them."""
+
+    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from kernels.route -> [P, N]
+    reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
+    every: Callable[[Tensor, Tensor], Tensor] | None  # [P, K] bfloat16, [P] int64 -> [P, N], by torch
+    expert_bytes: int
+
+
+def make_stack(form: str, N: int, K: int, group: int) -> Stack:
+    """Random weights of every expert. group: of int4 scales."""
+    if form == "bf16":
+        w = torch.randn(EXPERTS, N, K, dtype=torch.bfloat16, device="cuda")
+        return Stack(
+            lambda x, routing: kernels.experts_linear(x, w, routing), lambda x, e: x @ w[e].float().T,
+            lambda x, expert: kernels.experts_linear_reference(x, w, expert), w[0].nbytes,
+        )  # fmt: skip
+    parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
+    packed, scale = (torch.stack(both) for both in zip(*parts))
+    del parts  # gigabytes
+    product, reference = PRODUCTS[form]
+    return Stack(
+        lambda x, routing: product(x, packed, scale, routing), lambda x, e: reference(x, packed[e], scale[e]),
+        None, packed[0].nbytes + scale[0].nbytes,
+    )  # fmt: skip
+
+
+def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes: int) -> Contest:
+    """Rows of `tokens` tokens, each with different experts chosen at random, through one of Mixtral's products."""
+    N, K = EXPERT_LAYERS[layer]
+    expert = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOSEN).indices.flatten()  # [P]
+    x = torch.randn(len(expert), K, dtype=torch.bfloat16, device="cuda")
+    first = make_stack(form, N, K, group)
+    read_bytes = len(expert.unique()) * first.expert_bytes
+    copies = max(2, -(-rotate_bytes // read_bytes))
+    stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
+    methods = {"ours": [lambda s=s: s.product(x, kernels.route(expert, EXPERTS)) for s in stacks]}
+    if first.every is not None:
+        methods["torch"] = [lambda s=s: s.every(x, expert) for s in stacks]
+
+    def error() -> float:
+        want = x.new_empty(len(x), N, dtype=torch.float32)
+        for e, rows in kernels.rows_by_expert(expert):
+            want[rows] = first.reference(x[rows].float(), e)
+        return relative_error(first.product(x, kernels.route(expert, EXPERTS)), want)
+
+    return Contest(read_bytes, methods, error)
+
+
 def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
     """Those that were asked for: name, rows, and what makes it when its turn comes."""
     rotate_bytes = config.rotate_mb * 10**6
     if config.format == "topk":
         return [(f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)) for V in VOCABULARIES for M in (1, 10)]
+    if config.format == "experts":
+        return [
+            (f"experts {form} {layer}", M, partial(experts_contest, form, layer, M, config.group_size, rotate_bytes))
+            for form in EXPERT_FORMATS for layer in EXPERT_LAYERS for M in EXPERT_TOKENS
+        ]  # fmt: skip
     return [
         (f"attention {name}, {length} slots", M, partial(attention_contest, name, length, M, rotate_bytes))
         for name in HEADS for length in LENGTHS for M in map(int, config.rows.split(","))
@@ -259,7 +326,7 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
             yield row | {"method": "ours"} | failure(error)
             torch.cuda.synchronize()  # raises where the device is lost
             continue
-        row |= {"relative_error": error, "correct": error < TOLERANCE}
+        row |= {"read_bytes": contest.read_bytes, "relative_error": error, "correct": error < TOLERANCE}
         for method, calls in contest.methods.items():
             yield row | {"method": method} | time_calls(calls, contest.read_bytes, config.replays, ceiling)
             torch.cuda.synchronize()
@@ -268,7 +335,7 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
 
 def cycle_summary(rows: list[dict]) -> str:
     """A Markdown table of the other kernels, then what went wrong."""
-    lines = ["| kernel | rows | ours | torch, whole cache | torch, cut or top-k |", "|---|---|---|---|---|"]
+    lines = ["| kernel | rows | ours | torch, whole cache | torch: cut, top-k, all experts |", "|---|---|---|---|---|"]
     cells = {
         (r["kernel"], r["M"], r["method"]): f"{r['time_us']:.1f} us, {r['share']:.0%}" for r in rows if "time_us" in r
     }

@@ -5,8 +5,10 @@
 Each kernel is compiled ahead of time as its launcher would cut it on the target, and read back with the
 disassembler that Triton brings. `per weight`: instructions of all threads in the main loop, per weight. As a measure:
 an H100 issues about 4.9 in the time it reads an int4 weight at 3 TB/s, and 9.7 for an int8 one.
-A second table has the other kernels of a decode cycle: tree attention for a lone token and for 60, per head width,
-and the top-k; its last column is the number of instructions in the longest loop.
+A second table has the products with experts at the shape of Mixtral-8x7B's w2; `x` is bf16, `float` weights too, and
+the number of pairs of a token and an expert is what chooses the tile.
+A third has the other kernels of a decode cycle: tree attention for a lone token and for 60, per head width, the
+top-k, and the lists of experts' rows; its last column is the number of instructions in the longest loop.
 Prints Markdown. Nothing is run, and no time is measured.
 """
 
@@ -35,8 +37,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 
 import attention_triton  # noqa: E402
+import experts_triton  # noqa: E402
+import kernels_triton  # noqa: E402
 import topk_triton  # noqa: E402
-from kernels_triton import Device, Plan, matmul_kernel, plan  # noqa: E402
+from kernels_triton import Device, Plan  # noqa: E402
 
 # multiprocessors and shared memory of a block: CUDA C++ programming guide, table of compute capabilities
 TARGETS = {
@@ -47,6 +51,7 @@ TARGETS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("int4-128", "int4-64", "int4-32", "int8")
+EXPERT_FORMATS = ("float", *FORMATS)  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -68,10 +73,11 @@ class Case(NamedTuple):
     M: int
     N: int = 4096
     K: int = 4096
+    experts: int = 0  # with experts, M rows are pairs of a token and an expert; 0: a plain layer
 
 
 class CycleCase(NamedTuple):
-    """One of the other kernels: attention, combine, block (of top-k) or row."""
+    """One of the other kernels: attention, combine, block (of top-k), row, or lists (of experts' rows)."""
 
     target: str
     kernel: str
@@ -82,6 +88,7 @@ class CycleCase(NamedTuple):
     T: int = 60
     k: int = 10
     V: int = 128256
+    experts: int = 8
 
 
 class Source(NamedTuple):
@@ -105,20 +112,32 @@ class Resources(NamedTuple):
     loop: int  # instructions in the longest loop
 
 
-def matmul_source(case: Case) -> tuple[Source, Plan]:
+def bits_and_group(form: str) -> tuple[int, int]:
+    """Bits of a stored weight, and weights that share a scale or 0."""
+    if form in ("float", "int8"):
+        return (16 if form == "float" else 8), 0
+    return 4, int(form.removeprefix("int4-"))
+
+
+def product_source(case: Case) -> tuple[Source, Plan]:
     """A product, as its launcher would cut it on the target."""
-    bits, group = (8, 0) if case.form == "int8" else (4, int(case.form.removeprefix("int4-")))
-    cut = plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
+    (bits, group), kernel = bits_and_group(case.form), experts_triton if case.experts else kernels_triton
+    cut = kernel.plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
     }  # fmt: skip
-    types = {
-        "x_ptr": f"*{case.dtype}", "packed_ptr": "*i16", "scale_ptr": "*fp32" if bits == 8 else "*i32",
-        "y_ptr": "*fp32" if cut.splits > 1 else f"*{case.dtype}", "M": "i32", "N": "i32", "K": "i32",
-    }  # fmt: skip
+    y = "*fp32" if cut.splits > 1 else f"*{case.dtype}"
+    scale = {} if bits == 16 else {"scale_ptr": "*fp32" if bits == 8 else "*i32"}
+    x, sizes = {"x_ptr": f"*{case.dtype}"}, {"N": "i32", "K": "i32"}
     multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
-    return Source(matmul_kernel, types, constants, cut.warps, multiples), cut
+    if not case.experts:
+        types = x | {"packed_ptr": "*i16"} | scale | {"y_ptr": y, "M": "i32"} | sizes
+        return Source(kernels_triton.matmul_kernel, types, constants, cut.warps, multiples), cut
+    weight = {"weight_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
+    types = x | weight | scale | {"lists_ptr": "*i32", "y_ptr": y, "P": "i32"} | sizes
+    constants |= {"EXPERTS": case.experts} | ({"scale_ptr": None} if bits == 16 else {})
+    return Source(experts_triton.experts_kernel, types, constants, cut.warps, multiples), cut
 
 
 def attention_source(case: CycleCase) -> tuple[Source, attention_triton.Plan]:
@@ -145,6 +164,10 @@ def cycle_source(case: CycleCase) -> Source:
         parts = attention_triton.splits_of(case.T, 10**6, case.T)  # the most
         constants = attention_triton.constants_of(case.E) | {"PARTS": parts, "ROWS": attention_triton.COMBINED}
         return Source(attention_triton.combine_kernel, types | {"rows": "i32", "W": "i32"}, constants, 4)
+    if case.kernel == "lists":
+        constants = {"EXPERTS": case.experts, "BLOCK": experts_triton.LISTED}
+        types = {"expert_ptr": "*i64", "lists_ptr": "*i32", "P": "i32"}
+        return Source(experts_triton.lists_kernel, types, constants, 4)
     types = {"keys_ptr": "*i64", "stats_ptr": "*fp32"}
     if case.kernel == "block":
         types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32"}
@@ -206,7 +229,7 @@ def resources(target: str, source: Source) -> Resources:
 
 def per_weight(case: Case, loop: int, cut: Plan) -> float:
     """Instructions of all threads in the main loop of a product, per weight that it takes in."""
-    return loop * 32 * cut.warps / (cut.rows * 1024 // (8 if case.form == "int8" else 4))
+    return loop * 32 * cut.warps / (cut.rows * 1024 // bits_and_group(case.form)[0])
 
 
 def cases(config: ReportConfig) -> list[Case]:
@@ -223,6 +246,14 @@ def cases(config: ReportConfig) -> list[Case]:
     return [Case(t, f, d, M, config.N, config.K) for d in dtypes for f in forms for t in targets for M in (16, 32, 64)]
 
 
+def expert_cases(config: ReportConfig) -> list[Case]:
+    """Every tile of the products with experts: of a token or few, of a tree, of a prompt."""
+    return [
+        Case(target, form, "bf16", P, 4096, 14336, 8)
+        for form in EXPERT_FORMATS for target in config.targets.split(",") for P in (2, 120, 512)
+    ]  # fmt: skip
+
+
 def cycle_cases(config: ReportConfig) -> list[CycleCase]:
     """The other kernels at the shapes of 7B models, with and without grouped queries, and of a small one."""
     shapes = [(128, 32, 32), (128, 32, 8), (64, 32, 4)]  # E, heads, key heads
@@ -231,7 +262,7 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
         for dtype in config.dtypes.split(","):
             found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
             found.append(CycleCase(target, "combine", dtype))
-        found += [CycleCase(target, "block", "fp32"), CycleCase(target, "row", "fp32")]
+        found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "lists")]
     return found
 
 
@@ -249,10 +280,10 @@ def use(target: str, found: Resources) -> list:
     return [found.registers, found.stack_bytes, shared, found.tensor_core]
 
 
-def matmul_rows(config: ReportConfig) -> Iterator[list]:
-    """The table of products."""
-    for case in tqdm(cases(config), unit="kernel"):
-        source, cut = matmul_source(case)
+def product_rows(chosen: list[Case]) -> Iterator[list]:
+    """A table of products."""
+    for case in tqdm(chosen, unit="kernel"):
+        source, cut = product_source(case)
         found = resources(case.target, source)
         tile = [f"{cut.tokens} x {cut.rows}", cut.splits, cut.stages]
         weights = f"{per_weight(case, found.loop, cut):.2f}"
@@ -276,7 +307,9 @@ def report(config: ReportConfig) -> None:
     print(f"# Triton {triton.__version__}, N {config.N}, K {config.K}; nothing was run")
     usage = "registers | spilled bytes | shared KiB (limit) | tensor cores"
     header = f"target | weights | x | tokens x rows | splits | stages | {usage} | per weight"
-    print_table(header, matmul_rows(config))
+    print_table(header, product_rows(cases(config)))
+    print("\nWith experts:")
+    print_table(header, product_rows(expert_cases(config)))
     print_table(f"target | kernel | dtype | shape | tile | {usage} | loop", cycle_rows(config))
 
 

@@ -125,6 +125,36 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     return Quantized(0, kernels.pack_int8(codes), scale[:, 0])
 
 
+class QuantizedExperts(NamedTuple):
+    """Stacks of random weights as a product with experts takes them."""
+
+    weight: Tensor  # [E, N, K], or packed
+    scale: Tensor | None  # None: weight is float
+    parts: list[Quantized]  # of each expert, where they are not
+
+    def reference(self, x: Tensor, expert: Tensor) -> Tensor:
+        """The product in the plainest way."""
+        y = x.new_empty(len(x), self.weight.shape[-2])
+        for e, rows in kernels.rows_by_expert(expert):
+            y[rows] = self.parts[e].reference(x[rows]) if self.parts else x[rows] @ self.weight[e].to(x.dtype).T
+        return y
+
+    def operator(self, x: Tensor, routing: Tensor) -> Tensor:
+        """The product by the operator."""
+        if not self.parts:
+            return kernels.experts_linear(x, self.weight, routing)
+        return (kernels.w4a16 if self.parts[0].group else kernels.w8a16)(x, self.weight, self.scale, routing)
+
+
+def quantized_experts(form: str, experts: int, N: int, K: int, device: str = "cpu") -> QuantizedExperts:
+    """Random weights of each expert. form: float (fp32), or as `quantized` takes it."""
+    if form == "float":
+        g = torch.Generator(device).manual_seed(0)
+        return QuantizedExperts(torch.randn(experts, N, K, generator=g, device=device), None, [])
+    parts = [quantized(form, N, K, device, seed) for seed in range(experts)]
+    return QuantizedExperts(*(torch.stack([getattr(p, name) for p in parts]) for name in ("packed", "scale")), parts)
+
+
 # ----------------------------------------------------------------------------------------------- tools
 
 

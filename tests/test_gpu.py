@@ -15,7 +15,10 @@ from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
 from generate import generate, load, warm_up
-from helpers import GOLDEN, decode, quantized
+from helpers import GOLDEN, decode, quantized, quantized_experts
+from model import ModelConfig, MoEFeedForward
+from quantize import FORMATS as KINDS
+from quantize import QuantExperts
 from session import Session
 from weights import load_model
 
@@ -184,6 +187,131 @@ def test_a_compiled_product(form):
     torch.testing.assert_close(step(x), weights.operator(x * 2) + 1)
 
 
+# ------------------------------------------------------------------------------------------------ experts
+
+ROUTINGS = {  # how pairs of a token and an expert may be spread over eight experts
+    "one token": [6, 1],
+    "two tokens": [0, 7, 7, 2],
+    "one expert": [3] * 130,
+    "tree": [(7 * i + i // 3) % 8 for i in range(120)],
+    "uneven": [2] * 70 + [7] + [0] * 9,
+    "prompt": [(5 * i + i // 7) % 8 for i in range(512)],
+}
+
+
+@pytest.mark.parametrize("experts", [1, 8, 60])
+def test_lists_of_experts(poisoned, experts):
+    for P in (1, 2, 55, 120, 1000):
+        expert = torch.randint(experts, (P,), device="cuda")
+        lists = kernels.route(expert, experts)
+        assert torch.equal(lists, kernels.expert_lists_reference(expert, experts))
+        assert torch.equal(kernels.expert_of(lists, experts), expert)
+
+
+def expert_weights(form, N, K, dtype):
+    """Eight experts; float ones in the dtype of x."""
+    weights = quantized_experts(form, 8, N, K, "cuda")
+    return weights if weights.parts else weights._replace(weight=weights.weight.to(dtype))
+
+
+@pytest.mark.parametrize("N,K", [(70, 384), (1023, 1024), (1024, 3584)])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("form", ["float", *FORMATS])
+def test_product_with_experts(poisoned, form, dtype, N, K):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weights = expert_weights(form, N, K, dtype)
+    for name, spread in ROUTINGS.items():
+        expert = torch.tensor(spread, device="cuda")
+        x = torch.randn(len(expert), K, device="cuda").to(dtype)
+        got, want = weights.operator(x, kernels.route(expert, 8)), weights.reference(x.float(), expert)
+        assert got.dtype == dtype and got.shape == want.shape
+        error = (got.float() - want).norm() / want.norm()
+        assert error < ERRORS[dtype], (name, float(error))
+
+
+@pytest.mark.parametrize("N,K", [(4096, 1792), (3584, 4096)])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("form", ["float", *FORMATS])
+def test_a_row_has_the_same_bits_in_any_company(form, dtype, N, K):
+    """Alone, in tiles of 16, 32 and 64 rows, at other places in them, and all with one expert."""
+    weights = expert_weights(form, N, K, dtype)
+    expert = torch.randint(8, (300,), device="cuda")
+    x = torch.randn(300, K, device="cuda").to(dtype)
+    whole = weights.operator(x, kernels.route(expert, 8))
+    for rows in (1, 2, 5, 16, 32, 33, 120, 128, 129):
+        for part in (slice(rows), slice(-rows, None)):
+            got = weights.operator(x[part], kernels.route(expert[part], 8))
+            assert torch.equal(got, whole[part]), rows
+    order = torch.randperm(300, device="cuda")
+    assert torch.equal(weights.operator(x[order], kernels.route(expert[order], 8)), whole[order])
+    for e in range(8):
+        crowded = weights.operator(x, kernels.route(torch.full_like(expert, e), 8))
+        assert torch.equal(crowded[expert == e], whole[expert == e]), e
+
+
+def expert_layer(format, dtype=torch.bfloat16):
+    """A layer of eight random experts, on the GPU."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        dim=512, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=64, ffn_dim=896, vocab_size=9, n_experts=8,
+        experts_per_token=2,
+    )  # fmt: skip
+    layer = MoEFeedForward(config).to("cuda", dtype).requires_grad_(False)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    if format != "none":
+        kind = KINDS[format]
+        for name in ("w13", "w2"):
+            codes_and_scales = (kind.encode(w, 128) for w in getattr(layer, name).weight)
+            setattr(layer, name, QuantExperts(kind, codes_and_scales, 8))
+    return layer
+
+
+@pytest.mark.parametrize("rows", [1, 2, 60, 256])
+@pytest.mark.parametrize("format", ["none", "int8", "int4"])
+def test_captured_experts_follow_the_routing(format, rows):
+    """One graph for every routing; and equal results each time."""
+    layer = expert_layer(format)
+    inputs = [torch.randn(1, rows, 512, device="cuda").bfloat16() for _ in range(5)]
+    inputs.append(inputs[0][:, :1].expand(1, rows, 512))  # all rows with the same two experts
+    want = [layer(x) for x in inputs]
+    x = inputs[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    for _ in range(10):
+        for source, expected in zip(inputs, want):
+            y.fill_(float("nan"))
+            x.copy_(source)
+            graph.replay()
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("format", ["none", "int8", "int4"])
+def test_compiled_experts(format):
+    layer = expert_layer(format)
+    step = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    for scale in (1.0, 0.0, -1.0):  # at 0 all experts tie
+        x = scale * torch.randn(1, 7, 512, device="cuda").bfloat16()
+        torch.testing.assert_close(step(x), layer(x), atol=3e-2, rtol=3e-2)
+
+
+def test_gradients_of_experts_are_those_of_the_cpu():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    expert, grads = torch.tensor(ROUTINGS["uneven"]), []
+    x, weight = torch.randn(80, 96), torch.randn(8, 70, 96)
+    for device in ("cpu", "cuda"):
+        leaves = [t.to(device).requires_grad_() for t in (x, weight)]
+        y = kernels.experts_linear(*leaves, kernels.route(expert.to(device), 8))
+        (y**2).sum().backward()
+        grads.append([leaf.grad.cpu() for leaf in leaves])
+    for ours, theirs in zip(*grads):
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ whole decoding
+
+
 def test_noise_is_the_same_on_both_devices():
     draws = torch.arange(5)[None]
     rows = []
@@ -229,11 +357,12 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("tree", TREES)
-def test_trees_equal_vanilla(tree, temperature, compiled):
+@pytest.mark.parametrize("model", ["llama_mha", "mixtral"])
+def test_trees_equal_vanilla(model, tree, temperature, compiled):
     """fp32 on the golden models; near ties are reported by the assertion's message."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
-    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
+    head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
     config = GenerateConfig(
         device="cuda", temperature=temperature, max_new_tokens=60, batch_size=2, ignore_eos=True, seed=7
     )

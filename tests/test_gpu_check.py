@@ -5,6 +5,7 @@ import torch
 
 import gpu_check
 import kernel_bench
+import kernels
 
 
 def timed(form, layer, M, time_us, share):
@@ -46,20 +47,21 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(kernel_bench.torch.cuda, "synchronize", lambda: None)
 
 
+def one_microsecond(calls, replays):
+    """In the place of the clock."""
+    results = [call() for call in calls]
+    assert len(results) == 2 and results[0] is not results[1]
+    return [1e-6] * replays
+
+
 def test_the_other_kernels_agree_with_their_peers_and_make_a_table(on_cpu, monkeypatch):
     """With the CPU's operators in the place of ours, and a clock that says one microsecond."""
     small = {"HEADS": {"8b": (4, 1)}, "LENGTHS": (20,), "CAPACITY": 40, "VOCABULARIES": (500,)}
     for name, value in small.items():
         monkeypatch.setattr(kernel_bench, name, value)
-
-    def clock(calls, replays):
-        results = [call() for call in calls]
-        assert len(results) == 2 and results[0] is not results[1]
-        return [1e-6] * replays
-
-    monkeypatch.setattr(kernel_bench, "graph_times_s", clock)
+    monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
     rows = []
-    for form in kernel_bench.CYCLE:
+    for form in ("attention", "topk"):
         config = kernel_bench.BenchConfig(format=form, rows="1,7", rotate_mb=0)
         for name, M, make in kernel_bench.contests(config):
             contest = make()
@@ -75,6 +77,36 @@ def test_the_other_kernels_agree_with_their_peers_and_make_a_table(on_cpu, monke
     assert "| attention 8b, 20 slots | 7 | 1.0 us, 1% | 1.0 us, 1% | 1.0 us, 1% |" in table
     assert "| top-10 of 500 | 1 | 1.0 us, 0% |  | 1.0 us, 0% |" in table
     assert "wrong: attention 8b, 20 slots 1\nfailed: top-10 of 500 10 torch: OutOfMemoryError: no" in table
+
+
+def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkeypatch):
+    """With references in the place of our operators: on the CPU a routing is the experts themselves."""
+
+    def grouped(reference):
+        def product(x, packed, scale, expert):
+            y = x.new_empty(len(x), packed.shape[2])
+            for e, rows in kernels.rows_by_expert(expert):
+                y[rows] = reference(x[rows], packed[e], scale[e])
+            return y
+
+        return product, reference
+
+    monkeypatch.setattr(kernel_bench, "PRODUCTS", {f: grouped(r) for f, (_, r) in kernel_bench.PRODUCTS.items()})
+    monkeypatch.setattr(kernel_bench, "EXPERT_LAYERS", {"w2": (64, 512)})
+    monkeypatch.setattr(kernel_bench, "EXPERT_TOKENS", (1, 7))
+    monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
+    config = kernel_bench.BenchConfig(format="experts", rotate_mb=0)
+    rows = list(kernel_bench.measure_cycle(config, 1e12))
+    assert len(rows) == 2 * 4 and all(row["correct"] for row in rows)
+    one = {"bf16": 2 * 64 * 512, "int8": 64 * 512 + 4 * 64, "int4": 64 * 512 // 2 + 2 * 64 * 512 // 128}
+    for row in rows:
+        hit, rest = divmod(row["read_bytes"], one[row["kernel"].split()[1]])
+        assert rest == 0 and (hit == 2 if row["M"] == 1 else 3 <= hit <= 8)
+    for _, M, make in kernel_bench.contests(config)[:2]:
+        ours, every = (calls[0]() for calls in make().methods.values())
+        assert ours.shape == (2 * M, 64)
+        torch.testing.assert_close(ours, every, atol=1, rtol=2e-2)
+    assert "| experts bf16 w2 | 1 | 1.0 us," in kernel_bench.cycle_summary(rows)
 
 
 def test_layers_of_every_format_report_their_bytes(on_cpu):

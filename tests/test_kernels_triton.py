@@ -16,7 +16,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 import kernels  # noqa: E402
 from helpers import run_in_interpreter  # noqa: E402
-from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, matmul_source, per_weight, resources  # noqa: E402
+from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, per_weight, product_source, resources  # noqa: E402
 from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
 
 # --------------------------------------------------------------------------------------- interpreter
@@ -37,7 +37,7 @@ def _fresh_cache(tmp_path, monkeypatch):
 
 def check(case: Case) -> None:
     """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
-    source, cut = matmul_source(case)
+    source, cut = product_source(case)
     found = resources(case.target, source)
     assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)

@@ -1,0 +1,196 @@
+"""The Triton kernels of experts, run by Triton's interpreter on the CPU; test_experts_triton.py runs this file.
+
+As interpreter_cases.py, in fp32 and in a process of their own.
+"""
+
+import numpy
+import pytest
+import torch
+
+import experts_triton
+import kernels
+from helpers import quantized_experts
+from kernels_triton import Device, Plan
+from model import ModelConfig, MoEFeedForward
+from quantize import FORMATS as KINDS
+from quantize import PRODUCTS, QuantExperts
+
+FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int8"]
+DEVICE = Device(8, 232448, 90)  # few processors, few splits
+ROUTINGS = {  # how rows may be spread over eight experts
+    "one row": [5],
+    "one token": [6, 1],
+    "two tokens": [0, 7, 7, 2],
+    "one expert": [3] * 40,
+    "tree": [(7 * i + i // 3) % 8 for i in range(120)],
+    "idle ends": [4, 2, 2, 5, 4, 3] * 9,
+    "uneven": [2] * 70 + [7] + [0] * 9,
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What is not written is not a number; in whole numbers, the largest."""
+    torch.manual_seed(0)
+
+    def full(*size, dtype=torch.float32, **options):
+        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        return torch.full(size, bad, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    """The kernels' own order of sums. The library behind numpy.matmul has another one for every tile shape."""
+
+    def matmul(a, b, **_):
+        total = numpy.zeros((a.shape[0], b.shape[1]), numpy.float32)
+        for k in range(a.shape[1]):
+            total += a[:, k, None] * b[None, k]
+        return total
+
+    monkeypatch.setattr(numpy, "matmul", matmul)
+
+
+def run(x, weights, expert, tokens=16, splits=1):
+    """The product, cut as it would be for 16-bit activations."""
+    lists = experts_triton.expert_lists(expert, len(weights.weight))
+    cut = Plan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
+    return experts_triton.run(x, weights.weight, weights.scale, lists, cut)
+
+
+def check(x, weights, expert, **options):
+    got, want = run(x, weights, expert, **options), weights.reference(x, expert)
+    torch.testing.assert_close(got, want, atol=5e-4, rtol=2e-5)
+
+
+# ---------------------------------------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize("expert", [*ROUTINGS.values(), [1] * 63, [0, 7] * 100], ids=len)
+def test_lists(expert):
+    expert = torch.tensor(expert)
+    got = experts_triton.expert_lists(expert, 8)
+    assert got.dtype == torch.int32 and torch.equal(got, kernels.expert_lists_reference(expert, 8))
+
+
+@pytest.mark.parametrize("experts", [1, 3, 60, 64, 128])
+def test_lists_of_other_numbers_of_experts(experts):
+    expert = torch.randint(experts, (150,))
+    assert torch.equal(experts_triton.expert_lists(expert, experts), kernels.expert_lists_reference(expert, experts))
+
+
+# ------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_product(form, routing):
+    """N and K are multiples of no tile, and tiles are part full."""
+    expert = torch.tensor(ROUTINGS[routing])
+    check(torch.randn(len(expert), 384), quantized_experts(form, 8, 70, 384), expert)
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
+def test_tiles_and_splits(form, tokens):
+    expert = torch.tensor(ROUTINGS["uneven"])
+    check(torch.randn(80, 896), quantized_experts(form, 8, 135, 896), expert, tokens=tokens, splits=3)
+
+
+@pytest.mark.parametrize("form,K", [("float", 65), ("float", 100), ("int8", 65), ("int8", 200), ("int4-32", 96)])
+def test_any_width(form, K):
+    expert = torch.tensor(ROUTINGS["tree"])
+    check(torch.randn(120, K), quantized_experts(form, 8, 33, K), expert)
+
+
+@pytest.mark.parametrize("experts", [1, 3, 20])
+def test_any_number_of_experts(experts):
+    expert = torch.randint(experts, (50,))
+    check(torch.randn(50, 128), quantized_experts("int4-64", experts, 64, 128), expert)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_idle_experts_are_not_read(form):
+    """A scale or a weight that is not a number would show; a word would not, so it has another value."""
+    weights, expert = quantized_experts(form, 8, 70, 256), torch.tensor([2, 5, 2])
+    x = torch.randn(3, 256)
+    want = run(x, weights, expert)
+    for e in (0, 1, 3, 4, 6, 7):
+        weights.weight[e] = float("nan") if form == "float" else 0x7777
+        if weights.scale is not None:
+            weights.scale[e] = float("nan") if form == "int8" else -1  # two bf16 that are not numbers
+    assert torch.equal(run(x, weights, expert), want)
+
+
+@pytest.mark.parametrize("form,splits", [("float", 1), ("int8", 1), *((form, 3) for form in FORMATS)])
+def test_a_row_has_the_same_bits_in_any_company(in_order, form, splits):
+    """Alone, among a tree's, in another place and behind others of its expert, in tiles of every height."""
+    weights, expert = quantized_experts(form, 4, 33, 640), torch.randint(4, (40,))
+    x = torch.randn(40, 640)
+    whole = run(x, weights, expert, splits=splits)
+    torch.testing.assert_close(whole, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
+    for rows in (1, 7, 25):
+        assert torch.equal(run(x[-rows:].clone(), weights, expert[-rows:], splits=splits), whole[-rows:]), rows
+    order = torch.randperm(40)
+    for tokens in (32, 64):
+        assert torch.equal(run(x[order], weights, expert[order], tokens, splits), whole[order]), tokens
+    assert torch.equal(run(x, weights, torch.full((40,), int(expert[0])), 64, splits)[0], whole[0])
+
+
+def test_x_and_weights_by_strides():
+    """Rows that are not contiguous, and the transposed weights of a gradient."""
+    expert = torch.tensor(ROUTINGS["two tokens"])
+    weights = quantized_experts("float", 8, 70, 96)
+    check(torch.randn(96, 4).T, weights, expert)
+    check(torch.randn(4, 70), weights._replace(weight=weights.weight.transpose(1, 2)), expert)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_whole_path(form):
+    """Plan and format from the tensors alone, as the operators do it."""
+    weights, expert = quantized_experts(form, 8, 70, 640), torch.tensor(ROUTINGS["idle ends"])
+    x, lists = torch.randn(len(expert), 640), experts_triton.expert_lists(expert, 8)
+    y = experts_triton.experts_product(x, weights.weight, weights.scale, lists, DEVICE)
+    torch.testing.assert_close(y, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
+
+
+# --------------------------------------------------------------------------------------------- a layer
+
+
+@pytest.mark.parametrize("format", ["none", "int8", "int4"])
+def test_a_layer(monkeypatch, format):
+    """MoEFeedForward as on CUDA: packed for it, the lists made once, and every row's sum as with plain weights."""
+    config = ModelConfig(
+        dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=9, n_experts=4,
+        experts_per_token=2,
+    )  # fmt: skip
+    plain = MoEFeedForward(config).requires_grad_(False)
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    ours, made = MoEFeedForward(config).requires_grad_(False), []
+    ours.load_state_dict(plain.state_dict())
+    if format != "none":
+        monkeypatch.setattr("quantize.product_of", lambda format, device: PRODUCTS[format, "cuda"])
+        kind = KINDS[format]
+        for name in ("w13", "w2"):
+            stack = QuantExperts(kind, (kind.encode(w, 32) for w in getattr(plain, name).weight), 4)
+            setattr(ours, name, stack)
+            getattr(plain, name).weight[:] = stack.dequantize()
+    x = torch.randn(2, 7, 64)
+    want = plain(x)
+
+    def route(expert, experts):
+        made.append(experts_triton.expert_lists(expert, experts))
+        return made[-1]
+
+    def product(x, weight, scale, lists=None):
+        return experts_triton.experts_product(x, weight, scale, lists, DEVICE)
+
+    monkeypatch.setattr(kernels, "route", route)
+    monkeypatch.setattr(kernels, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists))
+    for name in ("w4a16", "w8a16"):
+        monkeypatch.setattr(kernels, name, product)
+    torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
+    assert len(made) == 1

@@ -1,0 +1,203 @@
+"""Experts on CUDA without a GPU: in Triton's interpreter, compiled ahead of time, the operators' wiring, the plans.
+
+What only a GPU can show (bits of 16-bit products, graphs) is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
+
+import kernels  # noqa: E402
+import quantize  # noqa: E402
+from experts_triton import most_tiles, plan  # noqa: E402
+from helpers import run_in_interpreter  # noqa: E402
+from kernel_report import (  # noqa: E402
+    EXPERT_FORMATS,
+    TARGETS,
+    Case,
+    CycleCase,
+    ReportConfig,
+    cycle_source,
+    expert_cases,
+    product_source,
+    resources,
+)
+from model import ModelConfig, MoEFeedForward  # noqa: E402
+from quantize import FORMATS, PRODUCTS, QuantExperts  # noqa: E402
+
+
+def test_in_the_interpreter():
+    """All of interpreter_experts.py, in the process that it needs."""
+    run_in_interpreter("interpreter_experts.py", r"[89]\d passed")
+
+
+# ------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.fixture
+def _fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def check(case: Case) -> None:
+    """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
+    source, cut = product_source(case)
+    found = resources(case.target, source)
+    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
+    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
+    instruction = "HGMMA" if case.target == "90" else "HMMA"
+    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
+
+
+@pytest.mark.parametrize("P", [2, 120, 512])
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
+@pytest.mark.parametrize("target", ["80", "90"])
+def test_compiled(_fresh_cache, target, form, P):
+    check(Case(target, form, "bf16", P, 4096, 14336, 8))
+
+
+@pytest.mark.parametrize("case", [
+    Case("86", "int4-64", "bf16", 120, 4096, 14336, 8),
+    Case("89", "float", "fp16", 512, 28672, 4096, 8),
+    Case("86", "int4-32", "fp16", 512, 4096, 14336, 8),
+    Case("90", "int4-32", "bf16", 512, 4096, 14336, 60),  # a number of experts that is no power of two
+    Case("90", "float", "fp32", 120, 4096, 14336, 8),
+    Case("80", "int4-128", "fp32", 120, 4096, 14336, 8),
+    Case("90", "float", "bf16", 120, 4095, 14336, 8),  # N tells the compiler nothing
+])  # fmt: skip
+def test_compiled_variants(_fresh_cache, case):
+    check(case)
+
+
+@pytest.mark.slow
+def test_compiled_all(_fresh_cache):
+    for case in expert_cases(ReportConfig()):
+        check(case)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_lists_compile(_fresh_cache, target):
+    found = resources(target, cycle_source(CycleCase(target, "lists")))
+    assert (found.stack_bytes, found.local_accesses) == (0, 0), found
+
+
+# ------------------------------------------------------------------------------------------ operators
+
+
+def test_lists():
+    """What the operator's reference says, and the way back."""
+    expert = torch.tensor([3, 0, 3, 3, 5, 0])
+    lists = kernels.expert_lists(expert, 6)
+    assert lists.tolist() == [0, 2, 2, 2, 5, 5, 6] + [1, 5, 0, 2, 3, 4]
+    assert torch.equal(kernels.expert_of(lists, 6), expert)
+    torch.library.opcheck(torch.ops.gpt_eagle.expert_lists.default, (expert, 6))
+
+
+def test_a_cpu_takes_the_experts_as_they_are():
+    expert = torch.tensor([3, 0])
+    assert kernels.route(expert, 6) is expert
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls[operator.name().removeprefix("gpt_eagle::")] += 1
+        return operator(*args, **kwargs or {})
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Tensors on the CPU take the way of those on CUDA, as far as shapes go."""
+    monkeypatch.setattr(quantize, "product_of", lambda format, device: PRODUCTS[format, "cuda"])
+    monkeypatch.setattr(kernels, "route", kernels.expert_lists)
+
+
+@pytest.mark.parametrize("format,name", [("none", "experts_linear"), ("int8", "w8a16"), ("int4", "w4a16")])
+def test_a_layer_lists_rows_once(as_on_cuda, format, name):
+    """What is called, and that nothing waits for data, of which there is none."""
+    config = ModelConfig(
+        dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=9, n_experts=4,
+        experts_per_token=2,
+    )  # fmt: skip
+    with FakeTensorMode(), torch.no_grad():
+        layer = MoEFeedForward(config)
+        if format != "none":
+            for child in ("w13", "w2"):
+                setattr(layer, child, stack_of(format, *getattr(layer, child).weight.shape, 32))
+        x = torch.empty(2, 7, 64)
+        with Counting() as counting:
+            y = layer(x)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert counting.calls["expert_lists"] == 1 and counting.calls[name] == 2
+    assert not {"aten::_local_scalar_dense", "aten::nonzero"} & set(counting.calls)
+
+
+def stack_of(format: str, experts: int, N: int, K: int, group: int) -> QuantExperts:
+    """Experts of no particular weights."""
+    kind = FORMATS[format]
+    scale = torch.ones(kind.scale_shape(torch.Size((N, K)), group), dtype=kind.scale_dtype)
+    return QuantExperts(kind, ((torch.zeros(N, K, dtype=torch.int8), scale) for _ in range(experts)), experts)
+
+
+@pytest.mark.parametrize("format,bytes_each", [("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128), ("int8", 64 * 516)])
+def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
+    """Stacks hold half a byte or a byte per weight and the scales, and nothing else holds either."""
+    stack = stack_of(format, 4, 64, 512, 128)
+    held = [t for module in stack.modules() for t in (*module.buffers(False), *module.parameters(False))]
+    assert sum(t.nbytes for t in held) == 4 * bytes_each
+    assert stack.packed.shape == (4, 2 if format == "int4" else 4, 64, kernels.COLUMNS)  # [E, blocks, N, words]
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def spreads(rows: int, experts: int):
+    """Every way to spread rows over experts."""
+    if experts == 1:
+        yield (rows,)
+        return
+    for first in range(rows + 1):
+        for rest in spreads(rows - first, experts - 1):
+            yield (first, *rest)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 4])
+def test_no_spread_makes_more_tiles(experts):
+    """And some spread makes as many: no block of threads is launched for nothing always."""
+    for rows in range(1, 14):
+        for tokens in (2, 3, 4):
+            tiles = max(sum(-(-n // tokens) for n in spread) for spread in spreads(rows, experts))
+            assert most_tiles(rows, experts, tokens) == tiles, (rows, tokens)
+
+
+def test_tiles_of_mixtral():
+    """One or two tokens: the experts chosen, no more. A tree of 60: three more than there are experts."""
+    tiles = {m: most_tiles(2 * m, 8, plan(2 * m, 28672, 4096, 4, 128, torch.bfloat16, TARGETS["90"]).tokens)
+             for m in (1, 2, 4, 8, 60, 256)}  # fmt: skip
+    assert tiles == {1: 2, 2: 4, 4: 8, 8: 8, 60: 11, 256: 15}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", [(16, 0), (4, 128), (4, 64), (4, 32), (8, 0)], ids=str)
+def test_splits_do_not_depend_on_the_number_of_rows(target, form):
+    for dtype in (torch.bfloat16, torch.float32):
+        for N, K in ((28672, 4096), (4096, 14336), (70, 96)):
+            cuts = [plan(P, N, K, *form, dtype, TARGETS[target]) for P in (1, 2, 32, 33, 120, 129, 512)]
+            assert len({cut.splits for cut in cuts}) == 1 and cuts[0].splits <= -(-K * form[0] // 1024)
+            assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
+
+
+def test_every_format_is_reported():
+    assert {case.form for case in expert_cases(ReportConfig())} == set(EXPERT_FORMATS)
