@@ -29,6 +29,7 @@ import kernels
 import sampling
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
+from draft_vocab import DraftVocab
 from drafters import Drafter, Root
 from model import Transformer, Window
 from ngram_draft import Ngram, graft
@@ -71,16 +72,21 @@ class Grower(Drafter):
         rule: sampling.Sampling,
         children: str = "noise",
         sharpness: float = 1.0,
+        vocab: DraftVocab | None = None,
     ):
         """children: how they are picked when sampling. "topk": top-k of the drafter's logits; "noise": top-k of
         logits + T * the shared noise; "sampled": drawn without replacement from q with noise of their own.
+        vocab: the tokens that it scores; None: the target's
         """
         if children == "sampled" and isinstance(tree, DynamicTree):
             raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
-        vocab = target.config.vocab_size
+        self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.width = tree.topk if isinstance(tree, DynamicTree) else max(map(tree.ranks, range(tree.depth)))
-        if self.width > vocab:
-            raise ValueError(f"a node cannot have {self.width} ranked children of {vocab} tokens; lower the rank")
+        if self.width > self.vocab.kept:
+            raise ValueError(
+                f"a node cannot have {self.width} ranked children of {self.vocab.kept} tokens; lower the rank "
+                "(--tree_topk) or raise --draft_vocab"
+            )
         self.tree, self.rule, self.sharpness = tree, rule, sharpness
         self.children = children if rule.temperature > 0 else "topk"
         self.depth, self.size = tree.depth, tree.size
@@ -106,7 +112,7 @@ class Grower(Drafter):
         raise NotImplementedError
 
     def logits(self, out: Tensor) -> Tensor:
-        """Scores of the token after each output: [B, R, V] fp32."""
+        """Scores of the token after each output, of those in `vocab`: [B, R, V] fp32."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
@@ -119,6 +125,7 @@ class Grower(Drafter):
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree. Writes: scratch slots of the cache."""
+        root = root._replace(noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
         return self._dynamic(state, root) if isinstance(self.tree, DynamicTree) else self._static(state, root)
 
     def _scores(self, out: Tensor, noise: Tensor | None) -> Tensor:
@@ -131,9 +138,9 @@ class Grower(Drafter):
     def _children(self, out: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
         """The k best children of each node: tokens and log softmax(c * score), both [B, R, k], best first."""
         scores = self.sharpness * self._scores(out, noise)
-        best, tokens, total = kernels.topk_logsumexp(scores, k)
+        best, columns, total = kernels.topk_logsumexp(scores, k)
         # no value may exceed its parent's, not even by the rounding of the logarithm
-        return tokens, (best - total).clamp(max=0)
+        return self.vocab.tokens(columns), (best - total).clamp(max=0)
 
     def _level(self, state: Any, free: Tensor, tokens: Tensor, out: Tensor, level: int, seen: Seen) -> Tensor:
         """Run the drafter over the drafted nodes of one level.
@@ -183,9 +190,9 @@ class Grower(Drafter):
                 slot += len(level.nodes)
             if self.children == "sampled":
                 log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
-                q.append(log_q.exp())
-                picked = (log_q + root.fresh[:, row : row + len(level.nodes)]).topk(level.k, dim=-1).indices
-                best = log_q.gather(2, picked)  # [B, R, k]
+                q.append(self.vocab.spread(log_q.exp()))
+                columns = (log_q + root.fresh[:, row : row + len(level.nodes)]).topk(level.k, dim=-1).indices
+                picked, best = self.vocab.tokens(columns), log_q.gather(2, columns)  # [B, R, k]
                 row += len(level.nodes)
             else:
                 picked, best = self._children(out, noise[depth], level.k)  # [B, R, k]
