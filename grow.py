@@ -112,7 +112,7 @@ class Grower(Drafter):
         raise NotImplementedError
 
     def logits(self, out: Tensor) -> Tensor:
-        """Scores of the token after each output, of those in `vocab`: [B, R, V] fp32."""
+        """Scores of the token after each output, of the tokens in `vocab`, here and below V of them: [B, R, V] fp32."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:

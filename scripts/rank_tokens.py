@@ -49,7 +49,8 @@ class RankConfig:
 
     def target_file(self) -> Path:
         """Where the list goes. Raises: ValueError when that is unknown or cannot be."""
-        bundled = Path(self.checkpoint + "-eagle")
+        path = Path(self.checkpoint)
+        bundled = path.with_name(path.name + "-eagle")
         if not self.out and not bundled.is_dir():
             raise ValueError(f"--out is missing, and there is no {bundled}; name the file, as HEAD/{RANKS}")
         out = Path(self.out or bundled / RANKS)
