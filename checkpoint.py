@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SHARD_BYTES = 2 * 10**9
-COPIED = (  # what a tokenizer and the end of a text need, where the source has it
+COPIED = (  # what a tokenizer, the end of a text and a trimmed draft need, where the source has it
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json",
+    "chat_template.jinja", "generation_config.json", "token_ranks.json",
 )  # fmt: skip
 
 

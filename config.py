@@ -23,7 +23,8 @@ from sampling import Sampling
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
 
-# the options of a looked-up draft, and of a tree that is grown
+# the options of a head, of a looked-up draft, and of a tree that is grown
+HEAD = ("eagle", "draft_vocab", "token_ranks")
 NGRAM = ("ngram_tokens", "ngram_branches", "ngram_max", "ngram_min")
 TREE = (
     "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "expand_by", "no_rerank", "children", "sharpness",
@@ -49,6 +50,10 @@ class GenerateConfig:
         ("none", "eagle", "ngram", "model", "eagle+ngram"),
     )
     eagle: str = option("", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists")
+    draft_vocab: int = option(0, "the head drafts only this many tokens, the most frequent ones; 0: all")
+    token_ranks: str = option(
+        "", "for --draft_vocab, a list of token ids by frequency; default: the head's token_ranks.json"
+    )
     draft_checkpoint: str = option("", "Hugging Face directory of the draft model (--draft model)")
     ngram_tokens: int = option(10, "tokens copied per continuation (ngram)")
     ngram_branches: int = option(2, "different continuations at most (ngram)")
@@ -133,6 +138,8 @@ class GenerateConfig:
         _rule(self.top_k >= 0, f"--top_k must not be negative; it is {self.top_k}")
         _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
         _rule(self.context >= 0, f"--context must be positive, or 0 for the model's own; it is {self.context}")
+        _rule(self.draft_vocab >= 0, f"--draft_vocab must be positive, or 0 for all tokens; it is {self.draft_vocab}")
+        _rule(not self.token_ranks or self.draft_vocab > 0, "--token_ranks has no effect alone; add --draft_vocab N")
         _rule(self.sharpness >= 0, f"--sharpness must not be negative; it is {self.sharpness}")
         _rule(not self.random_twin or self.inflate, "--random_twin needs a shape; name one with --inflate")
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
@@ -172,14 +179,15 @@ class GenerateConfig:
 
     def check_undrafted(self) -> None:
         """Raises: ValueError for options of a draft, when nothing drafts."""
-        for name in ("eagle", "draft_checkpoint", "quant_draft", *NGRAM, *TREE, "accept"):
+        for name in (*HEAD, "draft_checkpoint", "quant_draft", *NGRAM, *TREE, "accept"):
             _rule(getattr(self, name) == default_of(name), f"--{name} needs a draft; there is none, or --draft none")
 
     def _check_drafter(self) -> None:
         model, ngram = self.draft == "model", self.draft.endswith("ngram")
         _rule(not model or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
         _rule(model or not self.draft_checkpoint, "--draft_checkpoint belongs to --draft model; add that")
-        _rule(not self.eagle or self.draft not in ("model", "ngram"), f"--eagle does nothing with --draft {self.draft}")
+        for name in HEAD if self.draft in ("model", "ngram") else ():
+            _rule(getattr(self, name) == default_of(name), f"--{name} does nothing with --draft {self.draft}")
         for name in () if ngram else NGRAM:
             _rule(getattr(self, name) == default_of(name), f"--{name} belongs to --draft ngram and eagle+ngram")
         for name in (*TREE, "quant_draft") if self.draft == "ngram" else ():

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from config import GenerateConfig
 from draft_tree import StaticTree
+from draft_vocab import DraftVocab, rows_of, vocab_from
 from drafters import DRAFTERS, Drafter, Root, RootOnly, Rows, Text
 from grow import DynamicTree, Grower, children_from, tree_from
 from model import (
@@ -175,11 +176,12 @@ class EagleDrafter(Grower):
         children: str = "noise",
         sharpness: float | None = None,
         lm_head: nn.Module | None = None,
+        vocab: DraftVocab | None = None,
     ):
         """sharpness: None is what the head was fitted with; lm_head: what turns features into drafted tokens, where
         it is not the target's own; the others as in `Grower`
         """
-        super().__init__(target, tree, rule, children, head.config.sharpness if sharpness is None else sharpness)
+        super().__init__(target, tree, rule, children, head.config.sharpness if sharpness is None else sharpness, vocab)
         self.head, self.embedding, self.lm_head = head, target.embedding, lm_head or target.lm_head
 
     def init(self, batch: int, slots: int) -> EagleState:
@@ -234,9 +236,13 @@ class Resting(RootOnly):
         return state._replace(kept=state.kept + rows.count)
 
 
-def draft_lm_head(target: Transformer, quant: Quantization | None) -> nn.Module:
-    """The target's LM head, or a copy of it in the draft's own format."""
-    own = target.lm_head
+def draft_lm_head(target: Transformer, quant: Quantization | None, ids: Tensor | None = None) -> nn.Module:
+    """The target's LM head, or a copy of it in the draft's own format or with the rows of some tokens only.
+
+    ids: [N] int64, the tokens to keep; None: all
+    """
+    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
+    own = target.lm_head if ids is None else rows_of(target.lm_head, ids)
     if quant is None or (isinstance(own, QuantLinear) and own.format == quant.format):
         return own
     check_group(quant, "the draft's copy of lm_head", own.in_features)
@@ -254,9 +260,10 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
     """`--draft eagle` and `eagle+ngram`. Raises: ValueError for a head or a tree that does not fit."""
     quant = draft_quantization(config)
     head = load_head(Path(config.eagle), target, quant, _inflated(target, config) if config.inflate else None)
-    tree, lm_head = tree_from(config), draft_lm_head(target, head.config.model.quant or quant)
+    tree, vocab = tree_from(config), vocab_from(config, target.config.vocab_size, head.rope_freq.device)
+    lm_head = draft_lm_head(target, head.config.model.quant or quant, vocab.ids)
     children = children_from(config, tree)
-    drafter = EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head)
+    drafter = EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head, vocab)
     return drafter.sized_by_host() if config.tree_shape == "auto" else drafter
 
 

@@ -31,6 +31,7 @@ import sampling
 from autosize import TreeShape
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
+from draft_vocab import DraftVocab
 from drafters import Drafter, Root, RootOnly
 from model import Transformer, Window
 from ngram_draft import Ngram, graft
@@ -78,19 +79,24 @@ class Grower(Drafter):
         rule: sampling.Sampling,
         children: str = "noise",
         sharpness: float = 1.0,
+        vocab: DraftVocab | None = None,
     ):
         """children: how they are picked when sampling. "topk": top-k of the drafter's logits; "noise": top-k of
         logits + T * the shared noise; "sampled": drawn without replacement from q with noise of their own.
+        vocab: the tokens that it scores; None: the target's
         """
         if children == "sampled" and isinstance(tree, DynamicTree):
             raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
         self.rule, self.sharpness = rule, sharpness
         self.children = children if rule.temperature > 0 else "topk"
+        self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.embedding.weight.device
         self._plant(tree)
-        vocab = target.config.vocab_size
-        if self.width > vocab:
-            raise ValueError(f"a node cannot have {self.width} ranked children of {vocab} tokens; lower the rank")
+        if self.width > self.vocab.kept:
+            raise ValueError(
+                f"a node cannot have {self.width} ranked children of {self.vocab.kept} tokens; lower the rank "
+                "(--tree_topk) or raise --draft_vocab"
+            )
 
     def _plant(self, tree: DynamicTree | StaticTree) -> None:
         """Take on a tree."""
@@ -149,7 +155,7 @@ class Grower(Drafter):
         raise NotImplementedError
 
     def logits(self, out: Tensor) -> Tensor:
-        """Scores of the token after each output: [B, R, V] fp32."""
+        """Scores of the token after each output, of the tokens in `vocab`, here and below V of them: [B, R, V] fp32."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
@@ -163,6 +169,7 @@ class Grower(Drafter):
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree. Writes: scratch slots of the cache."""
+        root = root._replace(noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
         return self._dynamic(state, root) if isinstance(self.tree, DynamicTree) else self._static(state, root)
 
     def _scores(self, out: Tensor, noise: Tensor | None) -> Tensor:
@@ -175,9 +182,9 @@ class Grower(Drafter):
     def _children(self, out: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
         """The k best children of each node: tokens and log softmax(c * score), both [B, R, k], best first."""
         scores = self.sharpness * self._scores(out, noise)
-        best, tokens, total = kernels.topk_logsumexp(scores, k)
+        best, columns, total = kernels.topk_logsumexp(scores, k)
         # no value may exceed its parent's, not even by the rounding of the logarithm
-        return tokens, (best - total).clamp(max=0)
+        return self.vocab.tokens(columns), (best - total).clamp(max=0)
 
     def _level(self, state: Any, free: Tensor, tokens: Tensor, out: Tensor, level: int, seen: Seen) -> Tensor:
         """Run the drafter over the drafted nodes of one level.
@@ -227,9 +234,9 @@ class Grower(Drafter):
                 slot += len(level.nodes)
             if self.children == "sampled":
                 log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
-                q.append(log_q.exp())
-                picked = (log_q + root.fresh[:, row : row + len(level.nodes)]).topk(level.k, dim=-1).indices
-                best = log_q.gather(2, picked)  # [B, R, k]
+                q.append(self.vocab.spread(log_q.exp()))
+                columns = (log_q + root.fresh[:, row : row + len(level.nodes)]).topk(level.k, dim=-1).indices
+                picked, best = self.vocab.tokens(columns), log_q.gather(2, columns)  # [B, R, k]
                 row += len(level.nodes)
             else:
                 picked, best = self._children(out, noise[depth], level.k)  # [B, R, k]

@@ -306,6 +306,11 @@ class QuantLinear(nn.Module):
         """The weight that it multiplies with, [N, K] fp32."""
         return self.decode(*self.codes_and_scale())
 
+    def rows(self, ids: Tensor) -> QuantLinear:
+        """A layer of some of the outputs, with the codes and scales of this one. ids: [R] int64."""
+        codes, scale = self.codes_and_scale()
+        return type(self)(codes[ids], scale[ids], None if self.bias is None else self.bias[ids], self.wide)
+
     def size_bytes(self) -> int:
         """Memory of codes and scales."""
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scale))

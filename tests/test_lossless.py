@@ -25,8 +25,9 @@ import session as loop
 from config import DEMO
 from decode import with_steps
 from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
+from draft_vocab import DraftVocab
 from drafters import Drafter, Root, RootOnly, Rows
-from eagle_draft import DynamicTree, EagleDrafter
+from eagle_draft import DynamicTree, EagleDrafter, draft_lm_head
 from generate import generate, load
 from helpers import chi_square, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from model import Router
@@ -87,21 +88,29 @@ def assert_same(engine, prompt, got: list[int], want: list[int], stream=(0, 0)) 
     return 1
 
 
-def drafter_for(tree, rule: Sampling, children: str = "noise", model: str = "llama") -> EagleDrafter:
-    target, head = MODELS[model]
-    return EagleDrafter(golden_head(head, golden_target(target)), golden_target(target), tree, rule, children)
+EVEN = DraftVocab(97, torch.arange(0, 97, 2))  # the odd half of the vocabulary is never drafted
+
+
+def drafter_for(tree, rule: Sampling, children: str = "noise", model: str = "llama", vocab=None) -> EagleDrafter:
+    target, head = golden_target(MODELS[model][0]), MODELS[model][1]
+    lm_head = draft_lm_head(target, None, vocab.ids) if vocab else None
+    return EagleDrafter(golden_head(head, target), target, tree, rule, children, lm_head=lm_head, vocab=vocab)
 
 
 def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama") -> Drafter:
-    """An EAGLE tree of `TREES`, lookup, a draft model (the target with noise on its weights), or a grafted tree."""
+    """An EAGLE tree of `TREES`, of the whole vocabulary or trimmed to its even half, lookup, a draft model (the target
+    with noise on its weights), or a grafted tree.
+    """
     if name in TREES:
         return drafter_for(TREES[name], rule, children, model)
     who, _, tree = name.partition(":")
+    if who == "trimmed" and tree in TREES:
+        return drafter_for(TREES[tree], rule, children, model, EVEN)
     if who == "ngram":
         return NgramDrafter(Ngram(tokens=5, branches=3))
     if who == "eagle+ngram":
         grafted = DynamicTree(depth=4, topk=6, size=40, graft=Ngram(tokens=6, branches=2))
-        return drafter_for(grafted, rule, children)
+        return drafter_for(grafted, rule, children, vocab=EVEN if tree == "trimmed" else None)
     return ModelDrafter(noisy_copy(golden_target(), 0.02), golden_target(), TREES[tree], rule, children)
 
 
@@ -137,6 +146,44 @@ def test_trees_equal_vanilla(model, tree, temperature, batch):
     assert tau > 1.3, "the drafts must be good enough for the test to mean anything"
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["trimmed:chain", "trimmed:static", "trimmed:dynamic", "trimmed:small"])
+@pytest.mark.parametrize("model", MODELS)
+def test_trimmed_heads_equal_vanilla(model, name, temperature, batch):
+    tau = check(name, batch, model=model, temperature=temperature, seed=7)
+    assert tau > 1.1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_what_is_not_kept_is_emitted_and_never_drafted(tree, temperature):
+    engine = engine_for(
+        golden_target(), make(f"trimmed:{tree}", Sampling(temperature)), temperature=temperature,
+        max_new_tokens=60, ignore_eos=True, batch_size=2, seed=7,
+    )  # fmt: skip
+    trace = decode(engine, *PROMPTS).trace
+    assert all(token % 2 == 0 for line in trace for token in line["draft_tokens"])
+    odd = [token % 2 for line in trace for token in line["emitted"]]
+    assert 0 < sum(odd) < len(odd)
+    assert any(token % 2 for line in trace if line["accept_length"] for token in line["emitted"][-1:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
+    """Whether the head can draft the end or the target has to add it as the bonus token."""
+    rule, options = Sampling(temperature), {"temperature": temperature, "max_new_tokens": 60, "seed": 7}
+    vanilla = engine_for(golden_target(), RootOnly(), **options, ignore_eos=True)
+    truth = new_tokens(decode(vanilla, PROMPTS[0]), 0, PROMPTS[0])
+    ends = [i for i, token in enumerate(truth) if i > 3 and token % 2 == (not kept) and token not in truth[:i]]
+    for at, tree in itertools.product(ends, ("chain", "dynamic")):
+        engine = engine_for(golden_target(), make(f"trimmed:{tree}", rule), **options)
+        session = decode(with_steps(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
+        assert new_tokens(session, 0, PROMPTS[0]) == truth[: at + 1]
+    assert ends
+
+
 HEADLESS = ["ngram", "model:chain", "model:static", "model:small", "eagle+ngram"]
 
 
@@ -152,11 +199,19 @@ def test_headless_drafts_equal_vanilla(name, temperature, batch):
 def test_any_choice_of_children_is_exact(children):
     check("static", 2, children, temperature=1.0, seed=3)
     check("model:static", 2, children, temperature=1.0, seed=3)
+    check("trimmed:static", 2, children, temperature=1.0, seed=3)
+
+
+def test_a_trimmed_head_and_lookup_equal_vanilla():
+    """Looked-up tokens need not be among the kept ones."""
+    for temperature in (0.0, 1.0):
+        assert check("eagle+ngram:trimmed", 2, temperature=temperature, seed=7) > 1.1
 
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9, "temperature": 0.6}])
 def test_cut_distributions_equal_vanilla(options):
-    check("dynamic", 2, **{"temperature": 1.0, "seed": 11, **options})
+    for name in ("dynamic", "trimmed:dynamic"):
+        check(name, 2, **{"temperature": 1.0, "seed": 11, **options})
 
 
 def test_noise_raises_acceptance_when_sampling():
@@ -171,6 +226,7 @@ def test_noise_raises_acceptance_when_sampling():
         ("llama", "dynamic", 1.0, 2), ("llama", "static", 0.0, 1), ("llama", "chain", 1.0, 1),
         ("llama", "dynamic", 0.0, 1), ("mixtral", "dynamic", 1.0, 2), ("llama", "ngram", 0.0, 2),
         ("llama", "model:chain", 1.0, 2), ("llama", "model:small", 0.0, 1), ("llama", "eagle+ngram", 1.0, 1),
+        ("llama", "trimmed:dynamic", 1.0, 2), ("llama", "trimmed:static", 0.0, 1),
     ],
 )  # fmt: skip
 def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
@@ -399,6 +455,7 @@ def test_residual_rule_runs_in_the_loop():
     [
         ("static", "sampled"), ("dynamic", "topk"),
         ("model:chain", "sampled"), ("model:small", "topk"), ("ngram", "topk"), ("eagle+ngram", "topk"),
+        ("trimmed:static", "sampled"), ("trimmed:dynamic", "topk"),
     ],
 )  # fmt: skip
 def test_residual_rule_in_the_loop_follows_p(name, children):

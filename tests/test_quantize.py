@@ -388,6 +388,19 @@ def test_a_saved_head_on_a_float_target(tmp_path):
             load(checkpoint=str(TARGET), eagle=str(head), quant_draft=asked, device="cpu")
 
 
+@pytest.mark.parametrize("device", ["cpu", "torch"])
+@each(QUANTS)
+def test_some_rows_are_the_same_codes_and_products(monkeypatch, quant, device):
+    monkeypatch.setattr(quantize, "product_of", lambda format, _: quantize.PRODUCTS[format, device])
+    ids, bias = torch.tensor([3, 4, 90, 199, 0]), random(200, seed=2)
+    whole = FORMATS[quant.format].from_float(random(200, 256).bfloat16(), bias, quant.group_size, wide=True)
+    rows = whole.rows(ids)
+    for some, all in zip(rows.codes_and_scale(), whole.codes_and_scale()):
+        assert some.dtype == all.dtype and torch.equal(some, all[ids])
+    x = random(7, 256, seed=1).bfloat16()
+    assert torch.equal(rows(x), whole(x)[:, ids]) and rows(x).dtype == torch.float32
+
+
 def test_lm_head_copy_that_does_not_fit():
     with pytest.raises(ValueError, match="group size 128 does not divide in_features 64 of .*lm_head"):
         draft_lm_head(load_model(TARGET), Quantization("int4", 128))
