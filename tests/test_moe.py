@@ -21,6 +21,7 @@ import transformers
 from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import inflate
 import kernels
 import quantize
 import train_demo
@@ -354,12 +355,86 @@ def test_missing_experts_are_named(mixtral, tmp_path):
     assert shard in refused(copied)
 
 
-def test_a_mistake_is_one_line_and_status_2(mixtral, tmp_path, capsys):
-    out = changed(mixtral, tmp_path / "bad", {"num_experts_per_tok": 9})
+EXPERT = "model.layers.1.block_sparse_moe.experts.2."
+
+
+def index_of(directory) -> dict[str, str]:
+    return json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def without_a_shard(mixtral, out, also_in_index=False):
+    """A copy without the files that hold `EXPERT`, which the index still names, or does not."""
+    shutil.copytree(mixtral, out)
+    index = index_of(out)
+    gone = {file for name, file in index.items() if name.startswith(EXPERT)}
+    for file in gone:
+        (out / file).unlink()
+    kept = {name: file for name, file in index.items() if not (also_in_index and file in gone)}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+    return sorted(gone)[0]
+
+
+def told(capsys, program, *argv) -> str:
+    """The one line that a command ends with, at status 2."""
     with pytest.raises(SystemExit) as stop:
-        main(["--checkpoint", str(out), "--prompt_ids", "1,2"])
+        program([str(a) for a in argv])
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "it is 9" in err
+    assert stop.value.code == 2 and err.count("\n") == 1, err
+    return err
+
+
+def run_inflate(argv):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["inflate.py", *argv])
+        inflate.main()
+
+
+def commands(directory, out):
+    """Every command that reads a checkpoint."""
+    yield main, ("--checkpoint", directory, "--prompt_ids", "1,2")
+    shape = ("--shape", "mixtral-tiny", "--n_experts", 4)
+    yield run_inflate, ("--checkpoint", directory, *shape, "--out", out)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"num_local_experts": 8}, "num_local_experts 8, and the weights hold 4; set it to 4"),
+    ({"num_local_experts": 2}, "num_local_experts 2, and the weights hold 4; set it to 4"),
+    ({"num_local_experts": "4"}, "num_local_experts must be a whole number; it is '4'"),
+    ({"num_experts_per_tok": None}, "num_experts_per_tok must be a whole number; it is None"),
+    ({"num_experts_per_tok": 2.0}, "num_experts_per_tok must be a whole number; it is 2.0"),
+    ({"num_experts_per_tok": 9}, "1 to num_local_experts (4); it is 9"),
+    ({"num_experts_per_tok": 0}, "it is 0"),
+    ({"architectures": ["LlamaForCausalLM"]}, "model.layers.0.mlp.down_proj.weight"),
+])  # fmt: skip
+def test_a_wrong_config_is_one_line_and_status_2(mixtral, tmp_path, capsys, change, words):
+    out = changed(mixtral, tmp_path / "bad", change)
+    assert words in told(capsys, main, "--checkpoint", out, "--prompt_ids", "1,2")
+
+
+def test_a_missing_shard_is_one_line_and_status_2(mixtral, tmp_path, capsys):
+    shard = without_a_shard(mixtral, tmp_path / "bad")
+    for program, argv in commands(tmp_path / "bad", tmp_path / "out"):
+        assert f"the index names {shard}, which is missing" in told(capsys, program, *argv)
+    argv = ("--checkpoint", tmp_path / "bad", "--quant", "int8", "--out", tmp_path / "out")
+    assert shard in told(capsys, quantize.main, *argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_without_an_expert_is_one_line_and_status_2(mixtral, tmp_path, capsys):
+    without_a_shard(mixtral, tmp_path / "bad", also_in_index=True)
+    missing = sorted(set(index_of(mixtral)) - set(index_of(tmp_path / "bad")))
+    assert any(name.startswith(EXPERT) for name in missing)
+    for program, argv in commands(tmp_path / "bad", tmp_path / "out"):
+        assert missing[0] in told(capsys, program, *argv)
+
+
+def test_files_count_and_not_the_index(mixtral, tmp_path):
+    """An index that forgets an expert whose file it names for other tensors loses nothing."""
+    out = shutil.copytree(mixtral, tmp_path / "whole")
+    kept = {name: file for name, file in index_of(out).items() if not name.startswith(EXPERT + "w1")}
+    assert set(kept.values()) == set(index_of(out).values())
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+    assert torch.equal(load_model(out).layers[1].ffn.w13.weight, load_model(mixtral).layers[1].ffn.w13.weight)
 
 
 def test_a_group_that_does_not_divide_an_experts_width(mixtral):
