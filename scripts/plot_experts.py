@@ -214,13 +214,13 @@ def draw(rows: list[dict], experts: int, chosen: int, title: str, out: Path) -> 
     for shape, color in zip(dict.fromkeys(row["tree"] for row in rows), COLORS[1:]):
         mine = sorted((row for row in rows if row["tree"] == shape), key=lambda row: row["nodes"])
         x, y = [row["nodes"] for row in mine], [row["touched"] for row in mine]
-        off = [[abs(row["touched"] - row["quartiles"][side]) for row in mine] for side in (0, 1)]
-        left.errorbar(x, y, off, fmt="o-", color=color, capsize=2, label=f"{shape}, with quartiles")
+        left.plot(x, y, "o-", color=color, label=f"{shape}, with quartiles")
+        left.vlines(x, *zip(*(row["quartiles"] for row in mine)), color=color, alpha=0.5, lw=3)  # may lie beside a mean
         right.plot(x, [row["most"] for row in mine], "o-", color=color, label=shape)
     left.axhline(experts, color="#333333", lw=0.8)
     left.set(ylabel=f"experts touched, of {experts}", ylim=(0, experts + 0.4))
     right.axhline(1, color="#333333", lw=0.8, ls="--")
-    right.set(ylabel="tau / bytes of a pass (one token: 1)", ylim=(0, None))
+    right.set(ylabel="tau / bytes of a pass (one token: 1)", ylim=(0, 1.1 * max(1, *(row["most"] for row in rows))))
     for axis in (left, right):
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
