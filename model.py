@@ -138,9 +138,13 @@ def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
 def expert_counts(raw: dict) -> tuple[int, int]:
     """Read how many experts a layer has, and how many of them see a token.
 
+    The weights tell the first again (weights.check_experts); a possible but wrong second cannot be seen in them.
     Raises: ValueError where that is impossible, KeyError for a missing key.
     """
     experts, chosen = raw["num_local_experts"], raw["num_experts_per_tok"]
+    for name, value in (("num_local_experts", experts), ("num_experts_per_tok", chosen)):
+        if type(value) is not int:
+            raise ValueError(f"{name} must be a whole number; it is {value!r}: correct config.json")
     if not 1 <= chosen <= experts:
         raise ValueError(
             f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}: correct config.json"

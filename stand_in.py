@@ -15,7 +15,10 @@ How it works (d, e: width and head size of the small model; D, E: of the large o
    is scaled by sqrt(E/e). Values keep their order. KV heads are repeated where the large groups are smaller.
 4. More heads, more neurons and the further layers (spread between the real ones) compute on what they read, but
    their values and gates are exactly zero, so they add exactly zero.
-5. Ids beyond the small vocabulary get logits of -3000 or so (float16: -300): their rows of the LM head read channel
+5. A Mixtral stays one, with as many experts: each is inflated like a feed-forward, and routers keep their numbers, as
+   what they read is the small model's. A further layer routes by norm and router of the real layer before it, applied
+   to that layer's output: it touches about as many experts as that layer does, and they make exactly zero of it.
+6. Ids beyond the small vocabulary get logits of -3000 or so (float16: -300): their rows of the LM head read channel
    d, which is amplified where no norm follows any more, by the final norm's weight or a further neuron of the head.
 
 C is so small that its square vanishes in the fp32 sum of a norm. So in bf16, where D/d and E/e are powers of four, the
@@ -25,10 +28,10 @@ scaled weights are rounded. Filler in a row stays below the small model's larges
 groups of e.
 
 `random_twin` leaves the filler everywhere: a model of no use, of the same shape and without any zero activations,
-against which the timing of a stand-in can be checked.
+against which the timing of a stand-in can be checked (of a Mixtral only at one token: its routers are random too).
 Trade-off: one tensor is computed at a time, when it is read, and nothing is kept: loading costs no disk and no second
 copy, but every load computes again.
-Not here: writing to disk (scripts/inflate.py); Mixtral and EAGLE-3; models with biases.
+Not here: writing to disk (scripts/inflate.py); EAGLE-3; models with biases; making a dense model a mixture.
 """
 
 from __future__ import annotations
@@ -40,20 +43,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import DTYPES, ModelConfig, read_json
-from weights import WeightFiles
+from weights import WeightFiles, check_experts
 
 SILENT = -4096.0  # LM head weight of padded ids at the constant channel
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a LLaMA, in model.py's names."""
+    """The dimensions of a LLaMA or a Mixtral, in model.py's names."""
 
     name: str
     dim: int
@@ -61,8 +64,10 @@ class Shape:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    ffn_dim: int
+    ffn_dim: int  # of every expert in a mixture
     vocab_size: int
+    n_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
 
     @staticmethod
     def parse(text: str) -> Shape:
@@ -82,6 +87,10 @@ def _shape(name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim:
     return Shape(name, dim, layers, heads, kv_heads, head_dim=128, ffn_dim=ffn_dim, vocab_size=vocab)
 
 
+def _mixtral(*sizes: Any) -> Shape:
+    return replace(_shape(*sizes), n_experts=8, experts_per_token=2)
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -92,6 +101,8 @@ SHAPES = {
         _shape("llama2-70b", 8192, 80, 64, 8, 28672, 32000),
         _shape("llama3-8b", 4096, 32, 32, 8, 14336, 128256),
         _shape("llama3-70b", 8192, 80, 64, 8, 28672, 128256),
+        _mixtral("mixtral-tiny", 1024, 32, 8, 4, 3584, 32000),  # a quarter of 8x7b's width: 2.99 B, 0.87 B of them used
+        _mixtral("mixtral-8x7b", 4096, 32, 32, 8, 14336, 32000),  # 46.7 B, 12.9 B of them used for a token
     )
 }
 
@@ -102,6 +113,7 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
         raise ValueError(
             f"{where} has biases in its layers, and only layers without can be inflated; use another model"
         )
+    _check_mixture(small, shape, where)
     if shape.n_heads % shape.n_kv_heads:
         raise ValueError(
             f"shape {shape.name}: n_kv_heads must divide n_heads; {shape.n_kv_heads} does not divide {shape.n_heads}"
@@ -122,6 +134,21 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
             raise ValueError(
                 f"shape {shape.name}: {name} must be at least {least}, for {why} of {where}; "
                 f"it is {getattr(shape, name)}: choose a larger shape"
+            )
+
+
+def _check_mixture(small: ModelConfig, shape: Shape, where: Path) -> None:
+    if (small.n_experts > 0) != (shape.n_experts > 0):
+        what, other = ("a mixture of experts", "dense") if small.n_experts else ("dense", "a mixture of experts")
+        fits = ", ".join(name for name, s in SHAPES.items() if (s.n_experts > 0) == (small.n_experts > 0))
+        raise ValueError(
+            f"shape {shape.name} is {other}, and {where} is {what}: one cannot become the other; choose one of {fits}"
+        )
+    for name in ("n_experts", "experts_per_token"):
+        ours, theirs = getattr(small, name), getattr(shape, name)
+        if ours != theirs:
+            raise ValueError(
+                f"shape {shape.name}: {name} must be {where}'s {ours}, so that routing stays as it is; it is {theirs}"
             )
 
 
@@ -255,6 +282,9 @@ class Placement:
         large[:, :reached, :e] = 0
         large[:d, self.q_heads(), :e] = small.to(out.dtype)
 
+    def router(self, out: Tensor, small: Tensor) -> None:  # [experts, D]
+        self._project(out, small, torch.arange(len(small)))
+
     def gate_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
         out[:, : self.small.dim + 1] = 0  # silu(0) = 0
         if small is not None:
@@ -299,24 +329,40 @@ class Recipe(NamedTuple):
     source: str | None  # the small model's tensor
 
 
-def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str, Recipe]:
-    """One layer, by Hugging Face name. large, small: name prefixes; small is None for a layer that adds nothing."""
+def _ffn_parts(place: Placement) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor | None], None]]]:
+    """Sizes and makers of a feed-forward, or of those of all experts, by Hugging Face name."""
+    wide, narrow = (place.shape.ffn_dim, place.shape.dim), (place.shape.dim, place.shape.ffn_dim)
+    makers = ((wide, place.gate_proj), (wide, place.up_proj), (narrow, place.down_proj))
+    if not place.shape.n_experts:
+        return {f"mlp.{part}_proj": made for part, made in zip(("gate", "up", "down"), makers)}
+    moe = "block_sparse_moe.experts."
+    experts = range(place.shape.n_experts)
+    return {f"{moe}{e}.{part}": made for e in experts for part, made in zip(("w1", "w3", "w2"), makers)}
+
+
+def _layer_recipes(place: Placement, large: str, small: str, real: bool = True) -> dict[str, Recipe]:
+    """One layer, by Hugging Face name.
+
+    large, small: name prefixes; real: False for a layer that adds nothing, and routes as the small one's router would
+    """
     shape = place.shape
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     quiet = replace(place, loud=False)
+    routing = {"post_attention_layernorm": ((shape.dim,), place.norm)}
+    if shape.n_experts:
+        routing["block_sparse_moe.gate"] = ((shape.n_experts, shape.dim), place.router)
     parts = {
         "input_layernorm": ((shape.dim,), quiet.norm),
         "self_attn.q_proj": ((q, shape.dim), place.q_proj),
         "self_attn.k_proj": ((kv, shape.dim), place.k_proj),
         "self_attn.v_proj": ((kv, shape.dim), place.v_proj),
         "self_attn.o_proj": ((shape.dim, q), place.o_proj),
-        "post_attention_layernorm": ((shape.dim,), place.norm),
-        "mlp.gate_proj": ((shape.ffn_dim, shape.dim), place.gate_proj),
-        "mlp.up_proj": ((shape.ffn_dim, shape.dim), place.up_proj),
-        "mlp.down_proj": ((shape.dim, shape.ffn_dim), place.down_proj),
+        **routing,
+        **_ffn_parts(place),
     }
+    kept = parts if real else routing if shape.n_experts else {}
     return {
-        f"{large}{part}.weight": Recipe(size, make, None if small is None else f"{small}{part}.weight")
+        f"{large}{part}.weight": Recipe(size, make, f"{small}{part}.weight" if part in kept else None)
         for part, (size, make) in parts.items()
     }
 
@@ -325,9 +371,10 @@ def _target_recipes(place: Placement) -> dict[str, Recipe]:
     small, shape = place.small, place.shape
     real = {i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)}  # spread, in order
     embedding, table = "model.embed_tokens.weight", (shape.vocab_size, shape.dim)
-    recipes = {embedding: Recipe(table, place.embedding, embedding)}
+    recipes, before = {embedding: Recipe(table, place.embedding, embedding)}, 0
     for i in range(shape.n_layers):
-        recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{real[i]}." if i in real else None)
+        before = real.get(i, before)  # the last real layer up to here
+        recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{before}.", i in real)
     recipes["model.norm.weight"] = Recipe((shape.dim,), place.final_norm, "model.norm.weight")
     recipes["lm_head.weight"] = Recipe(table, place.lm_head, embedding if small.tie_embeddings else "lm_head.weight")
     return recipes
@@ -402,7 +449,7 @@ def inflate_head(
     small: the head's own configuration
     Raises: ValueError for a directory or a shape that cannot be used.
     """
-    shape = replace(shape, n_layers=small.n_layers)
+    shape = replace(shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0)  # a head's layers are dense
     check_fit(small, shape, path, spare_neurons=1)
     place = Placement(small, shape)
     recipes = _head_recipes(place, bool(read_json(path / "config.json").get("bias", True)))
@@ -418,9 +465,11 @@ def _inflate(
         raise ValueError(f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from")
     if place.small.quant is not None:
         raise ValueError(f"{path} is quantized; inflate the original, and quantize the result with --quant")
+    check_experts(place.small, files)
     missing = sorted({r.source for r in recipes.values() if r.source} - set(files.readers))
     if missing:
-        raise ValueError(f"{path}: {missing[0]} is missing; a LLaMA, or an EAGLE-1 or EAGLE-2 head, can be inflated")
+        kinds = "a LLaMA, a Mixtral, or an EAGLE-1 or EAGLE-2 head"
+        raise ValueError(f"{path}: {missing[0]} is missing; {kinds} can be inflated")
     dtype = dtype or DTYPES.get(place.small.dtype)
     if dtype is None:
         raise ValueError(f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; use --dtype")

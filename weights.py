@@ -268,7 +268,7 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     files = files or WeightFiles(path)
-    _check_experts(config, files)
+    check_experts(config, files)
     load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
     if config.tie_embeddings:
         weight = model.embedding.weight
@@ -281,7 +281,7 @@ def load_model(
     return model.eval()
 
 
-def _check_experts(config: ModelConfig, files: WeightFiles | InflatedFiles) -> None:
+def check_experts(config: ModelConfig, files: WeightFiles | InflatedFiles) -> None:
     """Raises: ValueError when the routers say that there are more or fewer experts than the config does."""
     router = "model.layers.0.block_sparse_moe.gate.weight"
     held = len(files.read(router)) if router in files.readers else config.n_experts

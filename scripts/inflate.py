@@ -3,6 +3,7 @@
     python scripts/inflate.py --shape llama2-7b --out stand-ins/7b
     python generate.py --checkpoint stand-ins/7b --prompt "def read_lines(path):"
     python scripts/inflate.py --shape tiny-0.5b --n_layers 9 --vocab_size 4096 --out stand-ins/short
+    python scripts/inflate.py --checkpoint checkpoints/demo-moe --shape mixtral-tiny --out stand-ins/mixtral
 
 How it works:
 1. stand_in.py computes one tensor after the other; they are written in shards, so that no more than one shard is in
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from torch import Tensor
@@ -31,7 +32,7 @@ from eagle_draft import EagleConfig  # noqa: E402
 from model import DTYPES, read_json  # noqa: E402
 from stand_in import SHAPES, InflatedFiles, Shape, inflate_head, inflate_target  # noqa: E402
 
-SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+SIZES = tuple(f.name for f in fields(Shape) if f.name != "name")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class InflateConfig:
     n_heads: int = option(0, "query heads")
     n_kv_heads: int = option(0, "key and value heads")
     head_dim: int = option(0, "width of a head")
-    ffn_dim: int = option(0, "neurons of a layer, of the head's too")
+    ffn_dim: int = option(0, "neurons of a layer or expert, and of the head's layers")
     vocab_size: int = option(0, "tokens; those beyond the small model's are never chosen")
+    n_experts: int = option(0, "experts of a layer; as many as the small model's")
+    experts_per_token: int = option(0, "those that see a token; as many as the small model's")
     out: str = option("", "directory to write the target to")
     eagle_out: str = option("", "directory to write the head to; default: OUT-eagle, where generate.py finds it")
     dtype: str = option("", "default: the checkpoint's", tuple(DTYPES))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,13 +118,23 @@ def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
     return [buffer.nbytes / s for s in seconds[1:]]
 
 
-def pass_bytes(target: Transformer, cached: float) -> float:
-    """Bytes that a pass reads at least: every weight but the embedding's other rows, and `cached` keys and values."""
+def pass_bytes(target: Transformer, cached: float, experts: float | None = None) -> float:
+    """Bytes that a pass reads at least: every weight but the embedding's other rows, and `cached` keys and values.
+
+    experts: that a pass reads in a layer of a mixture, on average; None: those of one token, the least
+    """
     c, embedding = target.config, target.embedding.weight
     tied = any(p is embedding for p in target.lm_head.parameters())
     skipped = 0 if tied else embedding.nbytes - embedding[0].nbytes
-    weights = sum(x.nbytes for x in (*target.parameters(), *target.buffers())) - skipped
+    if c.n_experts:
+        read = c.experts_per_token if experts is None else experts
+        skipped += (1 - read / c.n_experts) * sum(_nbytes(x) for y in target.layers for x in (y.ffn.w13, y.ffn.w2))
+    weights = _nbytes(target) - skipped
     return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:

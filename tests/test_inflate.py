@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import checkpoint
 import generate as cli
@@ -24,13 +26,16 @@ import inflate as script
 from config import DEMO
 from eagle_draft import EagleConfig, load_head
 from generate import generate, load
-from helpers import GOLDEN
-from model import ModelConfig
+from helpers import GOLDEN, record
+from model import ModelConfig, Router, Transformer
 from stand_in import SHAPES, InflatedFiles, Placement, Shape, inflate_head, inflate_target
 from weights import WeightFiles, load_model, weight_names
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
+MIXTRAL = (GOLDEN / "models/target_mixtral", GOLDEN / "models/head_eagle12_mixtral")
+FOUR = "mixtral-tiny,n_experts=4,ffn_dim=192,vocab_size=128"  # the golden one has 4 experts
+EXACT_MIXTRAL = f"{FOUR},dim=256,n_layers=5,n_heads=8,n_kv_heads=4,head_dim=64"  # width and heads * 4 here too
 EXACT = "tiny-0.5b,n_layers=10,ffn_dim=1792,vocab_size=4224"  # width * 4, heads * 4: powers of four
 PROMPT = "def read_lines(path):"
 ROOT = Path(script.__file__).parents[1]
@@ -84,6 +89,7 @@ def relative(a: Tensor, b: Tensor) -> float:
         ("dim=640,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=32", (TARGET, HEAD)),  # groups of 2 in groups of 3
         ("dim=257,n_layers=8,n_heads=20,n_kv_heads=4,head_dim=32,vocab_size=4096", (TARGET, HEAD)),  # the least width
         ("dim=512,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=64,vocab_size=1000", GOLDEN_PAIR),
+        ("dim=300,n_layers=5,n_heads=12,n_kv_heads=4,head_dim=48,n_experts=4,experts_per_token=2", MIXTRAL),
     ],
 )
 def test_fp64_outputs_are_the_small_models(monkeypatch, sizes, pair):
@@ -111,27 +117,43 @@ def test_scaled_rope_commutes(monkeypatch, tmp_path, kind):
     assert relative(scaled[0], plain[0]) > 1e-3, "the scaling must matter here"
 
 
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Sums that do not depend on the order of addition; a library's products block their inputs by size."""
+    y = (x.double() @ weight.double().T).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+DENSE = "tiny-0.5b,n_layers=9,ffn_dim=1664,vocab_size=4224"
+
+
 @pytest.mark.parametrize(
-    ("change", "length", "bits"),
-    [("dim=1024", 500, True), ("dim=4096,n_layers=8", 48, True), ("dim=640", 48, False), ("head_dim=64", 48, False)],
+    ("sizes", "pair", "length", "bits"),
+    [
+        (f"{DENSE},dim=1024", (TARGET, HEAD), 500, True),
+        (f"{DENSE},dim=4096,n_layers=8", (TARGET, HEAD), 48, True),
+        (f"{DENSE},dim=640", (TARGET, HEAD), 48, False),
+        (f"{DENSE},head_dim=64", (TARGET, HEAD), 48, False),
+        (EXACT_MIXTRAL, MIXTRAL, 300, True),
+    ],
 )
-def test_bf16_bit_for_bit_at_powers_of_four(monkeypatch, change, length, bits):
-    """With sums that do not depend on the order of addition; a library's products block their inputs by size."""
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = (x.double() @ weight.double().T).to(x.dtype)
-        return y if bias is None else y + bias
-
-    monkeypatch.setattr(F, "linear", linear)
-    shape = Shape.parse(f"tiny-0.5b,n_layers=9,ffn_dim=1664,vocab_size=4224,{change}")
-    for small, large in both(shape, torch.bfloat16, length=length):
+def test_bf16_bit_for_bit_at_powers_of_four(monkeypatch, sizes, pair, length, bits):
+    monkeypatch.setattr(F, "linear", exact_linear)
+    for small, large in both(Shape.parse(sizes), torch.bfloat16, pair, length):
         assert torch.equal(small, large[..., : small.shape[-1]]) == bits
         assert relative(small, large) < 0.05
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.05), ("float16", 0.01)])
-def test_within_rounding_by_the_librarys_products(dtype, most):
-    for small, large in both(Shape.parse(EXACT), getattr(torch, dtype)):
+@pytest.mark.parametrize(
+    ("dtype", "most", "sizes", "pair"),
+    [
+        ("float32", 1e-5, EXACT, (TARGET, HEAD)),
+        ("bfloat16", 0.05, EXACT, (TARGET, HEAD)),
+        ("float16", 0.01, EXACT, (TARGET, HEAD)),
+        ("float32", 1e-5, EXACT_MIXTRAL, MIXTRAL),  # in 16 bits, a rounding may change the route
+    ],
+)
+def test_within_rounding_by_the_librarys_products(dtype, most, sizes, pair):
+    for small, large in both(Shape.parse(sizes), getattr(torch, dtype), pair):
         assert relative(small, large) < most
         assert large[..., small.shape[-1] :].max() < -200
 
@@ -217,6 +239,34 @@ def test_int4_outputs_are_the_int4_small_models(monkeypatch):
         assert relative(small, large) < 1e-12 and large[..., 4096:].max() < -400
 
 
+def routes(target: Transformer, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """What every layer's router chooses, and the input of every layer: n_layers x [T, J], n_layers x [1, T, F]."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        calls = record(patch, Router, "forward")
+        _, inputs = target(ids, torch.arange(ids.shape[1])[None], capture=tuple(range(target.config.n_layers)))
+    return [call.result[0][0] for call in calls], inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_routes_as_the_small_one(monkeypatch, dtype):
+    """Layers 0 and 2 of 5 are the small ones. The others route by the last of them, and add nothing."""
+    monkeypatch.setattr(F, "linear", exact_linear)
+    small = load_model(MIXTRAL[0], dtype)
+    large = load_model(MIXTRAL[0], dtype, files=inflate_target(MIXTRAL[0], Shape.parse(EXACT_MIXTRAL), dtype))
+    ids = some_ids(97, 200)
+    chosen, inputs = routes(small, ids)
+    got, streams = routes(large, ids)
+    assert len(chosen) == 2 and len(got) == 5
+    assert torch.equal(got[0], chosen[0]) and torch.equal(got[2], chosen[1])
+    with torch.no_grad():
+        after = small.layers[0].ffn.router(small.layers[0].ffn_norm(inputs[1]))[0][0]  # of what layer 0 made
+    assert torch.equal(got[1], after) and torch.equal(got[3], got[4])
+    for choice in got:
+        assert torch.bincount(choice.flatten(), minlength=4).min() > 10, "every expert is used"
+    assert torch.equal(streams[1], streams[2]) and torch.equal(streams[3], streams[4])
+    assert not torch.equal(streams[0], streams[1]) and not torch.equal(streams[2], streams[3])
+
+
 def test_channels_beyond_the_constant_are_exactly_zero():
     shape = Shape.parse(EXACT)
     target = load_model(TARGET, torch.bfloat16, files=inflate_target(TARGET, shape))
@@ -256,6 +306,26 @@ def test_filler_is_dense():
     assert zero_share(files.read("model.layers.0.mlp.down_proj.weight")) < reached + 0.01
 
 
+def test_filler_of_experts_is_dense():
+    files = inflate_target(MIXTRAL[0], Shape.parse(EXACT_MIXTRAL))
+    live = 65 / 256  # columns that something other than zero reaches, of 64 channels and the constant
+    for layer, reached in ((1, 0), (2, 80 / 192)):  # one that adds nothing, and a real one
+        for part, most in (("w1", live), ("w3", live), ("w2", reached)):
+            experts = [files.read(f"model.layers.{layer}.block_sparse_moe.experts.{e}.{part}.weight") for e in range(4)]
+            assert max(map(zero_share, experts)) < most + 0.01, (layer, part)
+            assert all(not torch.equal(experts[0], other) for other in experts[1:])
+        assert zero_share(files.read(f"model.layers.{layer}.block_sparse_moe.gate.weight")) < 0.01
+
+
+def test_random_twin_of_a_mixture():
+    shape = Shape.parse(EXACT_MIXTRAL)
+    twin = inflate_target(MIXTRAL[0], shape, torch.float32, random_twin=True)
+    assert max(map(zero_share, (twin.read(name) for name in twin.recipes if "layers.0" in name))) < 0.01
+    chosen, streams = routes(load_model(MIXTRAL[0], torch.float32, files=twin), some_ids(97, 100))
+    assert all(x.isfinite().all() and (x != 0).all() for x in streams)
+    assert min(len(choice.unique()) for choice in chosen) > 2
+
+
 def test_random_twin_has_no_zeros_and_another_function():
     shape = Shape.parse(EXACT)
     for files in (inflate_target(TARGET, shape, random_twin=True), make_head(shape, torch.bfloat16, random_twin=True)):
@@ -288,6 +358,17 @@ def test_decoding_gives_the_same_tokens(options):
     assert a.tokens == b.tokens and a.text == b.text
     assert a.stats["accept_lengths"] == b.stats["accept_lengths"]
     assert b.stats["stand_in"] == f"a {EXACT}-shaped function of demo" and "stand_in" not in a.stats
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3, "tree": "static"}])
+def test_a_mixture_decodes_the_same_tokens(options):
+    options |= {"checkpoint": str(MIXTRAL[0]), "eagle": str(MIXTRAL[1]), "dtype": "float32", "device": "cpu"}
+    options |= {"max_new_tokens": 40, "ignore_eos": True}
+    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90]]
+    a, b = generate(load(**options), prompts), generate(load(inflate=EXACT_MIXTRAL, **options), prompts)
+    assert a.tokens == b.tokens and a.stats["tau"] > 1.3
+    assert a.stats["accept_lengths"] == b.stats["accept_lengths"]
+    assert b.stats["stand_in"] == f"a {EXACT_MIXTRAL}-shaped function of target_mixtral"
 
 
 def test_everything_printed_names_the_stand_in(capsys, tmp_path):
@@ -368,7 +449,7 @@ def failure(capsys, monkeypatch, *argv: str) -> str:
         (["--out", ""], "--out is missing"),
         (["--shape", "gpt-5"], "invalid choice: 'gpt-5'"),
         (["--checkpoint", "nowhere"], "no such directory: nowhere"),
-        (["--eagle", DEMO], "fc.bias is missing; a LLaMA, or an EAGLE-1 or EAGLE-2 head, can be inflated"),
+        (["--eagle", DEMO], "fc.bias is missing; a LLaMA, a Mixtral, or an EAGLE-1 or EAGLE-2 head can be inflated"),
         (["--eagle_out", "OUT"], "--eagle_out must not be the target's directory"),
     ],
 )
@@ -392,6 +473,44 @@ def test_named_shapes_fit_the_demo(name, billions):
     assert head.recipes["fc.weight"].size == (config.dim, 2 * config.dim)
     norm = files.read("model.norm.weight")  # the constant's amplifier: finite in every dtype
     assert norm.isfinite().all() and replace(files, dtype=torch.float16).read("model.norm.weight").isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-tiny", 2.985), ("mixtral-8x7b", 46.70)])
+def test_named_mixtures_fit_eight_experts(tmp_path, name, billions):
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    files, head = inflate_target(tmp_path, SHAPES[name]), make_head(SHAPES[name], torch.bfloat16, MIXTRAL[1])
+    model = ModelConfig.from_dir(tmp_path, files.config)
+    assert set(files.recipes) == {theirs for parts in weight_names(model).values() for theirs in parts}
+    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert head.recipes["layers.0.mlp.down_proj.weight"].size == (model.dim, model.ffn_dim), "a head's layer is dense"
+    assert math.log2(SHAPES[name].dim / 256) % 2 == 0 and SHAPES[name].head_dim == 4 * 32, "exact for the demo's sizes"
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "says"),
+    [
+        (TARGET, "mixtral-8x7b", r"is a mixture of experts, and .*demo is dense: .* choose one of tiny-0.5b, "),
+        (MIXTRAL[0], "llama2-7b", r"is dense, and .*mixtral is a mixture .* choose one of mixtral-tiny, mixtral-8x7b"),
+        (MIXTRAL[0], "mixtral-8x7b", r"n_experts must be .*target_mixtral's 4, .* it is 8"),
+        (MIXTRAL[0], "mixtral-8x7b,n_experts=4,experts_per_token=1", r"experts_per_token must be .*'s 2, .* it is 1"),
+    ],
+)
+def test_a_dense_model_and_a_mixture_do_not_become_each_other(monkeypatch, capsys, tmp_path, path, shape, says):
+    name, *changes = shape.split(",")
+    flags = [f"--{change}" for change in changes]
+    error = failure(
+        capsys, monkeypatch, "--checkpoint", str(path), "--shape", name, *flags, "--out", str(tmp_path / "o")
+    )
+    assert re.search(says, error)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--checkpoint", str(path), "--inflate", shape, "--prompt_ids", "1,2"])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and re.search(says, err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_shape_texts():
