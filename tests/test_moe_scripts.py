@@ -17,7 +17,7 @@ import train_demo
 import train_eagle
 from bench import BenchConfig
 from config import DEMO
-from decode import Session
+from session import Session
 from draft_tree import StaticTree
 from eagle_draft import DynamicTree, EagleDrafter
 from helpers import engine_for, golden_head, golden_target, record
