@@ -17,7 +17,6 @@ import train_demo
 import train_eagle
 from bench import BenchConfig
 from config import DEMO
-from session import Session
 from draft_tree import StaticTree
 from eagle_draft import DynamicTree, EagleDrafter
 from helpers import engine_for, golden_head, golden_target, record
@@ -25,6 +24,7 @@ from measure import Series, pass_bytes
 from model import Router, Transformer
 from plot_experts import Routes, independent, replay
 from sampling import Sampling
+from session import Session
 from weights import load_model
 
 
