@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -393,6 +394,11 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+def call(layer: nn.Module, *inputs: Any) -> Tensor:
+    """Call a layer."""
+    return layer(*inputs)
+
+
 class Transformer(nn.Module):
     """The target model: embedding, blocks, final norm, LM head."""
 
@@ -415,10 +421,12 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         window: Window | None = None,
         capture: tuple[int, ...] = (),
+        run: Callable[..., Tensor] = call,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers over T rows.
 
         capture: layers whose input hidden state is also wanted (EAGLE-3 fuses three of them)
+        run: calls a layer; all of them have the same shapes, so a compiled one compiles once
         Returns: features after the final norm, [B, T, F]; captured inputs, len(capture) x [B, T, F].
         Writes: the cache at `window.slots`.
         """
@@ -429,7 +437,7 @@ class Transformer(nn.Module):
             if i in capture:
                 captured.append(x)
             kv = (cache.k[i], cache.v[i]) if cache is not None else None
-            x = layer(x, rope, kv, window)
+            x = run(layer, x, rope, kv, window)
         return self.norm(x), captured
 
     def logits(self, features: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32

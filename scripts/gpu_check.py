@@ -9,8 +9,11 @@ kernels  Products with int4 and int8 weights beside the vendor's in bf16 and tor
          beside torch's, and the experts of a Mixtral layer; meant to take under 5 minutes.
 demo     The bundled demo, compiled: vanilla, the three trees in fp32 and bf16, int8 and int4, lookup (`DEMO_RUNS`):
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
+models   Stand-ins of real size, a process for each (`MODEL_RUNS`, scripts/gpu_models.py): vanilla, every tree, auto,
+         with the share of the bandwidth roofline, the time split, tau and token identity. The most telling ones come
+         first; what does not fit into --minutes is named and left out. Mixtral needs its demo (README).
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
-stop the others; the exit status is then 1. Not here: models of real size.
+stop the others; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -37,11 +40,24 @@ DEMO_RUNS = [  # dtype, quant, temperature, who drafts
     *(("bfloat16", "none", 1.0, {"draft": draft}) for draft in ("ngram", "eagle+ngram")),
 ]
 
+MODEL_RUNS = [  # flags of gpu_models.py
+    "--inflate llama2-7b",
+    "--inflate llama2-7b --quant int4 --static",
+    "--inflate llama3-8b --quant int4",
+    "--inflate llama2-7b --quant int4 --random_twin",
+    "--inflate llama2-7b --random_twin",
+    "--inflate llama2-7b --quant int8",
+    "--inflate llama3-8b",
+    "--inflate llama3-8b --quant int8",
+    f"--inflate mixtral-8x7b --quant int4 --checkpoint {ROOT / 'checkpoints' / 'demo-moe'}",
+]
+
 
 @dataclass
 class CheckConfig:
     out: str = option("benchmarks/gpu.jsonl", "JSON lines are appended here")
-    only: str = option("tests,kernels,demo", "parts to run")
+    only: str = option("tests,kernels,demo,models", "parts to run")
+    minutes: float = option(9.0, "after which no further process is started for a model")
     limit: int = option(10, "prompts per row of the demo")
     max_new_tokens: int = option(128, "tokens per prompt of the demo")
 
@@ -93,7 +109,25 @@ def run_demo(config: CheckConfig) -> bool:
     return True
 
 
-PARTS = {"tests": run_tests, "kernels": run_kernels, "demo": run_demo}
+def run_models(config: CheckConfig) -> bool:
+    """Decode with stand-ins of real size, while there is time. Returns: whether all that were begun went well."""
+    well, began = True, time.monotonic()
+    for flags in MODEL_RUNS:
+        checkpoint = flags.partition("--checkpoint ")[2]
+        if checkpoint and not Path(checkpoint).is_dir():
+            reason = f"there is no {Path(checkpoint).name}"
+        elif time.monotonic() - began > 60 * config.minutes:
+            reason = f"{config.minutes:g} minutes are over"
+        else:
+            command = [sys.executable, ROOT / "scripts" / "gpu_models.py", *flags.split(), "--json", config.out]
+            well &= subprocess.run([*command, "--device", "cuda"]).returncode == 0
+            continue
+        print(f"note: left out, since {reason}: {flags}", flush=True)
+        append(config, {"part": "models", "left_out": flags, "reason": reason})
+    return well
+
+
+PARTS = {"tests": run_tests, "kernels": run_kernels, "demo": run_demo, "models": run_models}
 
 
 def check(config: CheckConfig) -> None:

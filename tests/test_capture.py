@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture import HostCopy, Replay, leaves, store
-from decode import run_cycle
+from decode import _make_steps, run_cycle
 from eagle_draft import EagleDrafter
 from grow import DynamicTree
 from helpers import engine_for, golden_head, golden_target
@@ -97,3 +97,16 @@ def test_without_cuda_a_replay_runs_its_body():
 
 def test_host_copies_are_lists():
     assert HostCopy(torch.arange(3), torch.ones(1, 2)).read() == [[0, 1, 2], [[1.0, 1.0]]]
+
+
+def test_compiling_by_layer_changes_no_token():
+    """What is done on CUDA, here: one compiled layer for all, fixed buffers, a late host."""
+    engine = sized_engine(1.0)
+    session = Session(engine, [(0, 0)])
+    list(session.run([PROMPT]))
+    config = replace(engine.config, compile=True)
+    steps = tuple(_make_steps(replace(engine, config=config), p, by_layer=True) for p in engine.drafter.presets[-1:])
+    compiled = replace(engine, config=config, steps=steps, captured=True, pool=[])
+    again = Session(compiled, [(0, 0)], lag=1)
+    list(again.run([PROMPT]))
+    assert again.history == session.history

@@ -1,9 +1,15 @@
 """What of the GPU scripts needs no GPU: their messages, and the table made of what was measured."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import config
+import generate
 import gpu_check
+import gpu_models
 import kernel_bench
 import kernels
 
@@ -27,7 +33,7 @@ def test_the_table_shows_what_was_measured_and_what_failed(monkeypatch):
 
 
 @pytest.mark.parametrize("options,message", [
-    ({"only": "tests,speed"}, "--only: there is no part speed; use tests, kernels, demo"),
+    ({"only": "tests,speed"}, "--only: there is no part speed; use tests, kernels, demo, models"),
     ({"out": "nowhere/gpu.jsonl"}, "--out: cannot write nowhere/gpu.jsonl; there is no directory nowhere"),
 ])  # fmt: skip
 def test_mistakes(options, message):
@@ -116,3 +122,39 @@ def test_layers_of_every_format_report_their_bytes(on_cpu):
                 "tinygemm": N * K // 2 + N * K // 128 * 4}  # fmt: skip
     got = {form: kernel_bench.make_layer(form, N, K, 128).weight_bytes for form in kernel_bench.FORMATS}
     assert got == expected
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def test_runs_of_models_stop_in_time_and_say_what_is_missing(monkeypatch, tmp_path):
+    commands, now = [], iter(range(0, 100000, 150))
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda c: commands.append(c) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: next(now))
+    out = tmp_path / "gpu.jsonl"
+    assert gpu_check.run_models(gpu_check.CheckConfig(out=str(out)))
+    assert 1 < len(commands) < len(gpu_check.MODEL_RUNS)
+    for command in commands:  # every flag is one that the script knows
+        parsed = config.parse(gpu_models.ModelsConfig, "gpu_models.py", "", [str(c) for c in command[2:]])
+        assert parsed.device == "cuda" and parsed.json == str(out)
+    left = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(left) == len(gpu_check.MODEL_RUNS) - len(commands)
+    assert "9 minutes are over" in left[0]["reason"]
+
+
+def test_every_method_is_measured_over_one_target(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_models, "load", lambda **options: generate.load(**options | {"compile": False}))
+    monkeypatch.setattr(gpu_models.measure, "read_bandwidth", lambda *_: gpu_models.measure.Series(1e10, 1e10, 1e10))
+    out = tmp_path / "models.jsonl"
+    shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"
+    options = gpu_models.ModelsConfig(
+        inflate=shape, static=True, limit=2, max_new_tokens=24, device="cpu", json=str(out)
+    )
+    gpu_models.measure_models(options)
+    rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/10/60"} < set(rows)
+    assert rows["vanilla"]["tau"] == 1 and all(row["tau"] > 2 for name, row in rows.items() if name != "vanilla")
+    for row in rows.values():
+        assert row["stand_in"] and row["identical"] == 1 and row["of_ceiling"] > 0
+        assert row["draft_ms"] + row["verify_ms"] <= row["cycle_ms"]
+    assert sum(preset["cycles"] for preset in rows["auto"]["tree_auto"]) > 2
