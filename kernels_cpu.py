@@ -31,12 +31,15 @@ from torch import Tensor
 
 STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
-SOURCES = [Path(__file__).parent / name for name in ("kernels_cpu.cpp", "attention_cpu.cpp", "kernels_cpu.h")]
+UNITS = ("kernels_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp")
+SOURCES = [Path(__file__).parent / name for name in (*UNITS, "kernels_cpu.h")]
 SCHEMAS = (
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
+    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool wide, Tensor? expert=None) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
     "dot_peak(int rounds) -> float",
+    "pair_peak(int rounds) -> float",
 )
 
 
@@ -62,7 +65,7 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     command = [
         compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", *flags,
         f"-DLIBRARY={namespace}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[:2]),
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[: len(UNITS)]),
         f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     key = "\n".join([torch.__version__, processor(), *(source.read_text() for source in SOURCES), *command])
@@ -109,8 +112,12 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     def w8a8(x, packed, scale, wide, expert=None):
         return shape_of(x, scale.shape[-1], wide)
 
+    def linear_bf16(x, weight, bias, wide, expert=None):
+        return shape_of(x, weight.shape[-2], wide)
+
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
+    torch.library.register_fake(f"{namespace}::linear_bf16", linear_bf16, lib=definition)
     torch.library.register_fake(f"{namespace}::attention", lambda q, k, v, start, mask: q.flatten(2), lib=definition)
     torch.ops.load_library(str(library))
     return definition
