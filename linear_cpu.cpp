@@ -10,8 +10,8 @@
 //    over the strips of its own, and experts without rows are not touched. A plain layer is one expert.
 //
 // A row's result does not depend on the other rows, bit for bit: every sum runs over the pairs of k in their order, from
-// zero; tiles, panels and threads only say when. The bits do depend on the instructions: AVX512-BF16 rounds its steps
-// differently than fused products in fp32 do, and takes numbers below 2^-126 as zeros.
+// zero, the second value of a pair first, and is rounded after every product; tiles, panels and threads only say when.
+// All processors give the same bits, but that AVX512-BF16 takes numbers below 2^-126 as zeros.
 // Trade-off: transposing anew in every call costs a fifth of a product that is in the cache and nothing of one that
 // waits for memory; weights packed in advance would need a second copy of what training, tying and export share.
 
@@ -46,7 +46,7 @@ struct Pairs {
 };
 inline Pairs pairs(Ints words) { return {low_half(words), high_half(words)}; }
 inline Floats dot(Pairs w, Pairs x, Floats acc) {
-  return multiply_add(w.high, x.high, multiply_add(w.low, x.low, acc));
+  return multiply_add(w.low, x.low, multiply_add(w.high, x.high, acc));  // in the order of the instruction above
 }
 
 #endif
