@@ -11,8 +11,8 @@ How it works:
 3. Rounds: each measures every contestant at every number of tokens once, in an order that rotates, so that a machine
    that drifts drifts for all of them. Medians and quartiles over rounds.
 
-torch-bf16 is `F.linear`; torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is linear_cpu.cpp, the rest is
-kernels_cpu.cpp.
+torch-bf16 is `F.linear`, torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is linear_cpu.cpp, and the
+rest is kernels_cpu.cpp.
 Not here: CUDA (gpu_check.py), whole models (bench.py).
 """
 
