@@ -12,8 +12,9 @@
 // A row's result does not depend on the other rows, bit for bit: every sum runs over the pairs of k in their order, from
 // zero, the second value of a pair first, and is rounded after every product; tiles, panels and threads only say when.
 // All processors give the same bits, but that AVX512-BF16 takes numbers below 2^-126 as zeros.
-// Trade-off: transposing anew in every call costs a fifth of a product that is in the cache and nothing of one that
-// waits for memory; weights packed in advance would need a second copy of what training, tying and export share.
+// Trade-off: transposing anew in every call halves the speed of a single row over weights that are in the second-level
+// cache already, and hides behind the loads where they come from memory. Weights packed in advance would be a second
+// copy beside the one that embeddings, training and export share.
 
 #include "kernels_cpu.h"
 
