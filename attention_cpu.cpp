@@ -51,48 +51,26 @@ inline float exponential(float x) {
 
 // ------------------------------------------------------------------------------------------------- keys
 
-// to[i][l] = element i of key l, widened, for i < e / PER of the LANES keys at `first`. Returns: how many i are done.
-#if defined(__AVX512VNNI__)
+// to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: how many these are.
 template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t e, float* to) {
   constexpr int64_t PER = 4 / sizeof(T);  // elements of a 32-bit word
-  Ints low[4], high[4];  // stage s swaps blocks of 2^s words between vectors 2^s apart
-  for (int s = 0; s < 4; s++) {
-    alignas(64) int32_t a[LANES], b[LANES];
-    for (int l = 0; l < LANES; l++) {
-      const bool upper = l >> s & 1;
-      a[l] = upper ? LANES + l - (1 << s) : l;
-      b[l] = upper ? LANES + l : l + (1 << s);
-    }
-    low[s] = load((const uint8_t*)a), high[s] = load((const uint8_t*)b);
-  }
   const int64_t whole = e / (LANES * PER) * (LANES * PER);
   for (int64_t i = 0; i < whole; i += LANES * PER) {
     Ints w[LANES];
     for (int l = 0; l < LANES; l++) w[l] = load((const uint8_t*)(key[l] + i));
-#pragma GCC unroll 4
-    for (int s = 0; s < 4; s++)
-#pragma GCC unroll 16
-      for (int l = 0; l < LANES; l++)
-        if (!(l >> s & 1)) {
-          const Ints a = w[l], b = w[l + (1 << s)];
-          w[l] = _mm512_permutex2var_epi32(a, low[s], b);
-          w[l + (1 << s)] = _mm512_permutex2var_epi32(a, high[s], b);
-        }
+    transpose(w);
     for (int j = 0; j < LANES; j++) {
       float* out = to + (i + j * PER) * LANES;
       if constexpr (PER == 1) {
-        store(out, _mm512_castsi512_ps(w[j]));
+        store((int32_t*)out, w[j]);
       } else {  // two bf16: the even element is the low half
-        store(out, _mm512_castsi512_ps(_mm512_slli_epi32(w[j], 16)));
-        store(out + LANES, _mm512_castsi512_ps(_mm512_and_si512(w[j], splat(int32_t(0xffff0000)))));
+        store(out, low_half(w[j]));
+        store(out + LANES, high_half(w[j]));
       }
     }
   }
   return whole;
 }
-#else
-template <class T> int64_t transpose_words(const T* const (&)[LANES], int64_t, float*) { return 0; }
-#endif
 
 // The LANES keys from slot `first` on; beyond `last` the one before it again, whose scores are not used.
 template <class T> void transpose_keys(const T* keys, int64_t slot, int64_t first, int64_t last, int64_t e, float* to) {

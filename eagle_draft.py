@@ -29,6 +29,7 @@ from grow import DynamicTree, Grower, children_from, tree_from
 from model import (
     Block,
     KVCache,
+    Linear,
     ModelConfig,
     Transformer,
     Window,
@@ -93,7 +94,7 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         dim = config.model.dim
-        self.fc = nn.Linear(2 * dim, dim, bias=config.fc_bias)
+        self.fc = Linear(2 * dim, dim, bias=config.fc_bias)
         self.layers = nn.ModuleList(EagleLayer(config.model, i == 0) for i in range(config.model.n_layers))
         self.register_buffer("rope_freq", rope_frequencies(config.model), persistent=False)  # [E/2] fp32
 
@@ -223,7 +224,7 @@ class EagleDrafter(Grower):
         return self.head(self.embedding(tokens), out, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
-        return self.lm_head(out).float()
+        return self.lm_head(out)
 
 
 class Resting(RootOnly):

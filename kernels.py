@@ -8,6 +8,9 @@ On CPU the operator reads the length (free there); attention_cpu.cpp gives a row
 it, PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop the host,
 kernels read it from device memory (attention_triton.py); without Triton the whole capacity is masked there.
 
+`linear`: x W^T. On a CPU in bf16 it is linear_cpu.cpp, which gives a row the same bits in every company; anywhere else,
+and where gradients are wanted, it is PyTorch's.
+
 `topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA).
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
@@ -145,6 +148,36 @@ _lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
 @torch.library.register_fake("gpt_eagle::tree_attention", lib=_lib)
 def _(q, k, v, start, mask):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+# ------------------------------------------------------------------------------------- linear layers
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Multiply rows by a weight, x W^T, and add a bias.
+
+    x: [..., K]; weight: [N, K]; bias: [N]
+    wide: the result in fp32; where the product is PyTorch's, it was rounded to x's dtype before
+    Returns: [..., N] in x's dtype, or fp32.
+    """
+    if has_own_product(x, weight):
+        return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, wide)
+    y = F.linear(x, weight, bias)  # in the open, for the compiler
+    return y.float() if wide else y
+
+
+def has_own_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` is our own operator, whose rows do not depend on each other: bf16 on a CPU, no gradients."""
+    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.bfloat16:
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    return _has_cpu_operators()
+
+
+@torch.compiler.assume_constant_result
+def _has_cpu_operators() -> bool:
+    return not kernels_cpu.load_operators()
 
 
 # ---------------------------------------------------------------------------------------------- top-k
@@ -405,6 +438,8 @@ def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    if weight.is_contiguous() and has_own_product(x, weight):  # not so in a backward pass
+        return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in rows_by_expert(expert):
         y[rows] = F.linear(x[rows], weight[e])

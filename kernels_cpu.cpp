@@ -29,41 +29,23 @@ constexpr int NV = STRIP / LANES;  // vectors per strip
 
 // ------------------------------------------------------------------------------------------- activations
 
-// Rows go through the product in tiles of up to MB; within a tile, the rows' values for a step lie side by side.
+// A group's rows go through the product in tiles of up to MB, of nearly equal height; within a tile, the rows' values for
+// a step lie side by side.
 struct Tile {
   int64_t first, height;  // rows first .. first + height - 1
 };
-struct Group {
-  int64_t expert, first, rows;  // rows of one expert lie side by side
-  std::vector<Tile> tiles;      // of nearly equal height
-};
+inline int64_t count_tiles(const Group& group) { return (group.rows + MB - 1) / MB; }
+inline Tile tile_of(const Group& group, int64_t t) {
+  const int64_t count = count_tiles(group), first = group.rows * t / count;
+  return {group.first + first, group.rows * (t + 1) / count - first};
+}
 struct Activations {
   int64_t rows, k, block, blocks;
-  std::vector<int64_t> order;   // which row of x, and of the result, each row is
-  std::vector<Group> groups;    // of the experts that are hit
+  Order order;
   std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4]
   std::vector<float> scales;    // per tile: [blocks, T]
   std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
 };
-
-// Order rows by expert, stably. expert: of each row, or null where all share the only one
-void group_rows(Activations& a, const int64_t* expert, int64_t experts) {
-  std::vector<int64_t> next(experts + 1);  // where the next row of each expert goes
-  for (int64_t i = 0; i < a.rows; i++) next[(expert ? expert[i] : 0) + 1]++;
-  for (int64_t e = 0; e < experts; e++) {
-    const int64_t rows = next[e + 1], count = (rows + MB - 1) / MB;
-    next[e + 1] += next[e];
-    if (rows == 0) continue;
-    Group group{e, next[e], rows, {}};
-    for (int64_t t = 0; t < count; t++) {
-      const int64_t first = rows * t / count, last = rows * (t + 1) / count;
-      group.tiles.push_back({group.first + first, last - first});
-    }
-    a.groups.push_back(std::move(group));
-  }
-  a.order.resize(a.rows);
-  for (int64_t i = 0; i < a.rows; i++) a.order[next[expert ? expert[i] : 0]++] = i;
-}
 
 template <class T> void round_block(const T* x, int64_t n, int offset, int8_t* codes, float* scale, int32_t* start) {
   uint32_t most = 0;  // of the magnitudes' bits, which order like the magnitudes, NaN last
@@ -95,7 +77,8 @@ template <class T> void round_rows(Activations& a, const T* x, int offset) {
   a.scales.resize(a.rows * a.blocks);
   a.starts.resize(a.rows * a.blocks);
   std::vector<Tile> tiles;
-  for (const Group& group : a.groups) tiles.insert(tiles.end(), group.tiles.begin(), group.tiles.end());
+  for (const Group& group : a.order.groups)
+    for (int64_t t = 0; t < count_tiles(group); t++) tiles.push_back(tile_of(group, t));
   at::parallel_for(0, tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
     std::vector<int8_t> codes(a.block);
     for (int64_t t = begin; t < end; t++) {
@@ -103,7 +86,7 @@ template <class T> void round_rows(Activations& a, const T* x, int offset) {
       for (int64_t b = 0; b < a.blocks; b++)
         for (int64_t m = 0; m < height; m++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
-          const T* from = x + a.order[first + m] * a.k + b * a.block;
+          const T* from = x + a.order.row[first + m] * a.k + b * a.block;
           round_block(from, n, offset, codes.data(), &a.scales[i], &a.starts[i]);
           int8_t* to = &a.codes[first * a.k + b * a.block * height + 4 * m];
           for (int64_t s = 0; s < n / 4; s++) std::memcpy(to + 4 * height * s, &codes[4 * s], 4);
@@ -213,22 +196,22 @@ void product(const Activations& a, const uint8_t* packed, int64_t n, const float
   const int64_t block_bytes = F::HEADER + a.block / 4 * F::STEP_BYTES;
   const int64_t strip_bytes = a.blocks * F::HEADER + a.k / 4 * F::STEP_BYTES;
   int64_t most = 0, work = 0;  // rows of a group; of a strip
-  for (const Group& group : a.groups) {
+  for (const Group& group : a.order.groups) {
     most = std::max(most, group.rows);
     work += STRIP * a.k * std::max<int64_t>(1, group.rows / 4);
   }
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
   at::parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> acc(most * STRIP);
-    for (const Group& group : a.groups)
+    for (const Group& group : a.order.groups)
       for (int64_t strip = begin; strip < end; strip++) {
-        const int64_t T = group.tiles.size();
+        const int64_t T = count_tiles(group);
         const uint8_t* weights = packed + (group.expert * strips + strip) * strip_bytes;
         std::fill(acc.begin(), acc.begin() + group.rows * STRIP, 0.0f);
         for (int64_t first = 0; first < a.blocks; first += panel) {
           const uint8_t *w = weights + first * block_bytes, *next = w + panel * block_bytes;
           for (int64_t t = 0; t < T; t++) {
-            const auto [row, height] = group.tiles[t];
+            const auto [row, height] = tile_of(group, t);
             tiles<F>(height, a, {row, first, std::min(first + panel, a.blocks), w, next + t * panel * block_bytes / T,
                                  (F::STEP_BYTES + T - 1) / T, &acc[(row - group.first) * STRIP]});
           }
@@ -236,21 +219,9 @@ void product(const Activations& a, const uint8_t* packed, int64_t n, const float
         const int64_t column = strip * STRIP, columns = std::min(STRIP, n - column);
         const float* scales = scale ? scale + group.expert * n + column : nullptr;
         for (int64_t m = 0; m < group.rows; m++)
-          put_row(y + a.order[group.first + m] * n + column, &acc[m * STRIP], scales, columns);
+          put_row(y + a.order.row[group.first + m] * n + column, &acc[m * STRIP], scales, columns);
       }
   });
-}
-
-// How many experts are stacked in `packed`, whose own layout has so many dimensions; expert: of each row, checked
-int64_t count_experts(const at::Tensor& packed, int64_t dims, int64_t rows, const std::optional<at::Tensor>& expert) {
-  TORCH_CHECK(packed.dim() == dims + expert.has_value(), "weights of ", packed.dim(), " dimensions do not fit");
-  if (!expert) return 1;
-  TORCH_CHECK(expert->scalar_type() == at::kLong && expert->is_contiguous() && expert->numel() == rows,
-              "expert must hold one int64 per row, in one piece");
-  const int64_t* of_row = expert->const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < rows; i++)
-    TORCH_CHECK(of_row[i] >= 0 && of_row[i] < packed.size(0), "there is no expert ", of_row[i]);
-  return packed.size(0);
 }
 
 // block: k per activation scale; scale: as for product
@@ -274,12 +245,11 @@ template <class F> at::Tensor linear(const Layer& layer) {
   at::Tensor y = at::empty(shape, rows.options().dtype(wide ? at::kFloat : at::kBFloat16));
   static thread_local Activations a;  // its memory is kept from call to call; threads are handed a reference
   a.rows = M, a.k = k, a.block = layer.block, a.blocks = (k + layer.block - 1) / layer.block;
-  a.groups.clear();
   const int64_t experts = count_experts(layer.packed, layer.dims, M, layer.expert);
   const int64_t strips = (layer.n + STRIP - 1) / STRIP, whole = a.blocks * F::HEADER + k / 4 * F::STEP_BYTES;
   TORCH_CHECK(layer.packed.numel() == experts * strips * whole, "an input of ", k, " features does not fit weights of ",
               layer.packed.numel(), " bytes and ", layer.n, " outputs");
-  group_rows(a, layer.expert ? layer.expert->const_data_ptr<int64_t>() : nullptr, experts);
+  group_rows(a.order, layer.expert ? layer.expert->const_data_ptr<int64_t>() : nullptr, experts, M);
   if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>(), F::OFFSET);
   else round_rows(a, rows.const_data_ptr<float>(), F::OFFSET);
   const uint8_t* w = layer.packed.const_data_ptr<uint8_t>();

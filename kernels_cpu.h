@@ -1,4 +1,4 @@
-// What the CPU operators share: vectors of LANES numbers for the processor at hand, and bfloat16.
+// What the CPU operators share: vectors of LANES numbers for the processor at hand, bfloat16, and rows of experts.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX2__)
@@ -22,7 +23,8 @@
 namespace {
 
 // ------------------------------------------------------------------------------------------------ vectors
-// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
+// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
+// low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i goes to word i of vector j.
 
 #if defined(__AVX512VNNI__)
 
@@ -34,6 +36,7 @@ inline Floats splat(float v) { return _mm512_set1_ps(v); }
 inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -47,6 +50,24 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) { return _mm512_fmadd
 inline Floats from_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline Floats low_half(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+inline Floats high_half(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, splat(-65536))); }
+inline void transpose(Ints (&w)[LANES]) {
+  Ints t[LANES];
+  for (int i = 0; i < LANES; i += 2)
+    t[i] = _mm512_unpacklo_epi32(w[i], w[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(w[i], w[i + 1]);
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; j++) {
+      w[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      w[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {  // w[4 r + i]: of vectors 4 r .. 4 r + 3, word i of every quarter
+    const Ints a = _mm512_shuffle_i32x4(w[i], w[4 + i], 0x88), b = _mm512_shuffle_i32x4(w[i], w[4 + i], 0xdd);
+    const Ints c = _mm512_shuffle_i32x4(w[8 + i], w[12 + i], 0x88), d = _mm512_shuffle_i32x4(w[8 + i], w[12 + i], 0xdd);
+    w[i] = _mm512_shuffle_i32x4(a, c, 0x88), w[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+    w[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd), w[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+}
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -58,6 +79,7 @@ inline Floats splat(float v) { return _mm256_set1_ps(v); }
 inline Ints load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -79,6 +101,22 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) { return _mm256_fmadd
 inline Floats from_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+inline Floats low_half(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+inline Floats high_half(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, splat(-65536))); }
+inline void transpose(Ints (&w)[LANES]) {
+  Ints t[LANES];
+  for (int i = 0; i < LANES; i += 2)
+    t[i] = _mm256_unpacklo_epi32(w[i], w[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(w[i], w[i + 1]);
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; j++) {
+      w[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      w[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {  // w[4 r + i]: of vectors 4 r .. 4 r + 3, word i of both halves
+    const Ints a = w[i], b = w[4 + i];
+    w[i] = _mm256_permute2x128_si256(a, b, 0x20), w[4 + i] = _mm256_permute2x128_si256(a, b, 0x31);
+  }
+}
 
 #else  // any processor: the same steps in plain loops
 
@@ -95,6 +133,7 @@ inline Floats splat(float v) { Floats r; EACH_LANE r.lane[i] = v; return r; }
 inline Ints load(const uint8_t* p) { Ints r; std::memcpy(&r, p, sizeof r); return r; }
 inline Floats load(const float* p) { Floats r; std::memcpy(&r, p, sizeof r); return r; }
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline void store(int32_t* p, Ints v) { std::memcpy(p, &v, sizeof v); }
 inline Ints low_nibbles(Ints v) { EACH_LANE v.lane[i] &= 0x0f0f0f0f; return v; }
 inline Ints high_nibbles(Ints v) { EACH_LANE v.lane[i] = (v.lane[i] >> 4) & 0x0f0f0f0f; return v; }
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -112,6 +151,12 @@ inline Floats from_bf16(const uint16_t* p) {
   Floats r;
   EACH_LANE { uint32_t bits = uint32_t(p[i]) << 16; std::memcpy(&r.lane[i], &bits, 4); }
   return r;
+}
+inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
+inline Floats low_half(Ints v) { EACH_LANE v.lane[i] = int32_t(uint32_t(v.lane[i]) << 16); return words_of(v); }
+inline Floats high_half(Ints v) { EACH_LANE v.lane[i] &= -65536; return words_of(v); }
+inline void transpose(Ints (&w)[LANES]) {
+  EACH_LANE for (int j = 0; j < i; j++) std::swap(w[i].lane[j], w[j].lane[i]);
 }
 
 #endif
@@ -132,6 +177,42 @@ inline void put(at::BFloat16* y, float v) {  // to nearest even, without the lib
   std::memcpy(&bits, &v, 4);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   y->x = uint16_t(v != v ? 0x7fc0 : rounded);
+}
+
+// ----------------------------------------------------------------------------------------------- experts
+
+struct Group {
+  int64_t expert, first, rows;  // rows of one expert lie side by side
+};
+struct Order {
+  std::vector<int64_t> row;   // which row of x, and of the result, each row is
+  std::vector<Group> groups;  // of the experts that are hit
+};
+
+// Order rows by expert, stably. expert: of each row, or null where all share the only one
+inline void group_rows(Order& order, const int64_t* expert, int64_t experts, int64_t rows) {
+  std::vector<int64_t> next(experts + 1);  // where the next row of each expert goes
+  for (int64_t i = 0; i < rows; i++) next[(expert ? expert[i] : 0) + 1]++;
+  order.groups.clear();
+  for (int64_t e = 0; e < experts; e++) {
+    if (next[e + 1]) order.groups.push_back({e, next[e], next[e + 1]});
+    next[e + 1] += next[e];
+  }
+  order.row.resize(rows);
+  for (int64_t i = 0; i < rows; i++) order.row[next[expert ? expert[i] : 0]++] = i;
+}
+
+// How many experts are stacked in `packed`, whose own layout has so many dimensions; expert: of each row, checked
+inline int64_t count_experts(const at::Tensor& packed, int64_t dims, int64_t rows,
+                             const std::optional<at::Tensor>& expert) {
+  TORCH_CHECK(packed.dim() == dims + expert.has_value(), "weights of ", packed.dim(), " dimensions do not fit");
+  if (!expert) return 1;
+  TORCH_CHECK(expert->scalar_type() == at::kLong && expert->is_contiguous() && expert->numel() == rows,
+              "expert must hold one int64 per row, in one piece");
+  const int64_t* of_row = expert->const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows; i++)
+    TORCH_CHECK(of_row[i] >= 0 && of_row[i] < packed.size(0), "there is no expert ", of_row[i]);
+  return packed.size(0);
 }
 
 }  // namespace

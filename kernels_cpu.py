@@ -1,16 +1,16 @@
-"""Builds and loads the CPU operators (kernels_cpu.cpp, attention_cpu.cpp), and knows their weight layouts.
+"""Builds and loads the CPU operators (*_cpu.cpp), and knows their weight layouts.
 
 How it works:
-1. `load_operators` compiles the files for this processor at the first use (about ten seconds), keeps the library in the
-   user's cache under a name made of everything that it depends on, and loads it. Where that fails, it says why; the
+1. `load_operators` compiles the files for this processor at the first use (about half a minute), keeps the library in
+   the user's cache under a name made of everything that it depends on, and loads it. Where that fails, it says why; the
    caller then uses PyTorch's own operators.
-2. `pack_int4` and `pack_int8` bring codes and scales into the layout that the operators stream through;
-   `unpack_*` are their inverses.
-3. `w4a8_reference` and `w8a8_reference` compute the same thing in plain tensor operations.
+2. `pack_int4` and `pack_int8` bring codes and scales into the layout that `w4a8` and `w8a8` stream through;
+   `unpack_*` are their inverses. `linear_bf16` takes bf16 weights as they are.
+3. `w4a8_reference`, `w8a8_reference` and `linear_bf16_reference` compute the same thing in plain tensor operations.
 
-Both operators round activations to int8, with a scale per row and block of k, for any number of rows: a row's
-result never depends on its company. With `expert` [P] int64, x is [P, K], weights are stacked, and row i meets those of
-expert[i] alone.
+`w4a8` and `w8a8` round activations to int8, with a scale per row and block of k, for any number of rows. In no product
+does a row's result depend on its company. With `expert` [P] int64, x is [P, K], weights are stacked, and row i meets
+those of expert[i] alone.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from torch import Tensor
 
 STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
-SOURCES = [Path(__file__).parent / name for name in ("kernels_cpu.cpp", "attention_cpu.cpp", "kernels_cpu.h")]
+UNITS = ("kernels_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp")
+SOURCES = [Path(__file__).parent / name for name in (*UNITS, "kernels_cpu.h")]
 SCHEMAS = (
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
+    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool wide, Tensor? expert=None) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
     "dot_peak(int rounds) -> float",
+    "pair_peak(int rounds) -> float",
 )
 
 
@@ -62,7 +65,7 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     command = [
         compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", *flags,
         f"-DLIBRARY={namespace}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[:2]),
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[: len(UNITS)]),
         f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     key = "\n".join([torch.__version__, processor(), *(source.read_text() for source in SOURCES), *command])
@@ -70,7 +73,7 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     library = folder / f"{namespace}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if library.is_file():
         return library
-    print("note: building the CPU operators for this processor, once (about 15 s)", file=sys.stderr)
+    print("note: building the CPU operators for this processor, once (about 25 s)", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -109,8 +112,12 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     def w8a8(x, packed, scale, wide, expert=None):
         return shape_of(x, scale.shape[-1], wide)
 
+    def linear_bf16(x, weight, bias, wide, expert=None):
+        return shape_of(x, weight.shape[-2], wide)
+
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
+    torch.library.register_fake(f"{namespace}::linear_bf16", linear_bf16, lib=definition)
     torch.library.register_fake(f"{namespace}::attention", lambda q, k, v, start, mask: q.flatten(2), lib=definition)
     torch.ops.load_library(str(library))
     return definition
@@ -118,7 +125,7 @@ def register(namespace: str, library: Path) -> torch.library.Library:
 
 @functools.cache
 def load_operators() -> str:
-    """Make `w4a8`, `w8a8` and `attention` of `torch.ops.gpt_eagle` available.
+    """Make the operators of `SCHEMAS` available in `torch.ops.gpt_eagle`.
 
     Returns: why they are not, which is also said once, or the empty string.
     """
@@ -207,3 +214,16 @@ def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     weights = F.pad(codes.float(), (0, -codes.shape[1] % BLOCK8)).unflatten(1, (-1, BLOCK8))
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)
     return (sums * scales).sum(1) * scale
+
+
+def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear_bf16` in plain operations, bit for bit: of two values of k, the second is added first.
+
+    x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.
+    """
+    x, weight = (F.pad(t.float(), (0, t.shape[1] % 2)) for t in (x, weight))  # [M, K], [N, K], K even
+    y = x.new_zeros(len(x), len(weight))
+    for k in range(0, x.shape[1], 2):
+        y = y + x[:, k + 1, None] * weight[:, k + 1]  # a product of two bf16 is exact in fp32
+        y = y + x[:, k, None] * weight[:, k]
+    return y

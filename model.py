@@ -282,6 +282,21 @@ class RMSNorm(nn.Module):
         return (wide * scale).to(x.dtype) * self.weight
 
 
+class Linear(nn.Linear):
+    """A linear layer by the product that serves its dtype and device (kernels.py)."""
+
+    wide = False  # outputs in fp32
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        return kernels.linear(x, self.weight, self.bias, self.wide)
+
+
+class LMHead(Linear):
+    """Scores of tokens, in fp32: of bf16 ones, the best two would often tie."""
+
+    wide = True
+
+
 class Attention(nn.Module):
     """Grouped-query attention with fused projections; `in_dim` differs from `dim` only in EAGLE-3 heads."""
 
@@ -289,8 +304,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.wqkv = nn.Linear(in_dim or config.dim, width, bias=config.qkv_bias)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
+        self.wqkv = Linear(in_dim or config.dim, width, bias=config.qkv_bias)
+        self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
 
     def forward(
         self,
@@ -323,8 +338,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
+        self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
+        self.w2 = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         gate, up = self.w13(x).chunk(2, dim=-1)
@@ -340,7 +355,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        return F.linear(x.float(), self.weight.float())  # in 16 bits, experts would tie
+        if kernels.has_own_product(x, self.weight):
+            return kernels.linear(x, self.weight, wide=True)
+        return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns: the best experts in order, [..., J] int64; their shares, softmax over these alone, [..., J] fp32."""
@@ -409,7 +426,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.dim), freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         self.register_buffer("rope_freq", rope_frequencies(config), persistent=False)  # [E/2] fp32
@@ -441,4 +458,4 @@ class Transformer(nn.Module):
         return self.norm(x), captured
 
     def logits(self, features: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
-        return self.lm_head(features).float()
+        return self.lm_head(features)

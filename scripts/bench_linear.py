@@ -4,14 +4,15 @@
     python scripts/bench_linear.py --shapes 4096x11008 --tokens 1,8,64 --rounds 5
 
 How it works:
-1. Two ceilings are measured first and again after every shape, and the highest count: the read bandwidth, and the
-   integer multiply-adds per second of the same instructions on registers alone. At best a product takes
+1. Ceilings are measured first and again after every shape, and the highest count: the read bandwidth, and the
+   multiply-adds per second, of int8 and of bf16, of the same instructions on registers alone. At best a product takes
    max(bytes / bandwidth, multiply-adds / peak).
 2. Every contestant goes through its own 200 MB of weights, more than a cache holds, so that it reads memory.
 3. Rounds: each measures every contestant at every number of tokens once, in an order that rotates, so that a machine
    that drifts drifts for all of them. Medians and quartiles over rounds.
 
-bf16 is `F.linear`; torch-int8 and torch-int4 are PyTorch's own packed operators, the rest is kernels_cpu.cpp.
+torch-bf16 is `F.linear`, torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is linear_cpu.cpp, and the
+rest is kernels_cpu.cpp.
 Not here: CUDA (gpu_check.py), whole models (bench.py).
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +43,12 @@ from quantize import FORMATS, PRODUCTS  # noqa: E402
 
 ROTATED_BYTES = 200_000_000
 PEAK_ROUNDS = 1_000_000  # about 0.1 s
-KINDS = {  # name -> (format, group size, product); bf16 has none
-    "bf16": None,
+FLOAT = {  # the same weights, [N, K] bf16
+    "torch-bf16": F.linear,
+    "bf16": lambda x, w: torch.ops.gpt_eagle.linear_bf16(x, w, None, False),
+}
+KINDS = {  # name -> (format, group size, product), or None for those of FLOAT
+    **dict.fromkeys(FLOAT),
     "torch-int8": ("int8", 0, "torch"),
     "torch-int4-128": ("int4", 128, "torch"),
     "int8": ("int8", 0, "cpu"),
@@ -86,7 +92,7 @@ class Contestant:
         self.n, self.turn = n, 0
         make = partial(torch.randn, n, k, dtype=torch.bfloat16)
         if KINDS[kind] is None:
-            self.apply: Callable[..., Tensor] = lambda x, w: F.linear(x, w)
+            self.apply: Callable[..., Tensor] = FLOAT[kind]
             first = (make(),)
         else:
             format, group, where = KINDS[kind]
@@ -105,14 +111,28 @@ class Contestant:
         return time.perf_counter() - began
 
 
-def dot_peak() -> float:
-    """Integer multiply-adds per second of all threads on registers, the best of five runs."""
-    best = 0.0
-    for _ in range(5):
-        began = time.perf_counter()
-        done = torch.ops.gpt_eagle.dot_peak(PEAK_ROUNDS)
-        best = max(best, done / (time.perf_counter() - began))
-    return best
+class Ceiling(NamedTuple):
+    """What the machine could do at best, when it was measured."""
+
+    bandwidth: Series  # bytes/s
+    int8: float  # multiply-adds/s of all threads on registers
+    bf16: float
+
+    @staticmethod
+    def measure() -> Ceiling:
+        """Each the best of five runs, or their median and quartiles."""
+        peaks = [torch.ops.gpt_eagle.dot_peak, torch.ops.gpt_eagle.pair_peak]
+        return Ceiling(read_bandwidth("cpu", 5), *(max(_rate(peak) for _ in range(5)) for peak in peaks))
+
+    def __str__(self) -> str:
+        peaks = f"{self.int8 / 1e12:.2f} T int8 and {self.bf16 / 1e12:.2f} T bf16 multiply-adds/s"
+        return f"{self.bandwidth.text(1e-9, 1)} GB/s, {peaks}"
+
+
+def _rate(peak: Callable[[int], float]) -> float:
+    began = time.perf_counter()
+    done = peak(PEAK_ROUNDS)
+    return done / (time.perf_counter() - began)
 
 
 def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
@@ -137,7 +157,7 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
             "quartiles_ms": [series.low * 1e3, series.high * 1e3],
             "gb_per_s": contestants[kind].bytes / series.median / 1e9,
             "of_m1": series.median / Series.quartiles(taken[kind, tokens[0]]).median,
-            "bytes": contestants[kind].bytes, "multiply_adds": 0 if kind == "bf16" else m * n * k,
+            "bytes": contestants[kind].bytes, "multiply_adds": m * n * k,
         })  # fmt: skip
     return records
 
@@ -165,24 +185,30 @@ def bench(config: LinearConfig) -> None:
         raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
     print(f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, {config.rounds} rounds", flush=True)
-    ceilings, records = [(read_bandwidth("cpu", 5), dot_peak())], {}
+    ceilings, records = [Ceiling.measure()], {}
     for shape in config.shapes.split(","):
         records[shape] = bench_shape(shape, config)
-        ceilings.append((read_bandwidth("cpu", 5), dot_peak()))
-    bandwidth, peak = max(b.median for b, _ in ceilings), max(p for _, p in ceilings)
-    seen = ", ".join(f"{b.text(1e-9, 1)} GB/s and {p / 1e12:.2f} T multiply-adds/s" for b, p in ceilings)
-    print(f"ceilings, measured {len(ceilings)} times, the highest count: {seen}")
+        ceilings.append(Ceiling.measure())
+    bandwidth = max(c.bandwidth.median for c in ceilings)
+    int8, bf16 = max(c.int8 for c in ceilings), max(c.bf16 for c in ceilings)
+    print(f"ceilings, measured {len(ceilings)} times, the highest count: {'; '.join(map(str, ceilings))}")
     for rows in records.values():
         for r in rows:
+            peak = bf16 if r["kind"] in FLOAT else int8
             r["of_ceiling"] = r["ms"] / 1e3 / max(r["bytes"] / bandwidth, r["multiply_adds"] / peak)
-        print(
-            "\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak), bf16 bytes only)\n"
-        )
+        print("\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak))\n")
         print(table(rows, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
         print("\nGB/s\n\n" + table(rows, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
     document = {
         "environment": environment("cpu"),
-        "ceilings": [{"gb_per_s": b.median / 1e9, "multiply_adds_per_s": p} for b, p in ceilings],
+        "ceilings": [
+            {
+                "gb_per_s": c.bandwidth.median / 1e9,
+                "int8_multiply_adds_per_s": c.int8,
+                "bf16_multiply_adds_per_s": c.bf16,
+            }
+            for c in ceilings
+        ],
         "records": [r for rows in records.values() for r in rows],
     }
     if config.json:

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from config import DEMO, option, parse, run_or_fail  # noqa: E402
 from generate import write_text  # noqa: E402
 from measure import environment, shown_path  # noqa: E402
-from model import Transformer  # noqa: E402
+from model import Linear, LMHead, Transformer  # noqa: E402
 from quantize import FORMATS, GROUP_SIZES, PRODUCTS, Quantization, QuantLinear  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 from weights import load_model  # noqa: E402
@@ -117,7 +117,8 @@ def plain_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 def as_linear(layer: QuantLinear, dtype: torch.dtype) -> nn.Linear:
     """The layer as a float one with the same weights: what a kernel with 16-bit activations computes."""
-    linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
+    kind = LMHead if layer.wide else Linear
+    linear = kind(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
     linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
     linear.bias = layer.bias
     return linear

@@ -1,6 +1,7 @@
-"""The CPU products with int8 activations: against their references, row by row, compiled three ways, and at the edges.
+"""The CPU products: against their references, row by row, compiled three ways, and at the edges.
 
-Bounds. u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the terms of a sum over blocks.
+Products with bf16 weights equal their reference bit for bit, on every processor. Those with int8 activations have
+bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the terms of a sum over blocks.
 - Operator and reference add the same B integers times scales, in different orders and roundings: they differ by at
   most (2 B + 6) u sum |t_b|.
 - Rounding a block of activations to codes moves each of them by at most half a step, s / 2 with s = largest / 127:
@@ -318,6 +319,180 @@ def test_variants_agree(variants, kind, name):
     alone = torch.cat([case.operator(row[None], False, namespace) for row in x])
     for rows in range(1, 65):
         assert torch.equal(case.operator(x[:rows], False, namespace), alone[:rows])
+
+
+# -------------------------------------------------------------------------------------- bf16 weights
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, namespace: str = "gpt_eagle") -> Tensor:
+    return getattr(torch.ops, namespace).linear_bf16(x, weight, bias, True)
+
+
+def weights_bf16(n: int, k: int) -> Tensor:
+    return (random(n, k) * k**-0.5).bfloat16()
+
+
+# one tile and strip and less than that, several, with rests; K: one value, a block, panels, with rests, odd
+BF16_SHAPES = [(1, 1), (3, 2), (64, 128), (65, 129), (77, 1300), (130, 301), (40, 4096)]
+
+
+@pytest.mark.parametrize("shape", BF16_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_bf16_product(shape):
+    weight, x, bias = weights_bf16(*shape), random(70, shape[1], seed=1).bfloat16(), random(shape[0]).bfloat16()
+    y = linear(x, weight)
+    assert torch.equal(y, kernels_cpu.linear_bf16_reference(x, weight))
+    sizes = x.double().abs() @ weight.double().abs().T
+    assert_within(y, x.double() @ weight.double().T, shape[1] * U * (1 + 1e-3) * sizes)  # a rounding per product
+    assert torch.equal(linear(x, weight, bias), y + bias)
+    for b, want in ((None, y), (bias, y + bias)):  # narrow outputs are the wide ones rounded
+        assert torch.equal(torch.ops.gpt_eagle.linear_bf16(x, weight, b, False), want.bfloat16())
+
+
+@pytest.mark.parametrize("k", sorted({k for shapes in MODELS.values() for _, k in shapes}))
+def test_bf16_product_of_real_width(k):
+    weight, x = weights_bf16(MOST_ROWS, k), random(9, k, seed=1).bfloat16()
+    x[:, ::97] *= 30
+    y, exact = linear(x, weight), x.double() @ weight.double().T
+    assert_within(y, exact, 8 * k**0.5 * U * (x.double() ** 2 @ weight.double().T ** 2).sum(-1, keepdim=True).sqrt())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("k", [1301, 2048])
+def test_a_bf16_row_does_not_depend_on_its_company(k, threads):
+    """Bit for bit, for every number of rows and every place among them, and every number of threads."""
+    weight, x = weights_bf16(421, k), random(70, k, seed=1).bfloat16()  # more than one thread's worth of work
+    alone = torch.cat([linear(row[None], weight) for row in x])  # [70, N], on one thread
+    try:
+        torch.set_num_threads(threads)
+        for rows in range(1, 71):
+            assert torch.equal(linear(x[:rows], weight), alone[:rows])
+            assert torch.equal(linear(x[-rows:], weight), alone[-rows:])
+        assert torch.equal(linear(x.repeat(5, 1), weight), alone.repeat(5, 1))
+        mixed = torch.stack((x[5], torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30), x[5]))
+        assert torch.equal(linear(mixed, weight)[[0, 3]], alone[5:6].expand(2, -1))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("k", [255, 256])
+def test_bf16_leading_dimensions_and_strides(k):
+    weight, x = weights_bf16(33, k), random(3, 4, 512).bfloat16()
+    want = linear(x[..., :k].reshape(12, k).contiguous(), weight)
+    assert torch.equal(linear(x[..., :k], weight), want.view(3, 4, 33))  # not contiguous
+    assert torch.equal(linear(x[..., :k].transpose(0, 1), weight), want.view(3, 4, 33).transpose(0, 1))
+    assert torch.equal(linear(x[0, 0, :k], weight), want[0])
+    assert linear(x[:0, :, :k], weight).shape == (0, 4, 33)
+
+
+def test_bf16_experts():
+    """Every row gets the bits that a plain layer of its expert's weights gives it; idle experts are not read."""
+    weight = torch.stack([weights_bf16(70, 301) * (e + 1) for e in range(5)])
+    x, expert = random(150, 301, seed=1).bfloat16(), torch.arange(150) * 7 % 5 % 4 + 1  # 1: twice the rows
+    weight[0] = float("nan")
+    for wide in (False, True):
+        y = torch.ops.gpt_eagle.linear_bf16(x, weight, None, wide, expert)
+        for e in range(1, 5):
+            assert torch.equal(y[expert == e], torch.ops.gpt_eagle.linear_bf16(x[expert == e], weight[e], None, wide))
+
+
+def test_bf16_numbers_at_the_edges():
+    """NaN and infinity stay in their row and output; what lies behind a row of odd length is not multiplied."""
+    weight, x = weights_bf16(67, 301), random(8, 301, seed=1).bfloat16()
+    weight[5, 0], weight[66, 300] = float("nan"), float("inf")  # beside the ends of rows 4 and 65
+    x[0], x[1, 0], x[2, 300] = 0, float("nan"), float("inf")
+    x[3] *= 1e30
+    y, want = linear(x, weight), kernels_cpu.linear_bf16_reference(x, weight)
+    assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(7), want.nan_to_num(7))
+    assert (y[0, :5] == 0).all() and y[4:, 5].isnan().all() and y[4:, 66].isinf().all()
+    assert y[1].isnan().all() and not y[2, :5].isfinite().any()
+    most = torch.finfo(torch.bfloat16).max
+    assert (linear(torch.full((1, 2), most).bfloat16(), torch.full((1, 2), most).bfloat16()) == float("inf")).all()
+
+
+def test_bf16_operands_that_do_not_fit_are_refused():
+    weight, x, one = weights_bf16(33, 64), random(2, 64).bfloat16(), torch.zeros(2, dtype=torch.long)
+    for args in (
+        (x[:, :32], weight, None), (x.float(), weight, None), (x, weight.float(), None), (x, weight.T, None),
+        (random(2, 33).bfloat16(), weight.T, None), (x, weight, torch.zeros(32).bfloat16()),
+        (x, weight, torch.zeros(33)),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="must be bfloat16|does not fit|in one piece"):
+            linear(*args)
+    for expert in (one, one[:1]):
+        with pytest.raises(RuntimeError, match="do not fit|one int64 per row|there is no expert"):
+            torch.ops.gpt_eagle.linear_bf16(x, weight if expert is one else weight[None], None, False, expert)
+    with pytest.raises(RuntimeError, match="there is no expert 1"):
+        torch.ops.gpt_eagle.linear_bf16(x, weight[None], None, False, one + 1)
+
+
+def test_bf16_registration():
+    weight, x = weights_bf16(33, 64), random(2, 3, 64).bfloat16()
+    operator = torch.ops.gpt_eagle.linear_bf16.default
+    for wide in (False, True):
+        torch.library.opcheck(
+            operator, (x, weight, weight[:, 0].clone(), wide), test_utils=("test_schema", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("name", [pytest.param("avx2", marks=X86), "portable"])
+def test_bf16_variants_agree(variants, name):
+    """The same bits on every processor."""
+    for n, k in ((77, 301), (130, 1300)):
+        weight, x, bias = weights_bf16(n, k), random(70, k, seed=1).bfloat16(), random(n).bfloat16()
+        want = linear(x, weight, bias)
+        for rows in range(1, 71):
+            assert torch.equal(linear(x[:rows], weight, bias, f"gpt_eagle_{name}"), want[:rows])
+
+
+# ------------------------------------------------------------------------------- which product serves
+
+
+def test_linear_takes_our_product_where_it_can(monkeypatch):
+    weight, x, bias = weights_bf16(33, 64), random(5, 64).bfloat16(), random(33).bfloat16()
+    ours = linear(x, weight, bias)
+    assert torch.equal(kernels.linear(x, weight, bias, wide=True), ours)
+    assert torch.equal(kernels.linear(x, weight, bias), ours.bfloat16())
+    step = torch.compile(kernels.linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(step(x, weight, bias, True), ours)
+    experts = torch.stack((weight, weight * 2))
+    chosen = kernels.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
+    assert torch.equal(chosen[[0, 2, 3]], kernels.linear(x[[0, 2, 3]], weight))
+    monkeypatch.setattr(kernels_cpu, "load_operators", lambda: "none here")
+    assert not kernels.has_own_product(x, weight)
+    theirs = F.linear(x, weight, bias)
+    assert torch.equal(kernels.linear(x, weight, bias), theirs)
+    assert torch.equal(kernels.linear(x, weight, bias, wide=True), theirs.float())
+    torch.testing.assert_close(kernels.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_linear_in_other_dtypes_is_pytorchs(dtype):
+    weight, x = random(33, 64).to(dtype), random(5, 64).to(dtype)
+    assert not kernels.has_own_product(x, weight)
+    assert torch.equal(kernels.linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linear_has_gradients(compiled):
+    """PyTorch's product where something learns: the input of a frozen layer, or the layer; autocast does the same."""
+    product = torch.compile(kernels.linear, fullgraph=True, backend="aot_eager") if compiled else kernels.linear
+    for learns in ("x", "weight", "both"):
+        x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
+        x.requires_grad_(learns != "weight"), weight.requires_grad_(learns != "x")
+        grads = []
+        for linear_of in (product, lambda x, w, b, wide: F.linear(x, w).float()):
+            linear_of(x, weight, None, True).square().sum().backward()
+            grads.append([t.grad for t in (x, weight)])
+            x.grad = weight.grad = None
+        for ours, theirs in zip(*grads):
+            assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+        with torch.no_grad():
+            assert kernels.has_own_product(x, weight)
+    x, weight = random(5, 64), random(33, 64).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = product(x, weight)
+        assert y.dtype == torch.bfloat16 and y.requires_grad
+        assert torch.equal(y, F.linear(x, weight))
 
 
 # -------------------------------------------------------------------------------------------- attention

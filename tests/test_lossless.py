@@ -4,8 +4,8 @@ The rule (DESIGN, "Exactness"): in fp32 the tokens are equal. Where they are not
 difference (its top two choices, noise included) must be below 1e-4, or two experts must tie up to there; `assert_same`
 allows nothing else.
 
-Quantized models on a CPU get no margin at all, in fp32 or bf16: their products and their attention give a row the same
-bits in every company.
+On a CPU, bf16 models and quantized ones, in fp32 too, get no margin at all: their products and their attention give a
+row the same bits in every company.
 """
 
 from __future__ import annotations
@@ -524,7 +524,7 @@ def test_a_router_tie_is_a_margin():
     assert assert_same(replace(engine, target=tied), PROMPTS[0], wrong, want) == 1
 
 
-# ------------------------------------------------------------------------------------------ quantized demo
+# -------------------------------------------------------------------- the demo in bf16 and quantized
 
 
 def held_out_prompts() -> list[str]:
@@ -552,16 +552,20 @@ def assert_no_difference(texts, length, trees, **options) -> None:
 
 @needs_operators
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_quantized_trees_equal_vanilla(quant, dtype, temperature):
+@pytest.mark.parametrize(
+    "quant, dtype",
+    [("none", "bfloat16"), *itertools.product(("int8", "int4"), ("float32", "bfloat16"))],
+)
+def test_demo_trees_equal_vanilla(quant, dtype, temperature):
     assert_no_difference(held_out_prompts()[18:21], 48, DEMO_TREES, quant=quant, dtype=dtype, temperature=temperature)
 
 
 @needs_operators
-def test_compiled_quantized_trees_equal_vanilla():
+@pytest.mark.parametrize("quant, temperature", [("int4", 1.0), ("none", 0.0)])
+def test_compiled_demo_trees_equal_vanilla(quant, temperature):
     """Compiled code rounds where eager code does, for a tree as for a single token."""
-    assert_no_difference(held_out_prompts()[17:20], 64, DEMO_TREES[:1], quant="int4", temperature=1.0, compile=True)
+    options = {"dtype": "bfloat16", "quant": quant, "temperature": temperature, "compile": True}
+    assert_no_difference(held_out_prompts()[17:20], 64, DEMO_TREES[:1], **options)
 
 
 # ----------------------------------------------------------------------------------------- the demo, slow
@@ -570,8 +574,8 @@ def test_compiled_quantized_trees_equal_vanilla():
 @pytest.mark.slow
 @needs_operators
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_quantized_demo_prompts(quant, compiled):
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_exact_demo_prompts(quant, compiled):
     """40 held-out prompts x 128 tokens in the checkpoint's bf16."""
     for temperature in (0.0, 1.0):
         trees = itertools.product(("chain", "static", "dynamic"), (1, 2))

@@ -7,6 +7,7 @@ test_golden.py's.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ import kernels
 import quantize
 import train_demo
 import train_eagle
+from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
 from generate import main
@@ -192,12 +194,14 @@ def test_the_router_ranks_in_fp32():
 
 
 @OPERATORS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format, dtype",
+    [("float", torch.bfloat16), *itertools.product(FORMATS, (torch.float32, torch.bfloat16))],
+    ids=str,
+)
 def test_a_token_does_not_depend_on_its_company(format, dtype):
-    """Quantized experts give a token the same bits alone, in a tree and in a prompt."""
+    """Experts on our products give a token the same bits alone, in a tree and in a prompt."""
     layer = feed_forward(format, dtype=dtype)
-    layer.router.float()  # its own product is not ours: keep its shares the same
     x = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
     expert, _ = layer.router(x)
     rows = x[0].repeat_interleave(2, 0)
@@ -513,6 +517,23 @@ def test_eagle_decodes_quantized_experts(temperature):
     same = sum(drafted.history[row] == plain.history[row] for row in range(8))
     assert same >= 6
     assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 0.3
+
+
+@OPERATORS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bf16_experts_decode_exactly(temperature):
+    """No margin: routers, experts and attention give a row the same bits in a tree and alone."""
+    target = load_model(GOLDEN / "models/target_mixtral", torch.bfloat16)
+    head = load_head(GOLDEN / "models/head_eagle12_mixtral", target)
+    options = {"temperature": temperature, "seed": 7, "max_new_tokens": 60, "ignore_eos": True, "batch_size": 4}
+    prompts = [[(31 * i + 7 * j) % 97 for j in range(5 + i)] for i in range(4)]
+    plain = decode(engine_for(target, RootOnly(), **options), *prompts)
+    for tree in (DynamicTree(depth=6, topk=10, size=60), StaticTree.chain(5)):
+        drafted = decode(
+            engine_for(target, EagleDrafter(head, target, tree, Sampling(temperature)), **options), *prompts
+        )
+        assert drafted.history == plain.history
+        assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 0.15
 
 
 def test_a_head_does_not_take_over_the_targets_experts():
