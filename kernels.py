@@ -8,7 +8,10 @@ On CPU the operator reads the length (free there); attention_cpu.cpp gives a row
 it, PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop the host,
 kernels read it from device memory (attention_triton.py); without Triton the whole capacity is masked there.
 
-`topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA).
+`rotary_cache`: the rotary embedding, and the write to the cache. On CPU one pass (fused_cpu.cpp); elsewhere plain
+tensor operations, which the compiler fuses well on CUDA.
+
+`topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA, fused_cpu.cpp on CPU).
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
 tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU.
@@ -52,6 +55,53 @@ def _has_triton() -> bool:
     return False
 
 
+# ---------------------------------------------------------------------------------------- C++ on a CPU
+
+
+@torch.compiler.assume_constant_result  # decided while a step is captured
+def _cpu_operators() -> bool:
+    return not kernels_cpu.load_operators()
+
+
+def _served_in_cpp(x: Tensor) -> bool:
+    """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and _cpu_operators()
+
+
+# --------------------------------------------------------------------------------------------- rotary
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype."""
+    cos, sin = rope
+    wide = x.float()
+    left, right = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+
+
+def rotary_cache(qkv: Tensor, rope: tuple[Tensor, Tensor], slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rotate the queries and keys of T new rows, and write the keys and the values to the cache.
+
+    qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
+    rope: cosines and sines, [B, T, 1, E] fp32 each
+    slots: [B, T] int64, where each row's key and value go
+    Writes: k and v, [B, Hkv, S, E], at `slots`. Returns: the queries, [B, T, H, E].
+    """
+    if _served_in_cpp(qkv):
+        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, slots, k, v)
+    return rotary_cache_reference(qkv, rope, slots, k, v)
+
+
+def rotary_cache_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same in plain tensor operations."""
+    B, kv_heads = k.shape[:2]
+    q, new_k, new_v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+    rows = torch.arange(B, device=qkv.device)[:, None]  # [B, 1]
+    k[rows, :, slots] = rotate(new_k, rope)  # [B, T, Hkv, E]
+    v[rows, :, slots] = new_v
+    return rotate(q, rope)
+
+
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -64,6 +114,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
     mask: [B, T, W] bool, which of the slots start .. start+W-1 each row sees; at least one per row
     Returns: [B, T, H * E] in q's dtype.
     """
+    if _served_in_cpp(q) and q.shape[3] % 16 == 0:
+        return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
     return torch.ops.gpt_eagle.tree_attention(q, k, v, start, mask)
 
 
@@ -102,12 +154,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     return y.reshape(B, H, T, E).transpose(1, 2).reshape(B, T, H * E)
 
 
-def _tree_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
-    if q.dtype in (torch.bfloat16, torch.float32) and q.shape[3] % 16 == 0 and not kernels_cpu.load_operators():
-        return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
-    return _tree_attention_torch(q, k, v, start, mask)
-
-
 def _tree_attention_torch(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
     longest = int(start.max())
     used = longest + mask.shape[2]
@@ -132,7 +178,7 @@ def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: T
         return attention_triton.tree_attention(q, k, v, start, mask, _triton_kernels().device_of(q.device.index))
 
 
-_lib.impl("tree_attention", _tree_attention_cpu, "CPU")
+_lib.impl("tree_attention", _tree_attention_torch, "CPU")
 _lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
 
 
@@ -148,14 +194,16 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Find the k best of every row of scores, best first, and the logarithm of the row's sum of exponentials.
 
     scores: [..., V] float32
-    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. On CUDA equal values come in the order
-    of their indices; torch.topk promises no order.
+    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. Equal values come in the order of
+    their indices, except where torch.topk serves, which promises none.
     Raises: ValueError for scores of another dtype.
     """
     if scores.dtype != torch.float32:
         raise ValueError(f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them")
     if scores.is_cuda:
         return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
+    if _served_in_cpp(scores):
+        return torch.ops.gpt_eagle.topk(scores, k)
     return topk_logsumexp_reference(scores, k)  # in the open: the compiler fuses it with what made the scores
 
 

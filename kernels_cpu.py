@@ -1,4 +1,4 @@
-"""Builds and loads the CPU operators (kernels_cpu.cpp, attention_cpu.cpp), and knows their weight layouts.
+"""Builds and loads the CPU operators (kernels_, attention_ and fused_cpu.cpp), and knows their weight layouts.
 
 How it works:
 1. `load_operators` compiles the files for this processor at the first use (about ten seconds), keeps the library in the
@@ -31,11 +31,14 @@ from torch import Tensor
 
 STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
-SOURCES = [Path(__file__).parent / name for name in ("kernels_cpu.cpp", "attention_cpu.cpp", "kernels_cpu.h")]
+NAMES = ("kernels_cpu.cpp", "attention_cpu.cpp", "fused_cpu.cpp", "kernels_cpu.h")
+SOURCES = [Path(__file__).parent / name for name in NAMES]
 SCHEMAS = (
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
+    "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)",
+    "rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) k, Tensor(b!) v) -> Tensor",
     "dot_peak(int rounds) -> float",
 )
 
@@ -62,7 +65,7 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     command = [
         compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", *flags,
         f"-DLIBRARY={namespace}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[:2]),
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[:-1]),
         f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     key = "\n".join([torch.__version__, processor(), *(source.read_text() for source in SOURCES), *command])
@@ -109,16 +112,28 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     def w8a8(x, packed, scale, wide, expert=None):
         return shape_of(x, scale.shape[-1], wide)
 
+    def attention(q, k, v, start, mask):
+        return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+    def topk(scores, k):
+        row = scores.shape[:-1]
+        return scores.new_empty(*row, k), scores.new_empty(*row, k, dtype=torch.int64), scores.new_empty(*row, 1)
+
+    def rotary_cache(qkv, cos, sin, slots, k, v):
+        return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[1], qkv.shape[3])
+
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
-    torch.library.register_fake(f"{namespace}::attention", lambda q, k, v, start, mask: q.flatten(2), lib=definition)
+    torch.library.register_fake(f"{namespace}::attention", attention, lib=definition)
+    torch.library.register_fake(f"{namespace}::topk", topk, lib=definition)
+    torch.library.register_fake(f"{namespace}::rotary_cache", rotary_cache, lib=definition)
     torch.ops.load_library(str(library))
     return definition
 
 
 @functools.cache
 def load_operators() -> str:
-    """Make `w4a8`, `w8a8` and `attention` of `torch.ops.gpt_eagle` available.
+    """Make the operators of `SCHEMAS` available in `torch.ops.gpt_eagle`.
 
     Returns: why they are not, which is also said once, or the empty string.
     """

@@ -22,6 +22,7 @@ from torch import Tensor
 import kernels
 import kernels_cpu
 from kernels_cpu import BLOCK8
+from model import rope_angles
 from quantize import FORMATS
 
 ROOT = Path(kernels_cpu.__file__).parent
@@ -360,6 +361,70 @@ def test_attention_refuses_a_window_outside_the_cache():
     q, k, v, _, mask = attention_inputs(torch.float32)
     with pytest.raises(RuntimeError, match="the window must lie in the cache"):
         torch.ops.gpt_eagle.attention(q, k, v, torch.tensor([140]), mask)
+
+
+# ------------------------------------------------------------------------------------------------ top-k
+
+VARIANTS = ["", pytest.param("_avx2", marks=X86), "_portable"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("V", "k"), [(1, 1), (63, 63), (64, 5), (65, 10), (4096, 10), (32001, 1)])
+def test_topk_takes_the_best_and_of_equal_ones_the_first(variants, V, k, name):
+    scores = (random(3, V) * 4).round()  # many ties
+    values, index, total = getattr(torch.ops, f"gpt_eagle{name}").topk(scores, k)
+    want = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, want.values[:, :k]) and torch.equal(index, want.indices[:, :k])
+    exact = scores.double().logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(total.double(), exact, atol=1e-6, rtol=2e-7)
+
+
+def test_topk_of_scores_that_are_cut_away():
+    scores = torch.full((2, 200), float("-inf"))
+    scores[1, 150] = 3.0
+    values, index, total = torch.ops.gpt_eagle.topk(scores, 3)
+    assert index.tolist() == [[0, 1, 2], [150, 0, 1]] and total.flatten().tolist() == [float("-inf"), 3.0]
+    assert values[1].tolist() == [3.0, float("-inf"), float("-inf")]
+    with pytest.raises(RuntimeError, match="k must be 1 to 200; it is 201"):
+        torch.ops.gpt_eagle.topk(scores, 201)
+
+
+# ----------------------------------------------------------------------------------------------- rotary
+
+
+def rotary_inputs(dtype, width=80):
+    """qkv, angles and slots of two rows of a batch, and a cache whose batch rows do not lie side by side."""
+    qkv, positions = random(2, 9, 8 + 2 * 4, width).to(dtype), torch.arange(18).view(2, 9) * 37
+    slots = torch.stack([torch.randperm(50, generator=torch.Generator().manual_seed(i))[:9] for i in range(2)])
+    caches = [random(3, 4, 50, width, seed=i).to(dtype)[::2] for i in (1, 2)]
+    return qkv, rope_angles(10000.0 ** -(torch.arange(0, width, 2) / width), positions), slots, caches
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rotary_has_the_bits_of_plain_operations(variants, dtype, name):
+    qkv, rope, slots, caches = rotary_inputs(dtype)
+    wanted = [cache.clone() for cache in caches]
+    want = kernels.rotary_cache_reference(qkv, rope, slots, *wanted)
+    got = getattr(torch.ops, f"gpt_eagle{name}").rotary_cache(qkv, *rope, slots, *caches)
+    assert torch.equal(got, want) and all(map(torch.equal, caches, wanted))
+
+
+def test_rotary_refuses_a_slot_outside_the_cache():
+    qkv, rope, slots, caches = rotary_inputs(torch.float32)
+    slots[1, 3] = 50
+    before = caches[0].clone()
+    with pytest.raises(RuntimeError, match="slot 50 is outside the cache of 50"):
+        kernels.rotary_cache(qkv, rope, slots, *caches)
+    assert torch.equal(caches[0], before)
+
+
+def test_registrations():
+    qkv, rope, slots, caches = rotary_inputs(torch.float32)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.gpt_eagle.rotary_cache, (qkv, *rope, slots, *caches), test_utils=checks)
+    torch.library.opcheck(torch.ops.gpt_eagle.topk, (random(2, 3, 50), 5), test_utils=checks)
+    torch.library.opcheck(torch.ops.gpt_eagle.attention, attention_inputs(torch.float32), test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------- no library
