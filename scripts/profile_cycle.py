@@ -7,10 +7,10 @@ Takes every option of generate.py that says what is decoded and how; of several 
 
 How it works:
 1. The same cycles run in turn without and with the profiler, round after round. The wall time of a cycle is that of the
-   rounds without it. A line of the table is the median over all cycles.
+   rounds without it, the median over all cycles; so is the time of every operator.
 2. The outermost operators and compiled kernels of a cycle are attributed by their names, and products by the step
    they run in: those of `verify` are the target's, the others the drafter's. A compiled kernel fuses several
-   operators and counts where its first rule says (`PARTS`): so the layers' cache writes come with the rotary embedding.
+   operators and counts where the first rule says (`COMPILED`). In eager code little tells noise and tree apart.
 3. What is left of the wall time is Python and dispatch: guards, wrappers of compiled steps, the loop on the host.
    The profiler's own cost per operator (a microsecond or so) counts as the operator's.
 4. On CUDA the lines are kernels, the rest of the wall time is idle: kernels per cycle and the gaps between them follow.
@@ -26,7 +26,7 @@ import re
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -48,19 +48,30 @@ from measure import Series, environment  # noqa: E402
 CYCLE, STEP = "profile_cycle", "profile_step:"  # names of our marks in the trace
 TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"
 PYTHON, IDLE = "Python and dispatch", "no kernel runs"
-# a line of the table and the names of its operators; the first that matches takes a kernel
-PARTS = {
-    "attention": r"attention|scaled_dot_product|::_flash|combine_kernel",
-    PRODUCTS: r"::(mm|addmm|linear|matmul|_?\w*linear\w*)$|mkldnn|w[48]a(8|16)|_mm_for_cpu|pack_mm|gemm|gemv|cutlass"
-    r"|nvjet|splitK|cublas|matmul_kernel|sum_kernel|::experts_",
-    "noise": r"log1p|bitwise_xor|__rshift",
-    "top-k and logsumexp of the vocabulary": r"topk|logsumexp|block_kernel|row_kernel",
-    "norms, rotary, SiLU, cache writes": r"rotary|rsqrt|silu|cos_|sin_|embedding",
-    "choice, acceptance, compaction": r"argmax|index_put|compact|index_copy",
-    "building the tree": r"sort|::bmm|gather|scatter|eye|floor_divide|one_hot|gt_sub_sum",
-    "other operators": r"",
+CHOICE, TREE, LAYERS = "choice, acceptance, compaction", "building the tree", "norms, rotary, SiLU, cache writes"
+VOCABULARY, NOISE, OTHER = "top-k and logsumexp of the vocabulary", "noise", "other operators"
+# patterns of names, the first that matches decides: of operators and of kernels that somebody wrote ...
+OPERATORS = {
+    "attention": r"attention|combine_kernel|flash",
+    PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
+    r"|matmul_kernel|sum_kernel|::experts_",
+    VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
+    LAYERS: r"rotary|silu|rsqrt|embedding",
+    CHOICE: r"argmax|index_put",
+    TREE: r"sort|::bmm|gather|scatter",
+    NOISE: r"log1p|bitwise_xor",
+    OTHER: r"",
 }
-LINES = [line for part in PARTS for line in ((TARGET, DRAFT, PRODUCTS) if part == PRODUCTS else (part,))]
+# ... and of compiled kernels, which are named after everything they fuse, and after what takes their results
+COMPILED = {
+    NOISE: r"log1p|bitwise_xor",
+    VOCABULARY: r"logsumexp|topk",
+    LAYERS: r"rsqrt|silu|cos_|embedding",
+    CHOICE: r"argmax|index_put",
+    TREE: r"sort|gather|scatter|eye|floor_divide|bmm|gt_sub_sum",
+    OTHER: r"",
+}
+LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)
 # events that only wrap others: what they spend themselves is Python
 WRAPPERS = r"Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo|" + STEP
 GUARDS = "TorchDynamo Cache Lookup"
@@ -152,27 +163,37 @@ def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tu
 
 def part_of(name: str, step: str) -> str:
     """The line of the table that an operator or kernel belongs to. step: the one it runs in, or ""."""
-    part = next(part for part, names in PARTS.items() if re.search(names, name))
+    rules = COMPILED if re.search(r"(cpp|triton\w*)_fused_", name) else OPERATORS
+    part = next(part for part, names in rules.items() if re.search(names, name))
     if part == PRODUCTS and step:
         return TARGET if step == "verify" else DRAFT
     return part
 
 
-def host_parts(events: Iterable[Any]) -> list[dict[str, float]]:
-    """Of every cycle the seconds of the operators below our marks by line, and those of Dynamo's guards."""
+def host_parts(events: Iterable[Any]) -> dict[str, float]:
+    """Seconds per cycle of the operators below our marks by line, and of Dynamo's guards.
 
-    def walk(event: Any, step: str, total: dict[str, float]) -> dict[str, float]:
+    Every cycle runs the same operators; of each the median over the cycles counts, so that one interrupted stays one.
+    """
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # line, name, which of that name
+
+    def walk(event: Any, step: str, met: Counter) -> None:
         for child in event.cpu_children:
-            name, seconds = child.name, child.time_range.elapsed_us() / 1e6
-            if name.startswith(GUARDS):
-                total[GUARDS] += seconds
-            elif re.search(WRAPPERS, name):
-                walk(child, name.removeprefix(STEP) if name.startswith(STEP) else step, total)
-            else:
-                total[part_of(name, step)] += seconds
-        return total
+            name = child.name
+            if not name.startswith(GUARDS) and re.search(WRAPPERS, name):
+                walk(child, name.removeprefix(STEP) if name.startswith(STEP) else step, met)
+                continue
+            line = GUARDS if name.startswith(GUARDS) else part_of(name, step)
+            seconds[line, name, met[line, name]].append(child.time_range.elapsed_us() / 1e6)
+            met[line, name] += 1
 
-    return [walk(e, "", defaultdict(float)) for e in events if e.name == CYCLE and e.cpu_parent is None]
+    cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
+    for cycle in cycles:
+        walk(cycle, "", Counter())
+    total: dict[str, float] = defaultdict(float)
+    for (line, _, _), values in seconds.items():
+        total[line] += statistics.median(values) * len(values) / len(cycles)
+    return dict(total)
 
 
 class Kernels(NamedTuple):
@@ -206,17 +227,17 @@ def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str
     """Medians in milliseconds per cycle; the parts add up to the wall time."""
     profiles = [seen.profiler.events() for _, seen in pairs]
     wall = Series.quartiles([second for plain, _ in pairs for second in plain.wall_s])
-    host = [cycle for events in profiles for cycle in host_parts(events)]
+    host = host_parts(event for events in profiles for event in events)
     device = [device_kernels(events) for events in profiles] if config.device.startswith("cuda") else []
-    every = [{k: v / config.cycles for k, v in kernels.parts.items()} for kernels in device] or host
-    parts = {line: 1e3 * statistics.median(cycle.get(line, 0.0) for cycle in every) for line in LINES}
+    every = [{k: v / config.cycles for k, v in kernels.parts.items()} for kernels in device] or [host]
+    parts = {line: 1e3 * statistics.median(found.get(line, 0.0) for found in every) for line in LINES}
     parts = {line: ms for line, ms in parts.items() if ms > 0}
     parts[IDLE if device else PYTHON] = 1e3 * wall.median - sum(parts.values())
     found = {
         "wall_ms": [1e3 * x for x in wall],
         "profiled_wall_ms": 1e3 * statistics.median(second for _, seen in pairs for second in seen.wall_s),
         "parts_ms": parts,
-        "guards_ms": 1e3 * statistics.median(cycle.get(GUARDS, 0.0) for cycle in host),
+        "guards_ms": 1e3 * host.get(GUARDS, 0.0),
         "tokens_per_cycle": pairs[0][0].tokens / config.cycles,
     }
     if device:
