@@ -1,12 +1,12 @@
-// What lies between a model's products on a CPU, where PyTorch's operators and the compiler's loops pass over the data
-// several times: the best few of a row of scores with its normalizer, and the rotary embedding with the cache's writes.
+// What lies between a model's products on a CPU, where PyTorch's operators and the compiler's loops do work several
+// times: the best few of a row of scores with its normalizer, and the rotary embedding.
 //
 // How it works:
 // 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk whose largest score does
 //    not beat the last of the list is done with; few others come, so a row costs one maximum per element. The second
 //    pass adds up the exponentials.
-// 2. `rotary_cache` turns the query heads of a row and writes its keys, turned too, and its values where they belong.
-//    Cosines and sines come as tensors: fused into loops, the compiler takes them anew for every head of every layer.
+// 2. `rotary` turns the heads of queries and keys. Its cosines and sines come as tensors: where they are fused into a
+//    loop, they are taken anew for every head of every layer.
 //
 // Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
 
@@ -94,59 +94,38 @@ template <class T> void rotate(const T* x, const float* cos, const float* sin, i
   }
 }
 
-template <class T> struct Cache {  // [B, Hkv, S, E], elements of a slot side by side
-  T* data;
-  int64_t batch, head, slot;
-  explicit Cache(const at::Tensor& t)
-      : data(t.mutable_data_ptr<T>()), batch(t.stride(0)), head(t.stride(1)), slot(t.stride(2)) {}
-  T* at(int64_t b, int64_t h, int64_t s) const { return data + b * batch + h * head + s * slot; }
-};
-
 template <class T>
-void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& slots,
-                 const Cache<T>& k, const Cache<T>& v, const at::Tensor& q) {
-  const int64_t rows = qkv.size(1), all = qkv.size(2), e = qkv.size(3), heads = q.size(2), kv_heads = (all - heads) / 2;
+void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& q, const at::Tensor& k) {
+  const int64_t rows = qkv.size(0) * qkv.size(1), all = qkv.size(2), e = qkv.size(3), heads = q.size(2), kv_heads = k.size(2);
   const T* x = qkv.const_data_ptr<T>();
-  T* y = q.mutable_data_ptr<T>();
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  T *to_q = q.mutable_data_ptr<T>(), *to_k = k.mutable_data_ptr<T>();
   const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-  at::parallel_for(0, qkv.size(0) * rows, std::max<int64_t>(1, GRAIN / (all * e)), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      const T* from = x + r * all * e;
-      for (int64_t h = 0; h < heads; h++) rotate(from + h * e, c + r * e, s + r * e, e, y + (r * heads + h) * e);
-      for (int64_t h = 0; h < kv_heads; h++) {
-        rotate(from + (heads + h) * e, c + r * e, s + r * e, e, k.at(r / rows, h, slot[r]));
-        std::memcpy(v.at(r / rows, h, slot[r]), from + (heads + kv_heads + h) * e, e * sizeof(T));
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / (all * e)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++)
+      for (int64_t h = 0; h < heads + kv_heads; h++) {
+        T* y = h < heads ? to_q + (r * heads + h) * e : to_k + (r * kv_heads + h - heads) * e;
+        rotate(x + (r * all + h) * e, c + r * e, s + r * e, e, y);
       }
-    }
   });
 }
 
-// The operator `rotary_cache` of kernels.py, for bfloat16 and float32.
-at::Tensor rotary_cache(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& slots,
-                        const at::Tensor& k, const at::Tensor& v) {
-  const int64_t heads = qkv.size(2) - 2 * k.size(1), e = qkv.size(3), S = k.size(2);
-  TORCH_CHECK(e % 2 == 0 && k.size(3) == e && k.stride(3) == 1 && v.stride(3) == 1, "heads of ", e,
-              " elements do not fit a cache of ", k.size(3));
-  TORCH_CHECK(k.scalar_type() == qkv.scalar_type() && v.scalar_type() == qkv.scalar_type(), "one dtype, please");
-  const at::Tensor x = qkv.contiguous(), c = cos.contiguous(), s = sin.contiguous(), where = slots.contiguous();
-  const int64_t rows = qkv.size(0) * qkv.size(1);
-  TORCH_CHECK(c.numel() == rows * e && s.numel() == rows * e && where.numel() == rows, "an angle per row, please");
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t slot = where.const_data_ptr<int64_t>()[r];
-    TORCH_CHECK(0 <= slot && slot < S, "slot ", slot, " is outside the cache of ", S);
-  }
-  at::Tensor q = at::empty({qkv.size(0), qkv.size(1), heads, e}, qkv.options());
-  if (qkv.scalar_type() == at::kBFloat16)
-    rotate_rows<at::BFloat16>(x, c, s, where, Cache<at::BFloat16>(k), Cache<at::BFloat16>(v), q);
-  else
-    rotate_rows<float>(x, c, s, where, Cache<float>(k), Cache<float>(v), q);
-  return q;
+// The operator `rotary` of kernels.py, for bfloat16 and float32.
+std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+                                          int64_t heads, int64_t kv_heads) {
+  const int64_t B = qkv.size(0), T = qkv.size(1), e = qkv.size(3);
+  TORCH_CHECK(e % 2 == 0 && heads + kv_heads <= qkv.size(2), heads, " + ", kv_heads, " heads of ", e,
+              " elements are not in ", qkv.size(2), " heads");
+  TORCH_CHECK(cos.numel() == B * T * e && sin.numel() == B * T * e, "an angle per row and element, please");
+  const at::Tensor x = qkv.contiguous(), c = cos.contiguous(), s = sin.contiguous();
+  at::Tensor q = at::empty({B, T, heads, e}, qkv.options()), k = at::empty({B, T, kv_heads, e}, qkv.options());
+  if (qkv.scalar_type() == at::kBFloat16) rotate_rows<at::BFloat16>(x, c, s, q, k);
+  else rotate_rows<float>(x, c, s, q, k);
+  return {q, k};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) {
   library.impl("topk", topk);
-  library.impl("rotary_cache", rotary_cache);
+  library.impl("rotary", rotary);
 }

@@ -8,8 +8,8 @@ On CPU the operator reads the length (free there); attention_cpu.cpp gives a row
 it, PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop the host,
 kernels read it from device memory (attention_triton.py); without Triton the whole capacity is masked there.
 
-`rotary_cache`: the rotary embedding, and the write to the cache. On CPU one pass (fused_cpu.cpp); elsewhere plain
-tensor operations, which the compiler fuses well on CUDA.
+`rotary`: the rotary embedding. On CPU C++ (fused_cpu.cpp); elsewhere plain tensor operations, which the compiler fuses
+well on CUDA.
 
 `topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA, fused_cpu.cpp on CPU).
 
@@ -65,7 +65,8 @@ def _cpu_operators() -> bool:
 
 def _served_in_cpp(x: Tensor) -> bool:
     """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and _cpu_operators()
+    known = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    return known and not x.requires_grad and _cpu_operators()  # the operators have no gradients
 
 
 # --------------------------------------------------------------------------------------------- rotary
@@ -79,27 +80,22 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
 
 
-def rotary_cache(qkv: Tensor, rope: tuple[Tensor, Tensor], slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Rotate the queries and keys of T new rows, and write the keys and the values to the cache.
+def rotary(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of T rows.
 
     qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
     rope: cosines and sines, [B, T, 1, E] fp32 each
-    slots: [B, T] int64, where each row's key and value go
-    Writes: k and v, [B, Hkv, S, E], at `slots`. Returns: the queries, [B, T, H, E].
+    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E].
     """
     if _served_in_cpp(qkv):
-        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, slots, k, v)
-    return rotary_cache_reference(qkv, rope, slots, k, v)
+        return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
+    return rotary_reference(qkv, rope, heads, kv_heads)
 
 
-def rotary_cache_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def rotary_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     """The same in plain tensor operations."""
-    B, kv_heads = k.shape[:2]
-    q, new_k, new_v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
-    rows = torch.arange(B, device=qkv.device)[:, None]  # [B, 1]
-    k[rows, :, slots] = rotate(new_k, rope)  # [B, T, Hkv, E]
-    v[rows, :, slots] = new_v
-    return rotate(q, rope)
+    q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
+    return rotate(q, rope), rotate(k, rope)
 
 
 # ------------------------------------------------------------------------------------------ attention

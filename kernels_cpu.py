@@ -38,7 +38,7 @@ SCHEMAS = (
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)",
-    "rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) k, Tensor(b!) v) -> Tensor",
+    "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)",
     "dot_peak(int rounds) -> float",
 )
 
@@ -119,14 +119,14 @@ def register(namespace: str, library: Path) -> torch.library.Library:
         row = scores.shape[:-1]
         return scores.new_empty(*row, k), scores.new_empty(*row, k, dtype=torch.int64), scores.new_empty(*row, 1)
 
-    def rotary_cache(qkv, cos, sin, slots, k, v):
-        return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[1], qkv.shape[3])
+    def rotary(qkv, cos, sin, heads, kv_heads):
+        return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
 
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
     torch.library.register_fake(f"{namespace}::attention", attention, lib=definition)
     torch.library.register_fake(f"{namespace}::topk", topk, lib=definition)
-    torch.library.register_fake(f"{namespace}::rotary_cache", rotary_cache, lib=definition)
+    torch.library.register_fake(f"{namespace}::rotary", rotary, lib=definition)
     torch.ops.load_library(str(library))
     return definition
 

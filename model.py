@@ -292,14 +292,16 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
+        q, k = kernels.rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+        v = qkv[:, :, -self.kv_heads :]  # [B, T, Hkv, E]
         if kv is None:
-            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            q, k = kernels.rotate(q, rope), kernels.rotate(k, rope)
             y = F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).reshape(B, T, -1))
-        q = kernels.rotary_cache(qkv, rope, window.slots, *kv)  # [B, T, H, E]
+        rows = torch.arange(B, device=x.device)[:, None]  # [B, 1]
+        kv[0][rows, :, window.slots] = k  # [B, T, Hkv, E]
+        kv[1][rows, :, window.slots] = v
         return self.wo(kernels.tree_attention(q, *kv, window.start, window.mask))
 
 

@@ -393,36 +393,38 @@ def test_topk_of_scores_that_are_cut_away():
 
 
 def rotary_inputs(dtype, width=80):
-    """qkv, angles and slots of two rows of a batch, and a cache whose batch rows do not lie side by side."""
-    qkv, positions = random(2, 9, 8 + 2 * 4, width).to(dtype), torch.arange(18).view(2, 9) * 37
-    slots = torch.stack([torch.randperm(50, generator=torch.Generator().manual_seed(i))[:9] for i in range(2)])
-    caches = [random(3, 4, 50, width, seed=i).to(dtype)[::2] for i in (1, 2)]
-    return qkv, rope_angles(10000.0 ** -(torch.arange(0, width, 2) / width), positions), slots, caches
+    """qkv and angles of two rows of a batch, then the numbers of heads."""
+    positions = torch.arange(18).view(2, 9) * 37
+    rope = rope_angles(10000.0 ** -(torch.arange(0, width, 2) / width), positions)
+    return random(2, 9, 8 + 2 * 4, width).to(dtype), rope, 8, 4
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotary_has_the_bits_of_plain_operations(variants, dtype, name):
-    qkv, rope, slots, caches = rotary_inputs(dtype)
-    wanted = [cache.clone() for cache in caches]
-    want = kernels.rotary_cache_reference(qkv, rope, slots, *wanted)
-    got = getattr(torch.ops, f"gpt_eagle{name}").rotary_cache(qkv, *rope, slots, *caches)
-    assert torch.equal(got, want) and all(map(torch.equal, caches, wanted))
+    qkv, rope, *heads = rotary_inputs(dtype)
+    want = kernels.rotary_reference(qkv, rope, *heads)
+    strided = torch.cat((qkv, qkv), -1)[..., : qkv.shape[3]]
+    for x in (qkv, strided):
+        assert all(map(torch.equal, getattr(torch.ops, f"gpt_eagle{name}").rotary(x, *rope, *heads), want))
 
 
-def test_rotary_refuses_a_slot_outside_the_cache():
-    qkv, rope, slots, caches = rotary_inputs(torch.float32)
-    slots[1, 3] = 50
-    before = caches[0].clone()
-    with pytest.raises(RuntimeError, match="slot 50 is outside the cache of 50"):
-        kernels.rotary_cache(qkv, rope, slots, *caches)
-    assert torch.equal(caches[0], before)
+def test_rotary_keeps_its_gradient():
+    qkv, rope, *heads = rotary_inputs(torch.float32)
+    sum(y.sum() for y in kernels.rotary(qkv.requires_grad_(), rope, *heads)).backward()
+    assert qkv.grad[:, :, :12].abs().min() > 0 and not qkv.grad[:, :, 12:].any()
+
+
+def test_rotary_refuses_heads_that_are_not_there():
+    qkv, rope, *_ = rotary_inputs(torch.float32)
+    with pytest.raises(RuntimeError, match=r"14 \+ 4 heads of 80 elements are not in 16 heads"):
+        kernels.rotary(qkv, rope, 14, 4)
 
 
 def test_registrations():
-    qkv, rope, slots, caches = rotary_inputs(torch.float32)
+    qkv, rope, *heads = rotary_inputs(torch.float32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.gpt_eagle.rotary_cache, (qkv, *rope, slots, *caches), test_utils=checks)
+    torch.library.opcheck(torch.ops.gpt_eagle.rotary, (qkv, *rope, *heads), test_utils=checks)
     torch.library.opcheck(torch.ops.gpt_eagle.topk, (random(2, 3, 50), 5), test_utils=checks)
     torch.library.opcheck(torch.ops.gpt_eagle.attention, attention_inputs(torch.float32), test_utils=checks)
 
