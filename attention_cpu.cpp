@@ -31,24 +31,6 @@ template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side 
       : data(t.const_data_ptr<T>()), batch(t.stride(0)), head(t.stride(1)), slot(t.stride(2)) {}
 };
 
-// e^x for x <= 0, to about 1e-7; below -87 it is 0. Without a branch, so that loops vectorize (polynomial of Cephes)
-inline float exponential(float x) {
-  const float held = x > -87.0f ? x : -87.0f;
-  const float shifted = held * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: a whole power of two in the low bits
-  const float power = shifted - 12582912.0f;
-  const float r = (held - power * 0.693359375f) + power * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    y = y * r + c;
-  y = y * r * r + r + 1.0f;
-  int32_t bits, exponent;
-  std::memcpy(&bits, &y, 4);
-  std::memcpy(&exponent, &shifted, 4);
-  bits += (exponent - 0x4b400000) * (1 << 23);
-  std::memcpy(&y, &bits, 4);
-  return x > -87.0f ? y : (x != x ? x : 0.0f);
-}
-
 // ------------------------------------------------------------------------------------------------- keys
 
 // to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: how many these are.

@@ -17,7 +17,7 @@ Not here: the loop over cycles (session.py), options (config.py), loading and th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -180,8 +180,17 @@ def _make_steps(engine: Engine, drafter: Drafter, by_layer: bool) -> Steps:
 
 def _compiled(step: FunctionType) -> Callable:
     # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
-    options = {"emulate_precision_casts": True}
+    options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_arguments}
     return torch.compile(_own_code(step), fullgraph=True, dynamic=False, options=options)
+
+
+def _guards_of_arguments(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards a compiled step keeps: shapes and dtypes of tensors, and modes such as autocast.
+
+    The modules and options of an engine do not change, and checking all of them costs 0.3 ms a step at 8 layers.
+    """
+    kept = ("TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE")
+    return [g.guard_type in kept and not g.orig_guard.source.is_unspecialized_nn_module() for g in guards]
 
 
 def _own_code(step: FunctionType) -> FunctionType:

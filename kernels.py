@@ -11,7 +11,10 @@ kernels read it from device memory (attention_triton.py); without Triton the who
 `linear`: x W^T. On a CPU in bf16 it is linear_cpu.cpp, which gives a row the same bits in every company; anywhere else,
 and where gradients are wanted, it is PyTorch's.
 
-`topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA).
+`rotary`: the rotary embedding. On CPU C++ (fused_cpu.cpp); elsewhere plain tensor operations, which the compiler fuses
+well on CUDA.
+
+`topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA, fused_cpu.cpp on CPU).
 
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
 tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU. With lists of
@@ -61,6 +64,49 @@ def _has_triton() -> bool:
     return False
 
 
+# ---------------------------------------------------------------------------------------- C++ on a CPU
+
+
+@torch.compiler.assume_constant_result  # decided while a step is captured
+def _cpu_operators() -> bool:
+    return not kernels_cpu.load_operators()
+
+
+def _served_in_cpp(x: Tensor) -> bool:
+    """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
+    known = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    return known and not x.requires_grad and _cpu_operators()  # the operators have no gradients
+
+
+# --------------------------------------------------------------------------------------------- rotary
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype."""
+    cos, sin = rope
+    wide = x.float()
+    left, right = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+
+
+def rotary(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of T rows.
+
+    qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
+    rope: cosines and sines, [B, T, 1, E] fp32 each
+    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E].
+    """
+    if _served_in_cpp(qkv):
+        return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
+    return rotary_reference(qkv, rope, heads, kv_heads)
+
+
+def rotary_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The same in plain tensor operations."""
+    q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
+    return rotate(q, rope), rotate(k, rope)
+
+
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -73,6 +119,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
     mask: [B, T, W] bool, which of the slots start .. start+W-1 each row sees; at least one per row
     Returns: [B, T, H * E] in q's dtype.
     """
+    if _served_in_cpp(q) and q.shape[3] % 16 == 0:
+        return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
     return torch.ops.gpt_eagle.tree_attention(q, k, v, start, mask)
 
 
@@ -111,12 +159,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     return y.reshape(B, H, T, E).transpose(1, 2).reshape(B, T, H * E)
 
 
-def _tree_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
-    if q.dtype in (torch.bfloat16, torch.float32) and q.shape[3] % 16 == 0 and not kernels_cpu.load_operators():
-        return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
-    return _tree_attention_torch(q, k, v, start, mask)
-
-
 def _tree_attention_torch(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
     longest = int(start.max())
     used = longest + mask.shape[2]
@@ -141,7 +183,7 @@ def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: T
         return attention_triton.tree_attention(q, k, v, start, mask, _triton_kernels().device_of(q.device.index))
 
 
-_lib.impl("tree_attention", _tree_attention_cpu, "CPU")
+_lib.impl("tree_attention", _tree_attention_torch, "CPU")
 _lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
 
 
@@ -187,14 +229,16 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Find the k best of every row of scores, best first, and the logarithm of the row's sum of exponentials.
 
     scores: [..., V] float32
-    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. On CUDA equal values come in the order
-    of their indices; torch.topk promises no order.
+    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. Equal values come in the order of
+    their indices, except where torch.topk serves, which promises none.
     Raises: ValueError for scores of another dtype.
     """
     if scores.dtype != torch.float32:
         raise ValueError(f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them")
     if scores.is_cuda:
         return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
+    if _served_in_cpp(scores):
+        return torch.ops.gpt_eagle.topk(scores, k)
     return topk_logsumexp_reference(scores, k)  # in the open: the compiler fuses it with what made the scores
 
 

@@ -31,13 +31,15 @@ from torch import Tensor
 
 STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
-UNITS = ("kernels_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp")
+UNITS = ("kernels_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "fused_cpu.cpp")
 SOURCES = [Path(__file__).parent / name for name in (*UNITS, "kernels_cpu.h")]
 SCHEMAS = (
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor",
     "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool wide, Tensor? expert=None) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
+    "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)",
+    "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)",
     "dot_peak(int rounds) -> float",
     "pair_peak(int rounds) -> float",
 )
@@ -115,10 +117,22 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     def linear_bf16(x, weight, bias, wide, expert=None):
         return shape_of(x, weight.shape[-2], wide)
 
+    def attention(q, k, v, start, mask):
+        return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+    def topk(scores, k):
+        row = scores.shape[:-1]
+        return scores.new_empty(*row, k), scores.new_empty(*row, k, dtype=torch.int64), scores.new_empty(*row, 1)
+
+    def rotary(qkv, cos, sin, heads, kv_heads):
+        return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
+
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
     torch.library.register_fake(f"{namespace}::linear_bf16", linear_bf16, lib=definition)
-    torch.library.register_fake(f"{namespace}::attention", lambda q, k, v, start, mask: q.flatten(2), lib=definition)
+    torch.library.register_fake(f"{namespace}::attention", attention, lib=definition)
+    torch.library.register_fake(f"{namespace}::topk", topk, lib=definition)
+    torch.library.register_fake(f"{namespace}::rotary", rotary, lib=definition)
     torch.ops.load_library(str(library))
     return definition
 

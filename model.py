@@ -254,18 +254,10 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 
 def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
+    """Cosines and sines for `kernels.rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype."""
-    cos, sin = rope
-    wide = x.float()
-    left, right = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -320,8 +312,8 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = kernels.rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+        v = qkv[:, :, -self.kv_heads :]  # [B, T, Hkv, E]
         if kv is None:
             y = F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
@@ -330,7 +322,7 @@ class Attention(nn.Module):
         rows = torch.arange(B, device=x.device)[:, None]  # [B, 1]
         kv[0][rows, :, window.slots] = k  # [B, T, Hkv, E]
         kv[1][rows, :, window.slots] = v
-        return self.wo(kernels.tree_attention(q, kv[0], kv[1], window.start, window.mask))
+        return self.wo(kernels.tree_attention(q, *kv, window.start, window.mask))
 
 
 class FeedForward(nn.Module):

@@ -311,7 +311,10 @@ def swapped_inputs(monkeypatch):
 
 def slots_as_positions(monkeypatch):
     forward = model.Transformer.forward
-    wrong = lambda self, tokens, positions, cache, window: forward(self, tokens, window.slots, cache, window)  # noqa: E731
+
+    def wrong(self, tokens, positions, cache, window, **options):
+        return forward(self, tokens, window.slots, cache, window, **options)
+
     monkeypatch.setattr(model.Transformer, "forward", wrong)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 import kernels
 import kernels_cpu
 from kernels_cpu import BLOCK8
+from model import rope_angles
 from quantize import FORMATS
 
 ROOT = Path(kernels_cpu.__file__).parent
@@ -535,6 +536,72 @@ def test_attention_refuses_a_window_outside_the_cache():
     q, k, v, _, mask = attention_inputs(torch.float32)
     with pytest.raises(RuntimeError, match="the window must lie in the cache"):
         torch.ops.gpt_eagle.attention(q, k, v, torch.tensor([140]), mask)
+
+
+# ------------------------------------------------------------------------------------------------ top-k
+
+VARIANTS = ["", pytest.param("_avx2", marks=X86), "_portable"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("V", "k"), [(1, 1), (63, 63), (64, 5), (65, 10), (4096, 10), (32001, 1)])
+def test_topk_takes_the_best_and_of_equal_ones_the_first(variants, V, k, name):
+    scores = (random(3, V) * 4).round()  # many ties
+    values, index, total = getattr(torch.ops, f"gpt_eagle{name}").topk(scores, k)
+    want = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, want.values[:, :k]) and torch.equal(index, want.indices[:, :k])
+    exact = scores.double().logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(total.double(), exact, atol=1e-6, rtol=2e-7)
+
+
+def test_topk_of_scores_that_are_cut_away():
+    scores = torch.full((2, 200), float("-inf"))
+    scores[1, 150] = 3.0
+    values, index, total = torch.ops.gpt_eagle.topk(scores, 3)
+    assert index.tolist() == [[0, 1, 2], [150, 0, 1]] and total.flatten().tolist() == [float("-inf"), 3.0]
+    assert values[1].tolist() == [3.0, float("-inf"), float("-inf")]
+    with pytest.raises(RuntimeError, match="k must be 1 to 200; it is 201"):
+        torch.ops.gpt_eagle.topk(scores, 201)
+
+
+# ----------------------------------------------------------------------------------------------- rotary
+
+
+def rotary_inputs(dtype, width=80):
+    """qkv and angles of two rows of a batch, then the numbers of heads."""
+    positions = torch.arange(18).view(2, 9) * 37
+    rope = rope_angles(10000.0 ** -(torch.arange(0, width, 2) / width), positions)
+    return random(2, 9, 8 + 2 * 4, width).to(dtype), rope, 8, 4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rotary_has_the_bits_of_plain_operations(variants, dtype, name):
+    qkv, rope, *heads = rotary_inputs(dtype)
+    want = kernels.rotary_reference(qkv, rope, *heads)
+    strided = torch.cat((qkv, qkv), -1)[..., : qkv.shape[3]]
+    for x in (qkv, strided):
+        assert all(map(torch.equal, getattr(torch.ops, f"gpt_eagle{name}").rotary(x, *rope, *heads), want))
+
+
+def test_rotary_keeps_its_gradient():
+    qkv, rope, *heads = rotary_inputs(torch.float32)
+    sum(y.sum() for y in kernels.rotary(qkv.requires_grad_(), rope, *heads)).backward()
+    assert qkv.grad[:, :, :12].abs().min() > 0 and not qkv.grad[:, :, 12:].any()
+
+
+def test_rotary_refuses_heads_that_are_not_there():
+    qkv, rope, *_ = rotary_inputs(torch.float32)
+    with pytest.raises(RuntimeError, match=r"14 \+ 4 heads of 80 elements are not in 16 heads"):
+        kernels.rotary(qkv, rope, 14, 4)
+
+
+def test_registrations():
+    qkv, rope, *heads = rotary_inputs(torch.float32)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.gpt_eagle.rotary, (qkv, *rope, *heads), test_utils=checks)
+    torch.library.opcheck(torch.ops.gpt_eagle.topk, (random(2, 3, 50), 5), test_utils=checks)
+    torch.library.opcheck(torch.ops.gpt_eagle.attention, attention_inputs(torch.float32), test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------- no library

@@ -494,6 +494,32 @@ def test_many_compiled_engines_in_one_process():
             decode(engine, PROMPTS[0])
 
 
+def test_compiled_steps_check_their_arguments_and_not_their_modules():
+    """A layer that changes its mode is not noticed, as every check costs time; another shape or grad mode is."""
+    torch._dynamo.reset()
+    layer, kept, compiled = torch.nn.Linear(4, 3), [], []
+
+    def filtered(guards):
+        kept.append(len(guards) - sum(loop._guards_of_arguments(guards)))
+        return loop._guards_of_arguments(guards)
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    step = torch.compile(lambda x: layer(x), backend=backend, dynamic=False, options={"guard_filter_fn": filtered})
+    x = torch.randn(2, 4)
+    layer.eval()
+    for arguments in (x, x + 1, x[:1], x[:1], x):
+        assert torch.equal(step(arguments), layer(arguments))
+    assert len(compiled) == 2 and min(kept) > 5
+    with torch.no_grad():
+        assert not step(x).requires_grad and len(compiled) == 3
+    layer.train()
+    step(x)
+    assert len(compiled) == 3
+
+
 def test_an_idle_row_is_emptied():
     """A row without a prompt lends its slots as scratch; what it had is computed again when it comes back."""
     engine = engine_for(

@@ -1,0 +1,131 @@
+// What lies between a model's products on a CPU, where PyTorch's operators and the compiler's loops do work several
+// times: the best few of a row of scores with its normalizer, and the rotary embedding.
+//
+// How it works:
+// 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk whose largest score does
+//    not beat the last of the list is done with; few others come, so a row costs one maximum per element. The second
+//    pass adds up the exponentials.
+// 2. `rotary` turns the heads of queries and keys. Its cosines and sines come as tensors: where they are fused into a
+//    loop, they are taken anew for every head of every layer.
+//
+// Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
+
+#include "kernels_cpu.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+constexpr int64_t CHUNK = 64;       // scores that are passed over together
+constexpr int64_t GRAIN = 1 << 15;  // elements that pay for a thread's wake-up
+
+// ------------------------------------------------------------------------------------------------- top-k
+
+// The k best of x [n], best first, of equal ones the lower index first.
+void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) {
+  int64_t held = 0;
+  const auto offer = [&](int64_t i) {
+    if (held == k && !(x[i] > best[k - 1])) return;
+    int64_t place = held < k ? held++ : k - 1;
+    for (; place > 0 && x[i] > best[place - 1]; place--) best[place] = best[place - 1], index[place] = index[place - 1];
+    best[place] = x[i], index[place] = i;
+  };
+  int64_t i = 0;
+  for (; i < k; i++) offer(i);
+  for (; i + CHUNK <= n; i += CHUNK) {
+    float lanes[LANES];
+    for (int l = 0; l < LANES; l++) lanes[l] = x[i + l];
+    for (int64_t j = LANES; j < CHUNK; j += LANES)
+      for (int l = 0; l < LANES; l++) lanes[l] = x[i + j + l] > lanes[l] ? x[i + j + l] : lanes[l];
+    bool beaten = false;
+    for (int l = 0; l < LANES; l++) beaten |= lanes[l] > best[k - 1];
+    if (beaten)
+      for (int64_t j = i; j < i + CHUNK; j++) offer(j);
+  }
+  for (; i < n; i++) offer(i);
+}
+
+// log of the sum of e^x over x [n], whose largest is `most`
+float log_sum(const float* x, int64_t n, float most) {
+  if (std::isinf(most)) return most;
+  float lanes[CHUNK] = {};
+  int64_t i = 0;
+  for (; i + CHUNK <= n; i += CHUNK)
+    for (int64_t l = 0; l < CHUNK; l++) lanes[l] += exponential(x[i + l] - most);
+  for (; i < n; i++) lanes[0] += exponential(x[i] - most);
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  return float(most + std::log(sum));
+}
+
+// The operator `topk_logsumexp` of kernels.py.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, int64_t k) {
+  TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
+  const at::Tensor rows = scores.contiguous();
+  const int64_t n = rows.size(-1), count = rows.numel() / n;
+  TORCH_CHECK(0 < k && k <= n, "k must be 1 to ", n, "; it is ", k);
+  std::vector<int64_t> shape = rows.sizes().vec();
+  shape.back() = k;
+  at::Tensor values = at::empty(shape, rows.options()), index = at::empty(shape, rows.options().dtype(at::kLong));
+  shape.back() = 1;
+  at::Tensor total = at::empty(shape, rows.options());
+  const float* x = rows.const_data_ptr<float>();
+  float *best = values.mutable_data_ptr<float>(), *sum = total.mutable_data_ptr<float>();
+  int64_t* where = index.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, count, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      best_of(x + r * n, n, k, best + r * k, where + r * k);
+      sum[r] = log_sum(x + r * n, n, best[r * k]);
+    }
+  });
+  return {values, index, total};
+}
+
+// ------------------------------------------------------------------------------------------------ rotary
+
+// x [E] -> y [E], turned by half-rotation
+template <class T> void rotate(const T* x, const float* cos, const float* sin, int64_t e, T* y) {
+  const int64_t half = e / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float left = widen(x[i]), right = widen(x[half + i]);
+    put(y + i, left * cos[i] + -right * sin[i]);
+    put(y + half + i, right * cos[half + i] + left * sin[half + i]);
+  }
+}
+
+template <class T>
+void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& q, const at::Tensor& k) {
+  const int64_t rows = qkv.size(0) * qkv.size(1), all = qkv.size(2), e = qkv.size(3), heads = q.size(2), kv_heads = k.size(2);
+  const T* x = qkv.const_data_ptr<T>();
+  T *to_q = q.mutable_data_ptr<T>(), *to_k = k.mutable_data_ptr<T>();
+  const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / (all * e)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++)
+      for (int64_t h = 0; h < heads + kv_heads; h++) {
+        T* y = h < heads ? to_q + (r * heads + h) * e : to_k + (r * kv_heads + h - heads) * e;
+        rotate(x + (r * all + h) * e, c + r * e, s + r * e, e, y);
+      }
+  });
+}
+
+// The operator `rotary` of kernels.py, for bfloat16 and float32.
+std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+                                          int64_t heads, int64_t kv_heads) {
+  const int64_t B = qkv.size(0), T = qkv.size(1), e = qkv.size(3);
+  TORCH_CHECK(e % 2 == 0 && heads + kv_heads <= qkv.size(2), heads, " + ", kv_heads, " heads of ", e,
+              " elements are not in ", qkv.size(2), " heads");
+  TORCH_CHECK(cos.numel() == B * T * e && sin.numel() == B * T * e, "an angle per row and element, please");
+  const at::Tensor x = qkv.contiguous(), c = cos.contiguous(), s = sin.contiguous();
+  at::Tensor q = at::empty({B, T, heads, e}, qkv.options()), k = at::empty({B, T, kv_heads, e}, qkv.options());
+  if (qkv.scalar_type() == at::kBFloat16) rotate_rows<at::BFloat16>(x, c, s, q, k);
+  else rotate_rows<float>(x, c, s, q, k);
+  return {q, k};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) {
+  library.impl("topk", topk);
+  library.impl("rotary", rotary);
+}

@@ -1,0 +1,306 @@
+"""Where the time of a decode cycle goes: a table of milliseconds and shares, from a profile of a few dozen cycles.
+
+    python scripts/profile_cycle.py --compile --tree chain --tree_depth 5
+    python scripts/profile_cycle.py --compile --inflate tiny-0.5b --dtype bfloat16 --quant int4 --json where.json
+
+Takes every option of generate.py that says what is decoded and how; of several prompts it decodes the first.
+
+How it works:
+1. The same cycles run in turn without and with the profiler, round after round. The wall time of a cycle is that of the
+   rounds without it, the median over all cycles; so is the time of every operator.
+2. The outermost operators and compiled kernels of a cycle are attributed by their names, and products by the step
+   they run in: those of `verify` are the target's, the others the drafter's. A compiled kernel fuses several
+   operators and counts where the first rule says (`COMPILED`). In eager code little tells noise and tree apart.
+3. What is left of the wall time is Python and dispatch: guards, wrappers of compiled steps, the loop on the host.
+   The profiler's own cost per operator (a microsecond or so) counts as the operator's.
+4. On CUDA the lines are kernels, the rest of the wall time is idle: kernels per cycle and the gaps between them follow.
+
+Not here: speed (bench.py); `generate.py --profile FILE` writes the same trace for a viewer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from config import GenerateConfig, option, parse, run_or_fail  # noqa: E402
+from decode import Engine, Session  # noqa: E402
+from generate import check_prompt, first_ids, load, read_prompts, write_text  # noqa: E402
+from measure import Series, environment  # noqa: E402
+
+CYCLE, STEP = "profile_cycle", "profile_step:"  # names of our marks in the trace
+TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"
+PYTHON, IDLE = "Python and dispatch", "no kernel runs"
+CHOICE, TREE, LAYERS = "choice, acceptance, compaction", "building the tree", "norms, rotary, SiLU, cache writes"
+VOCABULARY, NOISE, OTHER = "top-k and logsumexp of the vocabulary", "noise", "other operators"
+# patterns of names, the first that matches decides: of operators and of kernels that somebody wrote ...
+OPERATORS = {
+    "attention": r"attention|combine_kernel|flash",
+    PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
+    r"|matmul_kernel|sum_kernel|::experts_",
+    VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
+    LAYERS: r"rotary|silu|rsqrt|embedding",
+    CHOICE: r"argmax|index_put",
+    TREE: r"sort|::bmm|gather|scatter",
+    NOISE: r"log1p|bitwise_xor",
+    OTHER: r"",
+}
+# ... and of compiled kernels, which are named after everything they fuse, and after what takes their results
+COMPILED = {
+    NOISE: r"log1p|bitwise_xor",
+    VOCABULARY: r"logsumexp|topk",
+    LAYERS: r"rsqrt|silu|cos_|embedding",
+    CHOICE: r"argmax|index_put",
+    TREE: r"sort|gather|scatter|eye|floor_divide|bmm|gt_sub_sum",
+    OTHER: r"",
+}
+LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)
+# events that only wrap others: what they spend themselves is Python
+WRAPPERS = r"Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo|" + STEP
+GUARDS = "TorchDynamo Cache Lookup"
+
+
+@dataclass(frozen=True)
+class ProfileConfig(GenerateConfig):
+    """What to decode, and how long."""
+
+    cycles: int = option(32, "decode cycles per round")
+    rounds: int = option(5, "times that these cycles run without and with the profiler")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value or a combination that cannot work."""
+        super().check()
+        for name in ("cycles", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
+        for name in ("compare", "interactive", "trace", "profile"):
+            if getattr(self, name):
+                raise ValueError(f"--{name} does nothing here; drop it, or run generate.py")
+
+
+# ---------------------------------------------------------------------------------------------- cycles
+
+
+class Round(NamedTuple):
+    """The cycles of a round."""
+
+    wall_s: list[float]  # of every cycle
+    tokens: int
+    profiler: Any = None
+
+
+def marked(engine: Engine) -> Engine:
+    """The engine with steps that leave their names in a trace."""
+
+    def mark(name: str, step: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with record_function(STEP + name):
+                return step(*args)
+
+        return run
+
+    return replace(
+        engine,
+        steps=tuple(steps._replace(**{n: mark(n, s) for n, s in steps._asdict().items()}) for steps in engine.steps),
+    )
+
+
+def run_cycles(engine: Engine, ids: list[int], cycles: int, profiler: Any = None) -> Round:
+    """Decode so many cycles behind a prompt, in a session of its own whose rows all have that prompt."""
+    wait = torch.cuda.synchronize if engine.config.device.startswith("cuda") else lambda: None
+    batch = engine.config.batch_size
+    decoded = Session(engine, [(0, sample) for sample in range(batch)]).run([ids] * batch)
+    next(decoded)  # the prompt
+    wait()
+    with profiler or nullcontext():
+        marks, tokens = [time.perf_counter()], 0
+        for _ in range(cycles):
+            with record_function(CYCLE):
+                tokens += sum(map(len, next(decoded)))
+            marks.append(time.perf_counter())
+        wait()
+    return Round([end - begin for begin, end in itertools.pairwise(marks)], tokens, profiler)
+
+
+def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tuple[Round, Round]]:
+    """The same cycles without and with the profiler, in turn. Raises: ValueError when the context is too short."""
+    longest = config.cycles * (engine.drafter.depth + 1)
+    if len(ids) + longest > engine.context:
+        raise ValueError(
+            f"--cycles {config.cycles} may decode {longest} tokens behind a prompt of {len(ids)}, the context holds "
+            f"{engine.context}; lower --cycles or --tree_depth"
+        )
+    plain = replace(engine, config=replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True))
+    seen = marked(plain)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * config.device.startswith("cuda")
+    for _ in tqdm(range(config.rounds), unit="round"):
+        yield (
+            run_cycles(plain, ids, config.cycles),
+            run_cycles(seen, ids, config.cycles, profile(activities=activities)),
+        )
+
+
+# ---------------------------------------------------------------------------------------------- shares
+
+
+def part_of(name: str, step: str) -> str:
+    """The line of the table that an operator or kernel belongs to. step: the one it runs in, or ""."""
+    rules = COMPILED if re.search(r"(cpp|triton\w*)_fused_", name) else OPERATORS
+    part = next(part for part, names in rules.items() if re.search(names, name))
+    if part == PRODUCTS and step:
+        return TARGET if step == "verify" else DRAFT
+    return part
+
+
+def host_parts(events: Iterable[Any]) -> dict[str, float]:
+    """Seconds per cycle of the operators below our marks by line, and of Dynamo's guards.
+
+    Every cycle runs the same operators; of each the median over the cycles counts, so that one interrupted stays one.
+    """
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # line, name, which of that name
+
+    def walk(event: Any, step: str, met: Counter) -> None:
+        for child in event.cpu_children:
+            name = child.name
+            if not name.startswith(GUARDS) and re.search(WRAPPERS, name):
+                walk(child, name.removeprefix(STEP) if name.startswith(STEP) else step, met)
+                continue
+            line = GUARDS if name.startswith(GUARDS) else part_of(name, step)
+            seconds[line, name, met[line, name]].append(child.time_range.elapsed_us() / 1e6)
+            met[line, name] += 1
+
+    cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
+    for cycle in cycles:
+        walk(cycle, "", Counter())
+    total: dict[str, float] = defaultdict(float)
+    for (line, _, _), values in seconds.items():
+        total[line] += statistics.median(values) * len(values) / len(cycles)
+    return dict(total)
+
+
+class Kernels(NamedTuple):
+    """The device's side of some cycles."""
+
+    parts: dict[str, float]  # seconds by line
+    count: int
+    busy_s: float  # at least one kernel runs
+    gaps_s: list[float]  # between kernels
+
+
+def device_kernels(events: Iterable[Any]) -> Kernels:
+    """What ran on the device, from the events of a trace."""
+    ran = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith((CYCLE, STEP))
+    ]
+    parts: dict[str, float] = defaultdict(float)
+    busy, gaps, until = 0.0, [], None
+    for start, end, name in sorted(ran):
+        parts[part_of(name, "")] += (end - start) / 1e6
+        if until is not None and start > until:
+            gaps.append((start - until) / 1e6)
+        busy += max(0.0, end - max(start, until if until is not None else start)) / 1e6
+        until = end if until is None else max(until, end)
+    return Kernels(dict(parts), len(ran), busy, gaps)
+
+
+def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str, Any]:
+    """Medians in milliseconds per cycle; the parts add up to the wall time."""
+    profiles = [seen.profiler.events() for _, seen in pairs]
+    wall = Series.quartiles([second for plain, _ in pairs for second in plain.wall_s])
+    host = host_parts(event for events in profiles for event in events)
+    device = [device_kernels(events) for events in profiles] if config.device.startswith("cuda") else []
+    every = [{k: v / config.cycles for k, v in kernels.parts.items()} for kernels in device] or [host]
+    parts = {line: 1e3 * statistics.median(found.get(line, 0.0) for found in every) for line in LINES}
+    parts = {line: ms for line, ms in parts.items() if ms > 0}
+    parts[IDLE if device else PYTHON] = 1e3 * wall.median - sum(parts.values())
+    found = {
+        "wall_ms": [1e3 * x for x in wall],
+        "profiled_wall_ms": 1e3 * statistics.median(second for _, seen in pairs for second in seen.wall_s),
+        "parts_ms": parts,
+        "guards_ms": 1e3 * host.get(GUARDS, 0.0),
+        "tokens_per_cycle": pairs[0][0].tokens / config.cycles,
+    }
+    if device:
+        gaps = [gap for kernels in device for gap in kernels.gaps_s]
+        found["kernels"] = {
+            "per_cycle": statistics.median(kernels.count for kernels in device) / config.cycles,
+            "busy_ms": 1e3 * statistics.median(kernels.busy_s for kernels in device) / config.cycles,
+            "gaps_ms": 1e3 * sum(gaps) / len(device) / config.cycles,
+            "median_gap_us": 1e6 * statistics.median(gaps or [0.0]),
+        }
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """The summary as text."""
+    wall, low, high = found["wall_ms"]
+    rows = [f"| {part} | {ms:.3f} | {100 * ms / wall:.1f} |" for part, ms in found["parts_ms"].items()]
+    text = "\n".join(["| part of a cycle | ms | % |", "|---|---|---|", *rows, f"| cycle | {wall:.3f} | 100.0 |"])
+    text += (
+        f"\n\nwall time of a cycle: median {wall:.3f} ms ({low:.3f}-{high:.3f}), {found['profiled_wall_ms']:.3f} while "
+        f"profiled; guards {found['guards_ms']:.3f} ms of it; {found['tokens_per_cycle']:.2f} tokens per cycle"
+    )
+    if "kernels" in found:
+        k = found["kernels"]
+        text += (
+            f"\nkernels per cycle: {k['per_cycle']:.0f}, busy {k['busy_ms']:.3f} ms, gaps {k['gaps_ms']:.3f} ms, "
+            f"median gap {k['median_gap_us']:.1f} us"
+        )
+    return text
+
+
+# ------------------------------------------------------------------------------------------------ main
+
+
+def run(config: ProfileConfig) -> None:
+    """Profile and print."""
+    config.check()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch._inductor.config.cpp.enable_kernel_profile = True  # compiled CPU kernels leave their names too
+    prompt = read_prompts(config)[0]
+    engine = load(config)
+    config = engine.config
+    ids = check_prompt(engine, first_ids(engine, prompt))
+    pairs = list(rounds(engine, ids, config))
+    found = summary(pairs, config)
+    print(
+        ", ".join(f"{key} {value}" for key, value in environment(config.device).items()),
+        f"{config.dtype}, quant {config.quant}, T = {config.temperature}, B = {config.batch_size}, "
+        + ", ".join(f"{key} {value}" for key, value in ({"draft": config.draft} | engine.drafter.facts()).items()),
+        table(found),
+        sep="\n\n",
+        file=sys.stderr if config.json == "-" else sys.stdout,
+    )
+    if config.json:
+        ran = asdict(config) | {"context": engine.context} | engine.drafter.facts()
+        write_text(config.json, json.dumps(found | {"config": ran, "environment": environment(config.device)}))
+
+
+def main() -> None:
+    config = parse(ProfileConfig, "profile_cycle.py", __doc__)
+    run_or_fail("profile_cycle.py", lambda: run(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The profile of a cycle: where events are counted, that the parts add up, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import profile_cycle
+from profile_cycle import CYCLE, GUARDS, PYTHON, STEP, ProfileConfig
+
+CUDA = torch.autograd.DeviceType.CUDA
+
+
+def event(name, start, end, *children, device=torch.autograd.DeviceType.CPU):
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    made = SimpleNamespace(name=name, time_range=span, cpu_children=children, cpu_parent=None, device_type=device)
+    for child in children:
+        child.cpu_parent = made
+    return made
+
+
+def test_products_belong_to_the_step_they_run_in_and_wrappers_to_nobody():
+    product = event("aten::mm", 10, 30, event("aten::empty", 11, 20))
+    guards = event(f"{GUARDS} 1", 40, 45)
+    region = event("Torch-Compiled Region: 0/0", 5, 50, guards, event("## Call CompiledFxGraph f ##", 6, 31, product))
+    draft = event(f"{STEP}draft", 50, 60, event("gpt_eagle::w4a8", 50, 57), event("cpp_fused_add_mul_3", 57, 58))
+    cycle = event(CYCLE, 0, 100, event(f"{STEP}verify", 4, 50, region), draft)
+    parts = profile_cycle.host_parts([cycle, draft, product])
+    want = {profile_cycle.TARGET: 20, profile_cycle.DRAFT: 7, "other operators": 1, GUARDS: 5}
+    assert {line: round(1e6 * seconds) for line, seconds in parts.items()} == want
+
+
+def test_an_operator_that_was_interrupted_once_does_not_count():
+    cycles = [event(CYCLE, 0, 999, event("aten::mm", 0, 5), event("aten::mm", 5, 5 + us)) for us in (20, 900, 22)]
+    parts = profile_cycle.host_parts(cycles + [event(CYCLE, 0, 9) for _ in range(3)])
+    assert round(1e6 * parts["products"], 1) == (5 + 22) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gpt_eagle::attention", "attention"),
+        ("gpt_eagle::topk", "top-k and logsumexp of the vocabulary"),
+        ("graph_2_cpp_fused__to_copy_add_mean_mul_pow_rsqrt_7", "norms, rotary, SiLU, cache writes"),
+        ("graph_2_cpp_fused_mul_silu_split_w4a8_3", "norms, rotary, SiLU, cache writes"),
+        ("graph_2_cpp_fused_add_cat_cos_index_put_mul_sin_tree_attention_1", "norms, rotary, SiLU, cache writes"),
+        ("gpt_eagle::rotary", "norms, rotary, SiLU, cache writes"),
+        ("graph_1_cpp_fused_add_bitwise_and_bitwise_xor_log1p_neg_0", "noise"),
+        ("aten::bmm", "building the tree"),
+        ("triton_poi_fused_add_argmax_index_put_4", "choice, acceptance, compaction"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "products"),
+        ("aten::fill_", "other operators"),
+    ],
+)
+def test_names(name, part):
+    assert profile_cycle.part_of(name, "") == part
+
+
+def test_kernels_of_a_device_overlap_and_leave_gaps():
+    spans = [(0, 10), (8, 12), (9, 11), (20, 25), (25, 26)]
+    found = profile_cycle.device_kernels([event("matmul_kernel", *span, device=CUDA) for span in spans])
+    assert found.count == 5 and [round(1e6 * gap) for gap in found.gaps_s] == [8]
+    assert round(1e6 * found.busy_s) == 18 and round(1e6 * found.parts["products"]) == 22
+
+
+def test_the_parts_add_up(tmp_path, capsys):
+    out = tmp_path / "where.json"
+    profile_cycle.run(ProfileConfig(cycles=3, rounds=2, temperature=1.0, device="cpu", json=str(out)))
+    found = json.loads(out.read_text())
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0])
+    lines = (profile_cycle.TARGET, profile_cycle.DRAFT, "attention", profile_cycle.NOISE, profile_cycle.TREE)
+    assert all(found["parts_ms"][line] > 0 for line in lines) and PYTHON in found["parts_ms"]
+    assert found["config"]["tree"] == "dynamic" and found["tokens_per_cycle"] > 1
+    assert f"| cycle | {found['wall_ms'][0]:.3f} | 100.0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cycles": 0}, "--cycles must be at least 1; it is 0"),
+        ({"compare": True}, "--compare does nothing here; drop it, or run generate.py"),
+        ({"cycles": 500}, "--cycles 500 may decode 3500 tokens"),
+    ],
+)
+def test_mistakes(options, message):
+    with pytest.raises(ValueError, match=message):
+        profile_cycle.run(ProfileConfig(device="cpu", **options))
