@@ -41,9 +41,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from config import GenerateConfig, option, parse, run_or_fail  # noqa: E402
-from decode import Engine, Session  # noqa: E402
+from decode import Engine  # noqa: E402
 from generate import check_prompt, first_ids, load, read_prompts, write_text  # noqa: E402
 from measure import Series, environment  # noqa: E402
+from session import Session  # noqa: E402
 
 CYCLE, STEP = "profile_cycle", "profile_step:"  # names of our marks in the trace
 TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"
