@@ -186,6 +186,10 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     for _ in range(2):
         close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
     kernels._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
+    want = buffers[3][0, :, 5].clone()
+    kernels._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
+    assert torch.equal(buffers[3][0, :, 4], want)
     kernels._has_triton.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
 
