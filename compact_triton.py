@@ -8,7 +8,7 @@
 3. Rows are moved as 32-bit words, whatever they hold: one kernel for all dtypes. A row that stays is not touched.
 
 Trade-off: the compiler cannot see what lies behind an address. The operator names the buffers as well (kernels.py), so
-that every read and write of theirs stays in order; test_kernels.py shows that compiled steps hand over the buffers
+that every read and write of theirs stays in order; test_capture.py shows that compiled steps hand over the buffers
 themselves, never copies. Written and compiled without a GPU at hand: no speed is claimed here.
 """
 

@@ -1,6 +1,6 @@
 """The attention operator against its plain reference, over shapes, starts and what lies in slots nobody may see.
 
-And the operator that compacts a cache, in steps that are compiled; and the layout of int4 and int8 weights for CUDA; their kernels are tested in test_kernels_triton.py and test_gpu.py.
+And the operator that compacts a cache; and the layout of int4 and int8 weights for CUDA; their kernels are tested in test_kernels_triton.py and test_gpu.py.
 """
 
 import shutil
