@@ -16,6 +16,8 @@ well on CUDA.
 
 `topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA, fused_cpu.cpp on CPU).
 
+`compact`: moves of rows within the buffers of a cache, on CUDA one launch for all layers (compact_triton.py).
+
 `w4a16`, `w8a16`: products with int4 and int8 weights, on CUDA only. Their layout is made and undone here, in plain
 tensor operations; the kernels are in kernels_triton.py, which is imported by the first call on a GPU. With lists of
 the rows of every expert they take stacks of weights, as `experts_linear` does.
@@ -45,6 +47,7 @@ import kernels_cpu
 
 _lib = torch.library.Library("gpt_eagle", "DEF")
 _lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
+_lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
 _lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 _lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
 _lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
@@ -220,6 +223,55 @@ def has_own_product(x: Tensor, weight: Tensor) -> bool:
 @torch.compiler.assume_constant_result
 def _has_cpu_operators() -> bool:
     return not kernels_cpu.load_operators()
+
+
+# ----------------------------------------------------------------------------------------- compaction
+
+
+def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
+    """Move rows of all buffers to consecutive slots; every row is read before any is written.
+
+    buffers: each [B, Hkv, S, E], contiguous; tensors of their own, of one shape and dtype
+    addresses: [buffers] int64, where they lie
+    start: [B] int64, slot of the first row
+    path: [B, D+1] int64, offset from `start` that each row is taken from
+    Writes: slots start .. start + D of every buffer.
+    """
+    if start.is_cuda:
+        torch.ops.gpt_eagle.compact(buffers, addresses, start, path)
+    else:
+        compact_reference(buffers, start, path)  # in the open: the compiler makes one loop nest of all moves
+
+
+def compact_reference(buffers: list[Tensor], start: Tensor, path: Tensor) -> None:
+    """The same by torch's own operators."""
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]  # [B, 1]
+    target = start[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, D+1]
+    source = start[:, None] + path
+    for buffer in buffers:
+        buffer[rows, :, target] = buffer[rows, :, source]  # [B, D+1, Hkv, E]
+
+
+def _compact_cpu(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
+    compact_reference(buffers, start, path)
+
+
+def _compact_cuda(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
+    if not _has_triton():
+        return compact_reference(buffers, start, path)
+    import compact_triton
+
+    with torch.cuda.device(start.device):
+        compact_triton.compact(buffers, addresses, start, path)
+
+
+_lib.impl("compact", _compact_cpu, "CPU")
+_lib.impl("compact", _compact_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::compact", lib=_lib)
+def _(buffers, addresses, start, path):
+    return None
 
 
 # ---------------------------------------------------------------------------------------------- top-k

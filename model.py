@@ -193,13 +193,14 @@ class KVCache(NamedTuple):
 
     k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]
     v: tuple[Tensor, ...]
+    addresses: Tensor  # [2 n_layers] int64, where k and v lie: what a kernel over all layers takes
 
     @staticmethod
     def empty(config: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device: str) -> KVCache:
         """Allocate zeroed buffers for `batch` rows of `slots` slots."""
         shape = (batch, config.n_kv_heads, slots, config.head_dim)
         k, v = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)) for _ in range(2))
-        return KVCache(k, v)
+        return KVCache(k, v, torch.tensor([buffer.data_ptr() for buffer in (*k, *v)], device=device))
 
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the accepted rows of a verified tree next to the prefix.
@@ -208,12 +209,7 @@ class KVCache(NamedTuple):
         path: [B, D+1] int64, slot offset to take for each depth; where it equals its own index nothing moves
         Writes: slots start .. start+D of every buffer.
         """
-        rows = torch.arange(path.shape[0], device=path.device)[:, None]  # [B, 1]
-        target = start[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, D+1]
-        source = start[:, None] + path
-        for buffer in (*self.k, *self.v):
-            # all rows are read before any is written, so overlapping moves are safe
-            buffer[rows, :, target] = buffer[rows, :, source]  # [B, D+1, Hkv, E]
+        kernels.compact([*self.k, *self.v], self.addresses, start, path)
 
 
 class Window(NamedTuple):

@@ -5,8 +5,8 @@
 
 tests    The tests marked `gpu`: operators against their references, the noise, token identity with vanilla decoding.
 kernels  Products with int4 and int8 weights beside the vendor's in bf16 and torch's own int4, checked and timed at
-         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format), tree attention and top-k
-         beside torch's, and the experts of a Mixtral layer; meant to take under 5 minutes.
+         the shapes of a 7B model (scripts/kernel_bench.py, a process for each format), tree attention,
+         compaction and top-k beside torch's, and the experts of a Mixtral layer; meant to take under 5 minutes.
 demo     The bundled demo, compiled: vanilla, the three trees in fp32 and bf16, int8 and int4, lookup (`DEMO_RUNS`):
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
 models   Stand-ins of real size, a process for each (`MODEL_RUNS`, scripts/gpu_models.py): vanilla, every tree, auto,

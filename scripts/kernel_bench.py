@@ -9,9 +9,11 @@
 3. For each number of rows: the time of a product within a captured graph that goes through at least 200 MB of
    different weights, so that no cache holds them; median and spread over replays; share of the ceiling.
 Formats: int4 and int8 are ours; bf16 is the vendor's product (cuBLAS); tinygemm is torch._weight_int4pack_mm.
-`attention`, `topk` and `experts` are the other kernels of a decode cycle, measured in the same way.
+`attention`, `compact`, `topk` and `experts` are the other kernels of a decode cycle, measured in the same way.
 - attention in bf16 with the heads of a 7B and an 8B model, against `masked`, torch's over the whole cache of 4,352
   slots, and `cut`, torch's over the slots in use, with its mask made beforehand, which no captured graph could do.
+- the compaction of an accepted path, 6 rows that all move, in a cache of 32 layers with 8 and with 32 key heads in
+  bf16; torch's is the compiled loop over the buffers. Calls take turns along the cache, so that no row is read twice.
 - top-10 and logsumexp against torch's.
 - the products of Mixtral-8x7B's experts for 1 to 60 tokens, each with two experts at random, in bf16, int8 and int4.
   The share is that of reading the experts that are hit; the time includes the lists of their rows, which a layer makes
@@ -40,14 +42,18 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
 from config import option, parse, run_or_fail  # noqa: E402
+from model import KVCache, ModelConfig  # noqa: E402
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
 LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
 PRODUCTS = {"int4": (kernels.w4a16, kernels.w4a16_reference), "int8": (kernels.w8a16, kernels.w8a16_reference)}
-CYCLE = ("attention", "topk", "experts")
+CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 LENGTHS = (128, 512, 2048, 4096)  # slots of the prefix
 CAPACITY = 4096 + 256
+CACHE_LAYERS = 32
+CACHE_HEADS = (8, 32)
+PATH = (0, 2, 5, 11, 20, 33, 47)  # of a tree of 60; every row but the root's moves
 VOCABULARIES = (32000, 128256)
 EXPERTS, CHOSEN = 8, 2
 EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, and down
@@ -195,7 +201,7 @@ def time_calls(calls: list[Callable[[], object]], read_bytes: int, replays: int,
 class Contest(NamedTuple):
     """One of the other kernels at one shape, beside its peers."""
 
-    read_bytes: int  # that it must read
+    read_bytes: int  # that it must read; written ones too where it moves them
     methods: dict[str, list[Callable[[], object]]]  # calls over different data; the first method is ours
     error: Callable[[], float]  # of ours against the reference, relative
 
@@ -229,6 +235,30 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
         return relative_error(kernels.tree_attention(q, k, v, start, mask), want)
 
     return Contest(read_bytes, methods, error)
+
+
+def compact_contest(kv_heads: int) -> Contest:
+    """The rows of a path to their places, in all layers."""
+    config = ModelConfig(128 * kv_heads, CACHE_LAYERS, kv_heads, kv_heads, 128, 1, 1)
+    path = torch.tensor([PATH], device="cuda")
+    starts = [torch.tensor([slot], device="cuda") for slot in range(0, CAPACITY - PATH[-1], PATH[-1] + 1)]
+    cache = KVCache.empty(config, 1, CAPACITY, torch.bfloat16, path.device.type)
+    buffers = [*cache.k, *cache.v]
+    for buffer in buffers:
+        buffer.normal_()
+    loop = torch.compile(kernels.compact_reference, fullgraph=True, dynamic=False)
+    methods = {
+        "ours": [lambda s=s: cache.compact(s, path) for s in starts],
+        "torch": [lambda s=s: loop(buffers, s, path) for s in starts],
+    }
+
+    def error() -> float:
+        want = [b.clone() for b in buffers]
+        kernels.compact_reference(want, starts[1], path)
+        cache.compact(starts[1], path)
+        return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
+
+    return Contest(2 * 2 * CACHE_LAYERS * kv_heads * (len(PATH) - 1) * 128 * 2, methods, error)
 
 
 def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
@@ -302,6 +332,9 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
 def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
     """Those that were asked for: name, rows, and what makes it when its turn comes."""
     rotate_bytes = config.rotate_mb * 10**6
+    if config.format == "compact":
+        name = f"compaction, {CACHE_LAYERS} layers of %d heads"
+        return [(name % heads, len(PATH), partial(compact_contest, heads)) for heads in CACHE_HEADS]
     if config.format == "topk":
         return [(f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)) for V in VOCABULARIES for M in (1, 10)]
     if config.format == "experts":
@@ -335,7 +368,10 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
 
 def cycle_summary(rows: list[dict]) -> str:
     """A Markdown table of the other kernels, then what went wrong."""
-    lines = ["| kernel | rows | ours | torch, whole cache | torch: cut, top-k, all experts |", "|---|---|---|---|---|"]
+    lines = [
+        "| kernel | rows | ours | torch, whole cache | torch: cut, loop, top-k, all experts |",
+        "|---|---|---|---|---|",
+    ]
     cells = {
         (r["kernel"], r["M"], r["method"]): f"{r['time_us']:.1f} us, {r['share']:.0%}" for r in rows if "time_us" in r
     }

@@ -8,7 +8,8 @@ an H100 issues about 4.9 in the time it reads an int4 weight at 3 TB/s, and 9.7 
 A second table has the products with experts at the shape of Mixtral-8x7B's w2; `x` is bf16, `float` weights too, and
 the number of pairs of a token and an expert is what chooses the tile.
 A third has the other kernels of a decode cycle: tree attention for a lone token and for 60, per head width, the
-top-k, and the lists of experts' rows; its last column is the number of instructions in the longest loop.
+compaction of a path, the top-k, and the lists of experts' rows; its last column is the number of instructions in the
+longest loop.
 Prints Markdown. Nothing is run, and no time is measured.
 """
 
@@ -37,6 +38,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 
 import attention_triton  # noqa: E402
+import compact_triton  # noqa: E402
 import experts_triton  # noqa: E402
 import kernels_triton  # noqa: E402
 import topk_triton  # noqa: E402
@@ -77,7 +79,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """One of the other kernels: attention, combine, block (of top-k), row, or lists (of experts' rows)."""
+    """One of the other kernels: attention, combine, compact, block (of top-k), row, or lists (of experts' rows)."""
 
     target: str
     kernel: str
@@ -85,7 +87,7 @@ class CycleCase(NamedTuple):
     E: int = 128
     heads: int = 32
     kv_heads: int = 32
-    T: int = 60
+    T: int = 60  # rows; of a path where it is compacted
     k: int = 10
     V: int = 128256
     experts: int = 8
@@ -164,6 +166,11 @@ def cycle_source(case: CycleCase) -> Source:
         parts = attention_triton.splits_of(case.T, 10**6, case.T)  # the most
         constants = attention_triton.constants_of(case.E) | {"PARTS": parts, "ROWS": attention_triton.COMBINED}
         return Source(attention_triton.combine_kernel, types | {"rows": "i32", "W": "i32"}, constants, 4)
+    if case.kernel == "compact":
+        cut = compact_triton.plan(case.T, case.E * DTYPES[case.dtype].itemsize)
+        types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64") | {"S": "i32", "steps": "i32"}
+        constants = {"WORDS": cut.words, "WIDTH": cut.width, "STEPS": cut.steps}
+        return Source(compact_triton.compact_kernel, types, constants, cut.warps)
     if case.kernel == "lists":
         constants = {"EXPERTS": case.experts, "BLOCK": experts_triton.LISTED}
         types = {"expert_ptr": "*i64", "lists_ptr": "*i32", "P": "i32"}
@@ -262,6 +269,7 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
         for dtype in config.dtypes.split(","):
             found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
             found.append(CycleCase(target, "combine", dtype))
+            found += [CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)]
         found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "lists")]
     return found
 
@@ -298,6 +306,8 @@ def cycle_rows(config: ReportConfig) -> Iterator[list]:
             cut = attention_source(case)[1]
             shape = f"{case.T} rows, {case.heads} / {case.kv_heads} heads of {case.E}"
             tile = f"{cut.rows} x {cut.keys}, {cut.stages} stages"
+        if case.kernel == "compact":
+            shape = f"{case.T} rows of {case.E}"
         found = resources(case.target, cycle_source(case))
         yield [f"sm_{case.target}", case.kernel, case.dtype, shape, tile, *use(case.target, found), found.loop]
 

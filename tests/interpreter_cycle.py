@@ -1,6 +1,6 @@
 """The Triton kernels of the decode cycle, run by Triton's interpreter on the CPU; test_cycle_triton.py runs this file.
 
-As interpreter_cases.py, in fp32 and in a process of their own.
+As interpreter_cases.py, in fp32 and in a process of their own; compaction, which moves bits, in every dtype.
 """
 
 import numpy
@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import attention_triton
+import compact_triton
 import kernels
 import topk_triton
 from kernels_triton import Device
+from model import KVCache, ModelConfig
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -162,3 +164,67 @@ def test_infinite_scores():
 
 def test_scores_by_strides_and_the_largest_k():
     check_topk(torch.randn(300, 4).T, topk_triton.MOST)
+
+
+# ---------------------------------------------------------------------------------------- compaction
+
+
+def filled_cache(kv_heads, E, batch, slots, dtype=torch.float32):
+    """Three layers of random rows; some values are not numbers."""
+    config = ModelConfig(64, 3, kv_heads, kv_heads, E, 64, 9)
+    cache = KVCache.empty(config, batch, slots, dtype, "cpu")
+    for buffer in (*cache.k, *cache.v):
+        buffer.copy_(torch.randn(buffer.shape).masked_fill(torch.rand(buffer.shape) < 0.1, float("nan")))
+    return cache
+
+
+def bits(buffers):
+    return [b.view(torch.int16 if b.element_size() == 2 else torch.int32).clone() for b in buffers]
+
+
+def check_compaction(cache, starts, paths):
+    """Every slot of every buffer, bit for bit."""
+    start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
+    want = bits(buffers)
+    kernels.compact_reference(want, start, path)
+    compact_triton.compact(buffers, cache.addresses, start, path)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
+
+
+# rows past the accepted ones name themselves
+PATHS = {
+    "vanilla": [[0], [0], [0]],
+    "chain": [[0, 1], [0, 1], [0, 1]],
+    "overlapping": [[0, 2, 4, 6, 8], [0, 1, 3, 4, 8], [0, 4, 5, 6, 7]],
+    "of all lengths": [[0, 3, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6], [0, 2, 3, 5, 6, 7, 8]],
+    "backwards and repeated": [[3, 2, 1, 0], [8, 8, 8, 8], [1, 2, 3, 0]],
+    "long": [list(range(9)) + list(range(9, 33)), [0, *range(2, 9), 8, *range(9, 33)], list(range(33))],
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_compaction(name, batch):
+    """Rows of different lengths, one of them exactly full."""
+    check_compaction(filled_cache(2, 32, batch, 45), [7, 0, 12][:batch], PATHS[name][:batch])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_heads,E", [(1, 16), (4, 80), (3, 128), (2, 256)])
+def test_compaction_of_any_rows(kv_heads, E, dtype):
+    check_compaction(filled_cache(kv_heads, E, 2, 30, dtype), [21, 4], [[0, 2, 5, 7, 8, 5], [0, 1, 3, 3, 4, 5]])
+
+
+def test_rows_that_stay_are_not_touched():
+    """Not even where they would lie outside of the cache: here in the guards on both of its sides."""
+    memory = torch.randn(3, 2, 4, 16)  # the buffer lies in the middle
+    before, buffer = memory.clone(), memory[1:2]
+    path = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
+    compact_triton.compact([buffer], torch.tensor([buffer.data_ptr()]), torch.tensor([2]), path)
+    before[1, :, 2] = before[1, :, 3]
+    assert torch.equal(memory, before)
+
+
+def test_paths_by_strides():
+    path = torch.tensor(PATHS["overlapping"])[:, :3].T.contiguous().T
+    check_compaction(filled_cache(2, 16, 3, 12), torch.tensor([5, 3, 1, 9, 2, 9])[::2], path)

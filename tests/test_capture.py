@@ -1,21 +1,27 @@
 """Cycles over fixed buffers: what is stored, what is copied, and that nothing in a cycle waits for its own results.
 
+And that compiled steps hand the cache's own buffers to the operator that knows them by their addresses.
 Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real graphs.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
 from capture import HostCopy, Replay, leaves, store
 from decode import _make_steps, run_cycle
+from draft_tree import StaticTree
+from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from grow import DynamicTree
-from helpers import engine_for, golden_head, golden_target
+from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
+from model_draft import ModelDrafter
 from sampling import Sampling
 from session import Session
 
@@ -79,6 +85,30 @@ def test_buffers_stay_where_they_are():
     list(other.run([PROMPT]))
     assert [x.data_ptr() for x in leaves(again.state)] == addresses
     assert again.history == other.history == history
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
+    """As on CUDA, by the operator, whose kernel writes where the table says: were it given copies of the buffers, as
+    the compiler makes them where it cannot work in place, what it moves would be lost.
+    """
+    target, tree, prompts = golden_target(), StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))), [PROMPT, PROMPT[::-1]]
+    options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
+    want = decode(engine_for(target, RootOnly(), **options), *prompts).history
+    moved, reference = [], kernels.compact_reference
+
+    def compact(buffers, start, path):
+        moved.append(tuple(b.data_ptr() for b in buffers))
+        reference(buffers, start, path)
+
+    monkeypatch.setattr(kernels, "compact_reference", compact)
+    monkeypatch.setattr(kernels, "compact", torch.ops.gpt_eagle.compact)
+    drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree, Sampling())
+    session = decode(engine_for(target, drafter, compile=True, **options), *prompts)
+    assert session.history == want
+    assert any(line["path"] not in ([], [1], [1, 2]) for line in session.trace), "nothing moved"
+    caches = (session.work.cache, session.state.draft.cache)
+    assert set(moved) == {tuple(cache.addresses.tolist()) for cache in caches}
 
 
 def test_store_copies_what_is_not_there_yet():

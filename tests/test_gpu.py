@@ -16,7 +16,7 @@ from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
 from generate import generate, load, warm_up
 from helpers import GOLDEN, decode, quantized, quantized_experts
-from model import ModelConfig, MoEFeedForward
+from model import KVCache, ModelConfig, MoEFeedForward
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from session import Session
@@ -115,6 +115,82 @@ def test_captured_attention_reads_the_length_from_the_device(rows):
         start.fill_(length)
         graph.replay()
         assert torch.equal(y, want[length])
+
+
+def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
+    """A cache of random rows on the GPU."""
+    config = ModelConfig(64, layers, kv_heads, kv_heads, E, 64, 9)
+    cache = KVCache.empty(config, batch, slots, dtype, "cuda")
+    for buffer in (*cache.k, *cache.v):
+        buffer.normal_()
+    return cache
+
+
+def compact_by_reference(cache, start, path):
+    """What the buffers hold after compaction; the cache itself stays as it is."""
+    want = [b.clone() for b in (*cache.k, *cache.v)]
+    kernels.compact_reference(want, start, path)
+    return want
+
+
+def same_buffers(cache, want):
+    return all(torch.equal(ours, theirs) for ours, theirs in zip((*cache.k, *cache.v), want, strict=True))
+
+
+def random_paths(batch, steps, nodes):
+    """Ascending node numbers from the root, then rows that stay, as after `compaction`; every row of another length."""
+    paths = torch.arange(steps, device="cuda").repeat(batch, 1)
+    for row in range(batch):
+        accepted = steps - 1 - row * (steps - 1) // batch
+        paths[row, 1 : accepted + 1] = 1 + torch.randperm(nodes - 1, device="cuda")[:accepted].sort().values
+    return paths
+
+
+@pytest.mark.parametrize("kv_heads,E", [(1, 16), (8, 128), (32, 128), (5, 80), (2, 256)])
+@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
+def test_compaction(dtype, kv_heads, E):
+    """Bit for bit, ten times over: a warp that writes before another has read would show in some of them."""
+    torch.manual_seed(0)
+    for batch in (1, 2):
+        cache = filled_cache(kv_heads, E, batch, 700, dtype)
+        for steps in (1, 2, 7, 33, 64) * 10:
+            start, path = torch.randint(700 - 64, (batch,), device="cuda"), random_paths(batch, steps, 64)
+            want = compact_by_reference(cache, start, path)
+            kernels.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            assert same_buffers(cache, want), (batch, steps)
+
+
+def test_rows_may_move_in_a_circle():
+    cache, start = filled_cache(32, 128, 1, 100, torch.bfloat16), torch.tensor([5], device="cuda")
+    for path in ([[1, 2, 3, 0]], [[3, 2, 1, 0]], [list(range(1, 64)) + [0]]):
+        path = torch.tensor(path, device="cuda")
+        want = compact_by_reference(cache, start, path)
+        cache.compact(start, path)
+        assert same_buffers(cache, want)
+
+
+def test_compiled_and_captured_compaction():
+    """One launch for all layers; the path and the length are read from the device, and no buffer is copied."""
+    cache = filled_cache(8, 128, 2, 300, torch.bfloat16, layers=32)
+    start, path = torch.zeros(2, dtype=torch.long, device="cuda"), torch.arange(7, device="cuda").repeat(2, 1)
+    step = torch.compile(cache.compact, fullgraph=True, dynamic=False)
+    for _ in range(2):
+        step(start, path)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(start, path)
+        torch.cuda.synchronize()
+    launched = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert launched == ["compact_kernel"], launched
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(start, path)
+    for starts in ([0, 236], [7, 100], [100, 7]):
+        start.copy_(torch.tensor(starts))
+        path.copy_(random_paths(2, 7, 60))
+        want = compact_by_reference(cache, start, path)
+        graph.replay()
+        assert same_buffers(cache, want)
 
 
 @pytest.mark.parametrize("k", [1, 10, 16, 64, 65])

@@ -85,6 +85,25 @@ def test_the_other_kernels_agree_with_their_peers_and_make_a_table(on_cpu, monke
     assert "wrong: attention 8b, 20 slots 1\nfailed: top-10 of 500 10 torch: OutOfMemoryError: no" in table
 
 
+def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, monkeypatch):
+    for name, value in {"CAPACITY": 96, "CACHE_LAYERS": 2, "CACHE_HEADS": (1, 3)}.items():
+        monkeypatch.setattr(kernel_bench, name, value)
+    monkeypatch.setattr(kernel_bench.torch, "compile", lambda step, **_: step)
+    monkeypatch.setattr(kernel_bench, "graph_times_s", lambda calls, replays: [len(calls) * 1e-6])
+    rows = list(kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9))
+    assert [(row["method"], row["read_bytes"]) for row in rows] == [
+        (method, 2 * 2 * 2 * heads * 6 * 256) for heads in (1, 3) for method in ("ours", "torch")
+    ]
+    assert all(row["correct"] and row["time_us"] == 2 for row in rows)  # two places in a cache of 96 slots
+    assert "| compaction, 2 layers of 3 heads | 7 | 2.0 us, 1843% |  | 2.0 us, 1843% |" in kernel_bench.cycle_summary(
+        rows
+    )
+    monkeypatch.setattr(kernels, "compact", lambda *_: None)
+    assert not any(
+        row["correct"] for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
+    )
+
+
 def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkeypatch):
     """With references in the place of our operators: on the CPU a routing is the experts themselves."""
 

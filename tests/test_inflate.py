@@ -349,7 +349,10 @@ def test_tensors_are_the_same_every_time():
 # ------------------------------------------------------------------------------------------- decoding
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}, {"tree": "chain", "tree_depth": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "dynamic"}, {"tree": "chain", "tree_depth": 4}],
+)
 def test_decoding_gives_the_same_tokens(options):
     options = {"max_new_tokens": 32, "device": "cpu", "dtype": "float32", **options}
     small, large = load(**options), load(inflate=EXACT, **options)
@@ -360,7 +363,7 @@ def test_decoding_gives_the_same_tokens(options):
     assert b.stats["stand_in"] == f"a {EXACT}-shaped function of demo" and "stand_in" not in a.stats
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3, "tree": "static"}])
+@pytest.mark.parametrize("options", [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "static"}])
 def test_a_mixture_decodes_the_same_tokens(options):
     options |= {"checkpoint": str(MIXTRAL[0]), "eagle": str(MIXTRAL[1]), "dtype": "float32", "device": "cpu"}
     options |= {"max_new_tokens": 40, "ignore_eos": True}

@@ -1,6 +1,7 @@
 """The attention operator against its plain reference, over shapes, starts and what lies in slots nobody may see.
 
-And the layout of int4 and int8 weights for CUDA; their kernels are tested in test_kernels_triton.py and test_gpu.py.
+And the operator that compacts a cache, and the layout of int4 and int8 weights for CUDA; the kernels of these are
+tested in test_cycle_triton.py, test_kernels_triton.py and test_gpu.py.
 """
 
 import shutil
@@ -186,8 +187,45 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     for _ in range(2):
         close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
     kernels._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
+    want = buffers[3][0, :, 5].clone()
+    kernels._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
+    assert torch.equal(buffers[3][0, :, 4], want)
     kernels._has_triton.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
+
+
+# ----------------------------------------------------------------------------------------- compaction
+
+
+def caches(kv_heads=2, slots=20, layers=2):
+    """Buffers of two rows, and where they lie."""
+    buffers = [torch.randn(2, kv_heads, slots, E) for _ in range(2 * layers)]
+    return buffers, torch.tensor([b.data_ptr() for b in buffers])
+
+
+@pytest.mark.parametrize("path", [[[0], [0]], [[0, 2, 4, 3], [0, 1, 3, 5]], [[3, 2, 1, 0], [1, 2, 3, 0]]], ids=str)
+def test_compaction_reads_every_row_before_it_writes_any(path):
+    buffers, addresses = caches()
+    before, start = [b.clone() for b in buffers], torch.tensor([3, 14])
+    torch.ops.gpt_eagle.compact(buffers, addresses, start, torch.tensor(path))
+    for b, offsets in enumerate(path):
+        for step, offset in enumerate(offsets):
+            for ours, old in zip(buffers, before):
+                assert torch.equal(ours[b, :, start[b] + step], old[b, :, start[b] + offset])
+        past = start[b] + len(offsets)
+        for ours, old in zip(buffers, before):
+            assert torch.equal(ours[b, :, : start[b]], old[b, :, : start[b]])
+            assert torch.equal(ours[b, :, past:], old[b, :, past:])
+
+
+def test_compaction_registration():
+    args = (*caches(), torch.tensor([3, 14]), torch.tensor([[0, 2, 4], [0, 1, 3]]))
+    torch.library.opcheck(
+        torch.ops.gpt_eagle.compact.default,
+        args,
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- top-k

@@ -21,9 +21,9 @@ import torch
 
 import kernels_cpu
 import sampling
-import session as loop
+import session
 from config import DEMO
-from decode import with_steps
+from decode import _guards_of_arguments, with_steps
 from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
 from draft_vocab import DraftVocab
 from drafters import Drafter, Root, RootOnly, Rows
@@ -373,7 +373,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     prompt = [(i * 31 + 7) % 97 for i in range(150)]
     runs = []
     for chunk in (256, 64, 7):
-        monkeypatch.setattr(loop, "PREFILL_CHUNK", chunk)
+        monkeypatch.setattr(session, "PREFILL_CHUNK", chunk)
         engine = engine_for(
             target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=20, batch_size=2, ignore_eos=True
         )
@@ -500,8 +500,8 @@ def test_compiled_steps_check_their_arguments_and_not_their_modules():
     layer, kept, compiled = torch.nn.Linear(4, 3), [], []
 
     def filtered(guards):
-        kept.append(len(guards) - sum(loop._guards_of_arguments(guards)))
-        return loop._guards_of_arguments(guards)
+        kept.append(len(guards) - sum(_guards_of_arguments(guards)))
+        return _guards_of_arguments(guards)
 
     def backend(graph, inputs):
         compiled.append(graph)

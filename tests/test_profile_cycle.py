@@ -73,7 +73,7 @@ def test_the_parts_add_up(tmp_path, capsys):
     assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0])
     lines = (profile_cycle.TARGET, profile_cycle.DRAFT, "attention", profile_cycle.NOISE, profile_cycle.TREE)
     assert all(found["parts_ms"][line] > 0 for line in lines) and PYTHON in found["parts_ms"]
-    assert found["config"]["tree"] == "dynamic" and found["tokens_per_cycle"] > 1
+    assert found["config"]["tree"] == "auto" and found["tokens_per_cycle"] > 1
     assert f"| cycle | {found['wall_ms'][0]:.3f} | 100.0 |" in capsys.readouterr().out
 
 
