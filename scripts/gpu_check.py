@@ -9,7 +9,7 @@ kernels  Products with int4 and int8 weights beside the vendor's in bf16 and tor
          compaction and top-k beside torch's, and the experts of a Mixtral layer; meant to take under 5 minutes.
 demo     The bundled demo, compiled: vanilla, the three trees in fp32 and bf16, int8 and int4, lookup (`DEMO_RUNS`):
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
-models   Stand-ins of real size, a process for each (`MODEL_RUNS`, scripts/gpu_models.py): vanilla, every tree, auto,
+models   Stand-ins of real size, a process for each (`MODEL_RUNS`, scripts/bench_trees.py): vanilla, every tree, auto,
          with the share of the bandwidth roofline, the time split, tau and token identity. The most telling ones come
          first; what does not fit into --minutes is named and left out. Mixtral needs its demo (README).
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
@@ -40,7 +40,7 @@ DEMO_RUNS = [  # dtype, quant, temperature, who drafts
     *(("bfloat16", "none", 1.0, {"draft": draft}) for draft in ("ngram", "eagle+ngram")),
 ]
 
-MODEL_RUNS = [  # flags of gpu_models.py
+MODEL_RUNS = [  # flags of bench_trees.py
     "--inflate llama2-7b",
     "--inflate llama2-7b --quant int4 --static",
     "--inflate llama3-8b --quant int4",
@@ -119,7 +119,7 @@ def run_models(config: CheckConfig) -> bool:
         elif time.monotonic() - began > 60 * config.minutes:
             reason = f"{config.minutes:g} minutes are over"
         else:
-            command = [sys.executable, ROOT / "scripts" / "gpu_models.py", *flags.split(), "--json", config.out]
+            command = [sys.executable, ROOT / "scripts" / "bench_trees.py", *flags.split(), "--json", config.out]
             well &= subprocess.run([*command, "--device", "cuda"]).returncode == 0
             continue
         print(f"note: left out, since {reason}: {flags}", flush=True)

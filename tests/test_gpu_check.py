@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench_trees
 import config
 import generate
 import gpu_check
-import gpu_models
 import kernel_bench
 import kernels
 
@@ -154,7 +154,7 @@ def test_runs_of_models_stop_in_time_and_say_what_is_missing(monkeypatch, tmp_pa
     assert gpu_check.run_models(gpu_check.CheckConfig(out=str(out)))
     assert 1 < len(commands) < len(gpu_check.MODEL_RUNS)
     for command in commands:  # every flag is one that the script knows
-        parsed = config.parse(gpu_models.ModelsConfig, "gpu_models.py", "", [str(c) for c in command[2:]])
+        parsed = config.parse(bench_trees.TreesConfig, "bench_trees.py", "", [str(c) for c in command[2:]])
         assert parsed.device == "cuda" and parsed.json == str(out)
     left = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(left) == len(gpu_check.MODEL_RUNS) - len(commands)
@@ -162,14 +162,14 @@ def test_runs_of_models_stop_in_time_and_say_what_is_missing(monkeypatch, tmp_pa
 
 
 def test_every_method_is_measured_over_one_target(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_models, "load", lambda **options: generate.load(**options | {"compile": False}))
-    monkeypatch.setattr(gpu_models.measure, "read_bandwidth", lambda *_: gpu_models.measure.Series(1e10, 1e10, 1e10))
+    monkeypatch.setattr(bench_trees, "load", lambda **options: generate.load(**options | {"compile": False}))
+    monkeypatch.setattr(bench_trees.measure, "read_bandwidth", lambda *_: bench_trees.measure.Series(1e10, 1e10, 1e10))
     out = tmp_path / "models.jsonl"
     shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"
-    options = gpu_models.ModelsConfig(
+    options = bench_trees.TreesConfig(
         inflate=shape, static=True, limit=2, max_new_tokens=24, device="cpu", json=str(out)
     )
-    gpu_models.measure_models(options)
+    bench_trees.bench(options)
     rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/10/60"} < set(rows)
     assert rows["vanilla"]["tau"] == 1 and all(row["tau"] > 2 for name, row in rows.items() if name != "vanilla")

@@ -1,10 +1,11 @@
-"""Decode with a stand-in of real size: vanilla, each tree, and the choice between them, in one process.
+"""Decode without a tree, with each tree, and with the choice between them, in one process over one target.
 
-    python scripts/gpu_models.py --inflate llama2-7b --quant int4 --json benchmarks/gpu.jsonl
-    python scripts/gpu_models.py --inflate tiny-0.5b --limit 2           # on a CPU
+    python scripts/bench_trees.py --inflate llama2-7b --quant int4 --json benchmarks/gpu.jsonl
+    python scripts/bench_trees.py --inflate tiny-0.5b --threads 3 --temperature 1           # on a CPU
+    python scripts/bench_trees.py --eagle heads/broken                                      # the demo itself
 
-1. The stand-in is built where it runs, and compiled once; vanilla decoding and the trees of one size are its presets,
-   each held fixed; `auto` chooses among them. `--static` compiles EAGLE-1's tree as well.
+1. The target is loaded, or its stand-in built where it runs, and compiled once; vanilla decoding and the trees of one
+   size are its presets, each held fixed; `auto` chooses among them. `--static` compiles EAGLE-1's tree as well.
 2. All methods run each prompt in turn. A row per method: tokens/s, tau, the time of a cycle, drafting and verifying
    apart, the share of sequences equal to vanilla's, and the time that reading the weights once would take at the
    measured bandwidth, relative to the verification's.
@@ -16,10 +17,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 import measure
@@ -32,15 +34,18 @@ PUBLISHED_TAU = 4.65  # EAGLE-2 (arXiv 2406.16858), T = 0, mean of its tasks: LL
 
 
 @dataclass
-class ModelsConfig:
+class TreesConfig:
     checkpoint: str = option(DEMO, "the small model, with its head beside it")
-    inflate: str = option("llama2-7b", "shape of the stand-in")
+    eagle: str = option("", "the head, where it does not lie beside the checkpoint")
+    inflate: str = option("", "shape of the stand-in; empty: the checkpoint as it is")
     quant: str = option("none", "none, int8 or int4", ("none", "int8", "int4"))
     static: bool = option(False, "also EAGLE-1's static tree")
     random_twin: bool = option(False, "random weights instead; vanilla only")
     prompts: str = option(str(measure.ROOT / "data" / "eval" / "demo.jsonl"), "JSONL with `turns`")
     limit: int = option(5, "prompts")
     max_new_tokens: int = option(128, "tokens per prompt")
+    temperature: float = option(0.0, "0 is greedy")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     json: str = option("", "JSON lines are appended here, one per method")
 
@@ -57,7 +62,7 @@ class Always(NamedTuple):
         pass
 
 
-def methods_of(engine: Engine, config: ModelsConfig) -> dict[str, Engine]:
+def methods_of(engine: Engine, config: TreesConfig) -> dict[str, Engine]:
     """Every preset held fixed, the choice between them, and the static tree, over the same target."""
     if config.random_twin:
         return {"vanilla": engine}
@@ -92,25 +97,29 @@ def row_of(engine: Engine, method: str, done: Collector, vanilla: list[list[int]
     return row
 
 
-def measure_models(config: ModelsConfig) -> None:
+def bench(config: TreesConfig) -> None:
     """Decode in turn, print and append the rows."""
     log = measure.Log(config.json, "--json")
+    if config.threads:
+        torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     bandwidth = measure.read_bandwidth(device, 5).median
     prompts = [row["turns"] for row in read_jsonl(Path(config.prompts), "--prompts")][: config.limit]
     engine = load(
         checkpoint=config.checkpoint, inflate=config.inflate, random_twin=config.random_twin, quant=config.quant,
-        draft="none" if config.random_twin else "eagle", dtype="bfloat16", device=device, compile=True,
-        max_new_tokens=config.max_new_tokens, ignore_eos=True,
+        draft="none" if config.random_twin else "eagle", eagle=config.eagle, dtype="bfloat16", device=device,
+        compile=True, temperature=config.temperature, max_new_tokens=config.max_new_tokens, ignore_eos=True,
     )  # fmt: skip
-    facts = {"part": "models", "inflate": config.inflate, "quant": config.quant, "random_twin": config.random_twin}
+    facts = {"part": "models"} | asdict(config)
+    facts |= {name: measure.shown_path(facts[name]) for name in ("checkpoint", "eagle", "prompts", "json")}
     facts |= {"stand_in": engine.target.config.stand_in, "bandwidth_bytes_per_s": bandwidth}
     facts |= {"load_s": engine.load_s, "compile_s": engine.compile_s} | environment(engine)
     print(f"# {facts}", flush=True)
     methods = {name: (each, Collector(each, prompts)) for name, each in methods_of(engine, config).items()}
-    for _, done in methods.values():  # a round that does not count: the first of everything is slow
-        done.run(done.groups[0])
-        done.stats, done.entries, done.trace = Stats(), [], []
+    for name, (_, done) in methods.items():  # a round that does not count: the first of everything is slow
+        if name != "auto":  # whose first trials count
+            done.run(done.groups[0])
+            done.stats, done.entries, done.trace = Stats(), [], []
     for number in tqdm(range(len(prompts)), unit="prompt", mininterval=5):
         for _, done in methods.values():
             done.run(done.groups[number])
@@ -122,8 +131,8 @@ def measure_models(config: ModelsConfig) -> None:
 
 
 def main() -> None:
-    config = parse(ModelsConfig, "gpu_models.py", __doc__)
-    run_or_fail("gpu_models.py", lambda: measure_models(config))
+    config = parse(TreesConfig, "bench_trees.py", __doc__)
+    run_or_fail("bench_trees.py", lambda: bench(config))
 
 
 if __name__ == "__main__":
