@@ -7,9 +7,9 @@ How it works:
    that would have had (`nested`), so how much of the accepted path, and what the drafter's own scores promised of it.
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen.
-4. The best rate wins, with some hysteresis. The largest tree is tried again after 8 cycles, then after twice as many
-   each time that it changes nothing. Vanilla is one of the presets; from there the smallest tree is tried, so that a
-   poor head costs little.
+4. The best rate wins, with some hysteresis. The first cycle runs the largest tree, which says something of all; later
+   trials run the next larger one than the choice, after 8 cycles, then after twice as many each time that it changed
+   nothing. Vanilla is one of the presets, and the smallest tree is next to it: a poor head costs little.
 
 A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
 from acceptance rates measured before.
@@ -122,7 +122,7 @@ class Autosizer:
             return self.choice, False
         self.interval = min(2 * self.interval, LAST_TRIAL) if self.choice == self.settled else FIRST_TRIAL
         self.settled, self.countdown = self.choice, self.interval
-        return (limit if self.choice > 0 else 1), True
+        return min(self.choice + 1, limit), True
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""

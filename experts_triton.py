@@ -36,8 +36,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import COLUMNS
 from kernels_triton import Device, Plan, bits_and_group, choose_splits, fit, quantized_product, sum_kernel
+from products import COLUMNS
 
 LISTED = 64  # places that a block of threads lists
 
@@ -66,7 +66,7 @@ def lists_kernel(expert_ptr, lists_ptr, P, EXPERTS: tl.constexpr, BLOCK: tl.cons
     """List the rows of every expert.
 
     expert: [P] int64
-    lists: [EXPERTS + 1 + P] int32, as `kernels.expert_lists` describes. Writes: lists.
+    lists: [EXPERTS + 1 + P] int32, as `products.expert_lists` describes. Writes: lists.
     """
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # first the experts' beginnings, then the rows
     row = j - (EXPERTS + 1)
@@ -155,7 +155,7 @@ def experts_kernel(
 
 
 def expert_lists(expert: Tensor, experts: int) -> Tensor:
-    """`kernels.expert_lists`. Allocates its result, and nothing else; never waits."""
+    """`products.expert_lists`. Allocates its result, and nothing else; never waits."""
     lists = torch.empty(experts + 1 + len(expert), dtype=torch.int32, device=expert.device)
     lists_kernel[(triton.cdiv(len(lists), LISTED),)](
         expert.contiguous(), lists, len(expert), EXPERTS=experts, BLOCK=LISTED, num_warps=4
@@ -182,6 +182,6 @@ def run(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, cut: Pla
 
 
 def experts_product(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device) -> Tensor:
-    """The product of `kernels.experts_linear` (scale None), or of `kernels.w4a16` and `w8a16` with lists."""
+    """The product of `products.experts_linear` (scale None), or of `products.w4a16` and `w8a16` with lists."""
     bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
     return run(x, weight, scale, lists, plan(len(x), weight.shape[-2], x.shape[1], bits, group, x.dtype, device))

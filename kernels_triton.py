@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import COLUMNS
+from products import COLUMNS
 
 MAX_SPLITS = 8
 
@@ -272,6 +272,6 @@ def run(x: Tensor, packed: Tensor, scale: Tensor, cut: Plan) -> Tensor:
 
 
 def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device) -> Tensor:
-    """The product of `kernels.w4a16` or `kernels.w8a16`."""
+    """The product of `products.w4a16` or `products.w8a16`."""
     K, N = x.shape[-1], packed.shape[1]
     return run(x, packed, scale, plan(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device))

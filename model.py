@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+import products
 from quantize import Quantization, saved_quantization
 
 # architecture in config.json -> bias defaults that its config does not spell out: (qkv bias, o_proj bias)
@@ -276,7 +277,7 @@ class Linear(nn.Linear):
     wide = False  # outputs in fp32
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        return kernels.linear(x, self.weight, self.bias, self.wide)
+        return products.linear(x, self.weight, self.bias, self.wide)
 
 
 class LMHead(Linear):
@@ -343,8 +344,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        if kernels.has_own_product(x, self.weight):
-            return kernels.linear(x, self.weight, wide=True)
+        if products.has_own_product(x, self.weight):
+            return products.linear(x, self.weight, wide=True)
         return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,8 +362,8 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
 
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from kernels.route -> [P, N]
-        return kernels.experts_linear(x, self.weight, routing)
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from products.route -> [P, N]
+        return products.experts_linear(x, self.weight, routing)
 
 
 class MoEFeedForward(nn.Module):
@@ -377,7 +378,7 @@ class MoEFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
         rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)  # [P, F], P = B T J: a token's experts in order
-        routing = kernels.route(expert.flatten(), len(self.router.weight))
+        routing = products.route(expert.flatten(), len(self.router.weight))
         gate, up = self.w13(rows, routing).chunk(2, dim=-1)
         y = self.w2(F.silu(gate) * up, routing)  # [P, F]
         # always summed in the router's order, whichever rows shared an expert

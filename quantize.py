@@ -33,8 +33,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import kernels
 import kernels_cpu
+import products
 from checkpoint import check_out, write_checkpoint
 from config import GROUP_SIZES, GenerateConfig, option, parse, pick_device, run_or_fail
 
@@ -101,7 +101,7 @@ class Product(NamedTuple):
 
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
-    # x, the same, N, wide -> x . w, in fp32 if wide; then, where the two are stacks of experts, what kernels.route says
+    # x, the same, N, wide -> x . w, fp32 if wide; last, where the two are stacks of experts, what products.route says
     apply: Callable[..., Tensor]
 
 
@@ -131,7 +131,7 @@ def _one_by_one(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if expert is None:
             return apply(x, packed, scale, n, wide)
         y = x.new_empty(x.shape[0], n, dtype=torch.float32 if wide else x.dtype)
-        for e, rows in kernels.rows_by_expert(expert):
+        for e, rows in products.rows_by_expert(expert):
             y[rows] = apply(x[rows], packed[e], scale[e], n, wide)
         return y
 
@@ -171,14 +171,14 @@ def _apply_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bo
 def _apply_cuda_int4(
     x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, lists: Tensor | None = None
 ) -> Tensor:
-    y = kernels.w4a16(x, packed, scale, lists)
+    y = products.w4a16(x, packed, scale, lists)
     return y.float() if wide else y
 
 
 def _apply_cuda_int8(
     x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, lists: Tensor | None = None
 ) -> Tensor:
-    y = kernels.w8a16(x, packed, scale, lists)
+    y = products.w8a16(x, packed, scale, lists)
     return y.float() if wide else y
 
 
@@ -201,15 +201,15 @@ PRODUCTS = {
     ),
     ("int4", "cuda"): Product(
         lambda codes, scale: (
-            kernels.pack_int4(codes),
-            kernels.pack_scale(scale, codes.shape[1] // scale.shape[1]),
+            products.pack_int4(codes),
+            products.pack_scale(scale, codes.shape[1] // scale.shape[1]),
         ),
-        lambda packed, scale, n, k: (kernels.unpack_int4(packed, n, k), kernels.unpack_scale(scale, k)),
+        lambda packed, scale, n, k: (products.unpack_int4(packed, n, k), products.unpack_scale(scale, k)),
         _apply_cuda_int4,
     ),
     ("int8", "cuda"): Product(
-        lambda codes, scale: (kernels.pack_int8(codes), scale),
-        lambda packed, scale, n, k: (kernels.unpack_int8(packed, n, k), scale),
+        lambda codes, scale: (products.pack_int8(codes), scale),
+        lambda packed, scale, n, k: (products.unpack_int8(packed, n, k), scale),
         _apply_cuda_int8,
     ),
 }
@@ -383,7 +383,7 @@ class QuantExperts(nn.Module):
                 self.register_buffer("scale", one.scale.new_empty(experts, *one.scale.shape))
             self.packed[e], self.scale[e] = one.packed, one.scale
 
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from kernels.route -> [P, N]
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from products.route -> [P, N]
         return self.product.apply(x, self.packed, self.scale, self.out_features, False, routing)
 
     def dequantize(self) -> Tensor:

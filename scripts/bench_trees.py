@@ -6,9 +6,10 @@
 
 1. The target is loaded, or its stand-in built where it runs, and compiled once; vanilla decoding and the trees of one
    size are its presets, each held fixed; `auto` chooses among them. `--static` compiles EAGLE-1's tree as well.
-2. All methods run each prompt in turn. A row per method: tokens/s, tau, the time of a cycle, drafting and verifying
-   apart, the share of sequences equal to vanilla's, and the time that reading the weights once would take at the
-   measured bandwidth, relative to the verification's.
+2. All methods run each prompt in turn, forwards and backwards. A row per method: tokens/s, how many times faster than
+   vanilla it decoded a prompt (median and quartiles), tau, the time of a cycle, drafting and verifying apart, the share
+   of sequences equal to vanilla's, and the time that reading the weights once would take at the measured bandwidth,
+   relative to the verification's.
 3. `at_tau_4.65` is a projection and no measurement: what this cycle would give at the tau that EAGLE-2's paper reports
    for a 7B model. A stand-in's own tau is that of the demo.
 4. `--random_twin` has random weights in the same shape, to show that a stand-in's zeros save no time; vanilla only.
@@ -120,12 +121,17 @@ def bench(config: TreesConfig) -> None:
         if name != "auto":  # whose first trials count
             done.run(done.groups[0])
             done.stats, done.entries, done.trace = Stats(), [], []
+    seconds = {name: [] for name in methods}  # per token, of each prompt
     for number in tqdm(range(len(prompts)), unit="prompt", mininterval=5):
-        for _, done in methods.values():
+        for name, (_, done) in list(methods.items())[:: 1 if number % 2 else -1]:
+            before = replace(done.stats)
             done.run(done.groups[number])
+            seconds[name].append((done.stats.decode_s - before.decode_s) / (done.stats.tokens - before.tokens))
     vanilla = [entry.new for entry in methods["vanilla"][1].entries]
     for name, (each, done) in methods.items():
         row = row_of(each, name, done, vanilla, bandwidth)
+        ratios = [plain / ours for plain, ours in zip(seconds["vanilla"], seconds[name])]
+        row["speedup"] = measure.Series.quartiles(ratios)
         log.add([facts | row])
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 

@@ -41,12 +41,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
+import products
 from config import option, parse, run_or_fail  # noqa: E402
 from model import KVCache, ModelConfig  # noqa: E402
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
 LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
-PRODUCTS = {"int4": (kernels.w4a16, kernels.w4a16_reference), "int8": (kernels.w8a16, kernels.w8a16_reference)}
+PRODUCTS = {"int4": (products.w4a16, products.w4a16_reference), "int8": (products.w8a16, products.w8a16_reference)}
 CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 LENGTHS = (128, 512, 2048, 4096)  # slots of the prefix
@@ -90,8 +91,8 @@ def words(*shape: int, dtype: torch.dtype) -> Tensor:
 def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
     """Random words and scales, as the operators of int4 or int8 take them."""
     scale = torch.rand(N, K // group, device="cuda") * 0.01
-    packed = words(-(-K * (4 if form == "int4" else 8) // 1024), N, kernels.COLUMNS, dtype=torch.int16)
-    return packed, kernels.pack_scale(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
+    packed = words(-(-K * (4 if form == "int4" else 8) // 1024), N, products.COLUMNS, dtype=torch.int16)
+    return packed, products.pack_scale(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
 
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
@@ -283,7 +284,7 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
 class Stack(NamedTuple):
     """The weights of a layer's experts, and how rows are multiplied by them."""
 
-    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from kernels.route -> [P, N]
+    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from products.route -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
     every: Callable[[Tensor, Tensor], Tensor] | None  # [P, K] bfloat16, [P] int64 -> [P, N], by torch
     expert_bytes: int
@@ -294,8 +295,8 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
     if form == "bf16":
         w = torch.randn(EXPERTS, N, K, dtype=torch.bfloat16, device="cuda")
         return Stack(
-            lambda x, routing: kernels.experts_linear(x, w, routing), lambda x, e: x @ w[e].float().T,
-            lambda x, expert: kernels.experts_linear_reference(x, w, expert), w[0].nbytes,
+            lambda x, routing: products.experts_linear(x, w, routing), lambda x, e: x @ w[e].float().T,
+            lambda x, expert: products.experts_linear_reference(x, w, expert), w[0].nbytes,
         )  # fmt: skip
     parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
     packed, scale = (torch.stack(both) for both in zip(*parts))
@@ -316,15 +317,15 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     read_bytes = len(expert.unique()) * first.expert_bytes
     copies = max(2, -(-rotate_bytes // read_bytes))
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    methods = {"ours": [lambda s=s: s.product(x, kernels.route(expert, EXPERTS)) for s in stacks]}
+    methods = {"ours": [lambda s=s: s.product(x, products.route(expert, EXPERTS)) for s in stacks]}
     if first.every is not None:
         methods["torch"] = [lambda s=s: s.every(x, expert) for s in stacks]
 
     def error() -> float:
         want = x.new_empty(len(x), N, dtype=torch.float32)
-        for e, rows in kernels.rows_by_expert(expert):
+        for e, rows in products.rows_by_expert(expert):
             want[rows] = first.reference(x[rows].float(), e)
-        return relative_error(first.product(x, kernels.route(expert, EXPERTS)), want)
+        return relative_error(first.product(x, products.route(expert, EXPERTS)), want)
 
     return Contest(read_bytes, methods, error)
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import kernels
+import products
 from config import GenerateConfig
 from decode import Engine, with_steps
 from drafters import Drafter
@@ -105,12 +105,12 @@ class Quantized(NamedTuple):
 
     def reference(self, x: Tensor) -> Tensor:
         """The product in the plainest way."""
-        product = kernels.w4a16_reference if self.group else kernels.w8a16_reference
+        product = products.w4a16_reference if self.group else products.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
-        return (kernels.w4a16 if self.group else kernels.w8a16)(x, self.packed, self.scale)
+        return (products.w4a16 if self.group else products.w8a16)(x, self.packed, self.scale)
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
@@ -121,8 +121,8 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     codes = torch.randint(-top - (group > 0), top + 1, (N, K), generator=g, device=device, dtype=torch.int8)
     scale = torch.rand(N, K // group if group else 1, generator=g, device=device) * 0.1 + 0.01
     if group:
-        return Quantized(group, kernels.pack_int4(codes), kernels.pack_scale(scale.bfloat16(), group))
-    return Quantized(0, kernels.pack_int8(codes), scale[:, 0])
+        return Quantized(group, products.pack_int4(codes), products.pack_scale(scale.bfloat16(), group))
+    return Quantized(0, products.pack_int8(codes), scale[:, 0])
 
 
 class QuantizedExperts(NamedTuple):
@@ -135,15 +135,15 @@ class QuantizedExperts(NamedTuple):
     def reference(self, x: Tensor, expert: Tensor) -> Tensor:
         """The product in the plainest way."""
         y = x.new_empty(len(x), self.weight.shape[-2])
-        for e, rows in kernels.rows_by_expert(expert):
+        for e, rows in products.rows_by_expert(expert):
             y[rows] = self.parts[e].reference(x[rows]) if self.parts else x[rows] @ self.weight[e].to(x.dtype).T
         return y
 
     def operator(self, x: Tensor, routing: Tensor) -> Tensor:
         """The product by the operator."""
         if not self.parts:
-            return kernels.experts_linear(x, self.weight, routing)
-        return (kernels.w4a16 if self.parts[0].group else kernels.w8a16)(x, self.weight, self.scale, routing)
+            return products.experts_linear(x, self.weight, routing)
+        return (products.w4a16 if self.parts[0].group else products.w8a16)(x, self.weight, self.scale, routing)
 
 
 def quantized_experts(form: str, experts: int, N: int, K: int, device: str = "cpu") -> QuantizedExperts:

@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-import kernels
 import kernels_triton
+import products
 from helpers import quantized
 from kernels_triton import Device, Plan
 
@@ -95,6 +95,6 @@ def test_the_whole_path():
 
 def test_negative_zero_is_zero():
     """A sign without a magnitude, which pack_int8 never writes."""
-    packed = torch.full((1, 64, kernels.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
+    packed = torch.full((1, 64, products.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
     y = kernels_triton.run(torch.randn(2, 128), packed, torch.ones(64), Plan(16, 64, 1, 2, 4))
     assert (y == 0).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import experts_triton
-import kernels
+import products
 from helpers import quantized_experts
 from kernels_triton import Device, Plan
 from model import ModelConfig, MoEFeedForward
@@ -72,13 +72,13 @@ def check(x, weights, expert, **options):
 def test_lists(expert):
     expert = torch.tensor(expert)
     got = experts_triton.expert_lists(expert, 8)
-    assert got.dtype == torch.int32 and torch.equal(got, kernels.expert_lists_reference(expert, 8))
+    assert got.dtype == torch.int32 and torch.equal(got, products.expert_lists_reference(expert, 8))
 
 
 @pytest.mark.parametrize("experts", [1, 3, 60, 64, 128])
 def test_lists_of_other_numbers_of_experts(experts):
     expert = torch.randint(experts, (150,))
-    assert torch.equal(experts_triton.expert_lists(expert, experts), kernels.expert_lists_reference(expert, experts))
+    assert torch.equal(experts_triton.expert_lists(expert, experts), products.expert_lists_reference(expert, experts))
 
 
 # ------------------------------------------------------------------------------------------- products
@@ -188,9 +188,9 @@ def test_a_layer(monkeypatch, format):
     def product(x, weight, scale, lists=None):
         return experts_triton.experts_product(x, weight, scale, lists, DEVICE)
 
-    monkeypatch.setattr(kernels, "route", route)
-    monkeypatch.setattr(kernels, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists))
+    monkeypatch.setattr(products, "route", route)
+    monkeypatch.setattr(products, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists))
     for name in ("w4a16", "w8a16"):
-        monkeypatch.setattr(kernels, name, product)
+        monkeypatch.setattr(products, name, product)
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
-import kernels  # noqa: E402
+import products  # noqa: E402
 import quantize  # noqa: E402
 from experts_triton import most_tiles, plan  # noqa: E402
 from helpers import run_in_interpreter  # noqa: E402
@@ -94,15 +94,15 @@ def test_the_lists_compile(_fresh_cache, target):
 def test_lists():
     """What the operator's reference says, and the way back."""
     expert = torch.tensor([3, 0, 3, 3, 5, 0])
-    lists = kernels.expert_lists(expert, 6)
+    lists = products.expert_lists(expert, 6)
     assert lists.tolist() == [0, 2, 2, 2, 5, 5, 6] + [1, 5, 0, 2, 3, 4]
-    assert torch.equal(kernels.expert_of(lists, 6), expert)
+    assert torch.equal(products.expert_of(lists, 6), expert)
     torch.library.opcheck(torch.ops.gpt_eagle.expert_lists.default, (expert, 6))
 
 
 def test_a_cpu_takes_the_experts_as_they_are():
     expert = torch.tensor([3, 0])
-    assert kernels.route(expert, 6) is expert
+    assert products.route(expert, 6) is expert
 
 
 class Counting(TorchDispatchMode):
@@ -121,7 +121,7 @@ class Counting(TorchDispatchMode):
 def as_on_cuda(monkeypatch):
     """Tensors on the CPU take the way of those on CUDA, as far as shapes go."""
     monkeypatch.setattr(quantize, "product_of", lambda format, device: PRODUCTS[format, "cuda"])
-    monkeypatch.setattr(kernels, "route", kernels.expert_lists)
+    monkeypatch.setattr(products, "route", products.expert_lists)
 
 
 @pytest.mark.parametrize("format,name", [("none", "experts_linear"), ("int8", "w8a16"), ("int4", "w4a16")])
@@ -157,7 +157,7 @@ def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
     stack = stack_of(format, 4, 64, 512, 128)
     held = [t for module in stack.modules() for t in (*module.buffers(False), *module.parameters(False))]
     assert sum(t.nbytes for t in held) == 4 * bytes_each
-    assert stack.packed.shape == (4, 2 if format == "int4" else 4, 64, kernels.COLUMNS)  # [E, blocks, N, words]
+    assert stack.packed.shape == (4, 2 if format == "int4" else 4, 64, products.COLUMNS)  # [E, blocks, N, words]
 
 
 # ---------------------------------------------------------------------------------------------- plans

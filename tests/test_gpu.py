@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernels
+import products
 import sampling
 from config import GenerateConfig
 from decode import Engine, with_steps
@@ -279,9 +280,9 @@ ROUTINGS = {  # how pairs of a token and an expert may be spread over eight expe
 def test_lists_of_experts(poisoned, experts):
     for P in (1, 2, 55, 120, 1000):
         expert = torch.randint(experts, (P,), device="cuda")
-        lists = kernels.route(expert, experts)
-        assert torch.equal(lists, kernels.expert_lists_reference(expert, experts))
-        assert torch.equal(kernels.expert_of(lists, experts), expert)
+        lists = products.route(expert, experts)
+        assert torch.equal(lists, products.expert_lists_reference(expert, experts))
+        assert torch.equal(products.expert_of(lists, experts), expert)
 
 
 def expert_weights(form, N, K, dtype):
@@ -299,7 +300,7 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
     for name, spread in ROUTINGS.items():
         expert = torch.tensor(spread, device="cuda")
         x = torch.randn(len(expert), K, device="cuda").to(dtype)
-        got, want = weights.operator(x, kernels.route(expert, 8)), weights.reference(x.float(), expert)
+        got, want = weights.operator(x, products.route(expert, 8)), weights.reference(x.float(), expert)
         assert got.dtype == dtype and got.shape == want.shape
         error = (got.float() - want).norm() / want.norm()
         assert error < ERRORS[dtype], (name, float(error))
@@ -313,15 +314,15 @@ def test_a_row_has_the_same_bits_in_any_company(form, dtype, N, K):
     weights = expert_weights(form, N, K, dtype)
     expert = torch.randint(8, (300,), device="cuda")
     x = torch.randn(300, K, device="cuda").to(dtype)
-    whole = weights.operator(x, kernels.route(expert, 8))
+    whole = weights.operator(x, products.route(expert, 8))
     for rows in (1, 2, 5, 16, 32, 33, 120, 128, 129):
         for part in (slice(rows), slice(-rows, None)):
-            got = weights.operator(x[part], kernels.route(expert[part], 8))
+            got = weights.operator(x[part], products.route(expert[part], 8))
             assert torch.equal(got, whole[part]), rows
     order = torch.randperm(300, device="cuda")
-    assert torch.equal(weights.operator(x[order], kernels.route(expert[order], 8)), whole[order])
+    assert torch.equal(weights.operator(x[order], products.route(expert[order], 8)), whole[order])
     for e in range(8):
-        crowded = weights.operator(x, kernels.route(torch.full_like(expert, e), 8))
+        crowded = weights.operator(x, products.route(torch.full_like(expert, e), 8))
         assert torch.equal(crowded[expert == e], whole[expert == e]), e
 
 
@@ -378,7 +379,7 @@ def test_gradients_of_experts_are_those_of_the_cpu():
     x, weight = torch.randn(80, 96), torch.randn(8, 70, 96)
     for device in ("cpu", "cuda"):
         leaves = [t.to(device).requires_grad_() for t in (x, weight)]
-        y = kernels.experts_linear(*leaves, kernels.route(expert.to(device), 8))
+        y = products.experts_linear(*leaves, products.route(expert.to(device), 8))
         (y**2).sum().backward()
         grads.append([leaf.grad.cpu() for leaf in leaves])
     for ours, theirs in zip(*grads):

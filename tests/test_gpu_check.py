@@ -12,6 +12,7 @@ import generate
 import gpu_check
 import kernel_bench
 import kernels
+import products
 
 
 def timed(form, layer, M, time_us, share):
@@ -110,7 +111,7 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
     def grouped(reference):
         def product(x, packed, scale, expert):
             y = x.new_empty(len(x), packed.shape[2])
-            for e, rows in kernels.rows_by_expert(expert):
+            for e, rows in products.rows_by_expert(expert):
                 y[rows] = reference(x[rows], packed[e], scale[e])
             return y
 

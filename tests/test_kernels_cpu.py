@@ -22,6 +22,7 @@ from torch import Tensor
 
 import kernels
 import kernels_cpu
+import products
 from kernels_cpu import BLOCK8
 from model import rope_angles
 from quantize import FORMATS
@@ -451,32 +452,32 @@ def test_bf16_variants_agree(variants, name):
 def test_linear_takes_our_product_where_it_can(monkeypatch):
     weight, x, bias = weights_bf16(33, 64), random(5, 64).bfloat16(), random(33).bfloat16()
     ours = linear(x, weight, bias)
-    assert torch.equal(kernels.linear(x, weight, bias, wide=True), ours)
-    assert torch.equal(kernels.linear(x, weight, bias), ours.bfloat16())
-    step = torch.compile(kernels.linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(products.linear(x, weight, bias, wide=True), ours)
+    assert torch.equal(products.linear(x, weight, bias), ours.bfloat16())
+    step = torch.compile(products.linear, fullgraph=True, dynamic=False, backend="aot_eager")
     assert torch.equal(step(x, weight, bias, True), ours)
     experts = torch.stack((weight, weight * 2))
-    chosen = kernels.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
-    assert torch.equal(chosen[[0, 2, 3]], kernels.linear(x[[0, 2, 3]], weight))
+    chosen = products.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
+    assert torch.equal(chosen[[0, 2, 3]], products.linear(x[[0, 2, 3]], weight))
     monkeypatch.setattr(kernels_cpu, "load_operators", lambda: "none here")
-    assert not kernels.has_own_product(x, weight)
+    assert not products.has_own_product(x, weight)
     theirs = F.linear(x, weight, bias)
-    assert torch.equal(kernels.linear(x, weight, bias), theirs)
-    assert torch.equal(kernels.linear(x, weight, bias, wide=True), theirs.float())
-    torch.testing.assert_close(kernels.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
+    assert torch.equal(products.linear(x, weight, bias), theirs)
+    assert torch.equal(products.linear(x, weight, bias, wide=True), theirs.float())
+    torch.testing.assert_close(products.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_linear_in_other_dtypes_is_pytorchs(dtype):
     weight, x = random(33, 64).to(dtype), random(5, 64).to(dtype)
-    assert not kernels.has_own_product(x, weight)
-    assert torch.equal(kernels.linear(x, weight), F.linear(x, weight))
+    assert not products.has_own_product(x, weight)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_linear_has_gradients(compiled):
     """PyTorch's product where something learns: the input of a frozen layer, or the layer; autocast does the same."""
-    product = torch.compile(kernels.linear, fullgraph=True, backend="aot_eager") if compiled else kernels.linear
+    product = torch.compile(products.linear, fullgraph=True, backend="aot_eager") if compiled else products.linear
     for learns in ("x", "weight", "both"):
         x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
         x.requires_grad_(learns != "weight"), weight.requires_grad_(learns != "x")
@@ -488,7 +489,7 @@ def test_linear_has_gradients(compiled):
         for ours, theirs in zip(*grads):
             assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
         with torch.no_grad():
-            assert kernels.has_own_product(x, weight)
+            assert products.has_own_product(x, weight)
     x, weight = random(5, 64), random(33, 64).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = product(x, weight)

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-import kernels  # noqa: E402
+import products  # noqa: E402
 from helpers import run_in_interpreter  # noqa: E402
 from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, per_weight, product_source, resources  # noqa: E402
 from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
@@ -159,9 +159,9 @@ def emulate(code: str, words: torch.Tensor) -> torch.Tensor:
 def test_the_assembly_unpacks_every_word(bits, dtype):
     every = torch.arange(2**16)
     other = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
-    packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, kernels.COLUMNS)
-    unpack = kernels.unpack_int4 if bits == 4 else kernels.unpack_int8
-    codes = unpack(packed, 1, packed.numel() * 16 // bits).view(-1, 16 // bits, kernels.COLUMNS)
+    packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, products.COLUMNS)
+    unpack = products.unpack_int4 if bits == 4 else products.unpack_int8
+    codes = unpack(packed, 1, packed.numel() * 16 // bits).view(-1, 16 // bits, products.COLUMNS)
     for plane in range(16 // bits):
         want = codes[:, plane].flatten().double()  # of word i
         result = emulate(unpack_asm(bits, plane, dtype == torch.float16), every | other << 16)

@@ -24,6 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import inflate
 import kernels
+import products
 import quantize
 import train_demo
 import train_eagle
@@ -32,9 +33,9 @@ from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
 from generate import main
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
-from kernels import experts_linear, experts_linear_reference
 from kernels_cpu import load_operators, w4a8_reference, w8a8_reference
 from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer
+from products import experts_linear, experts_linear_reference
 from quantize import FORMATS, QuantExperts, Quantization, quantize_directory
 from sampling import Sampling
 from weights import WeightFiles, load_model
@@ -108,7 +109,7 @@ def test_the_gradients_reference():
     """CUDA's rule, on this device."""
     (x, expert), grad = inputs(ROWS["tree"]), torch.randn(120, 48)
     want = torch.ops.gpt_eagle.experts_gradient(x, grad, expert, 8)
-    torch.testing.assert_close(kernels.experts_gradient_reference(x, grad, expert, 8), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(products.experts_gradient_reference(x, grad, expert, 8), want, atol=1e-4, rtol=1e-4)
 
 
 def test_registration():
