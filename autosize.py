@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 MEMORY = 64  # cycles that a mean remembers
 TRUST = 4  # cycles' worth of the drafter's promise
-GAIN = 1.03  # a rival must promise this much more
+GAIN = 1.01  # a rival must promise this much more
 FIRST_TRIAL, LAST_TRIAL = 8, 256  # cycles between trials of another tree
 PACE = 8  # cycles after which the machine's pace counts as changed
 OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of

@@ -175,19 +175,19 @@ def warm_up(engine: Engine) -> Engine:
     engine = replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
     if not engine.drafter.sized:
         return engine
-    began, rounds = time.perf_counter(), [_rehearse(engine) for _ in range(3)]
-    while len(rounds) < 9 and time.perf_counter() - began < 1:
+    began, rounds = time.perf_counter(), []
+    while not rounds or (len(rounds) < 5 and time.perf_counter() - began < 1):
         rounds.append(_rehearse(engine))
     costs = [statistics.median(times) for times in zip(*rounds)]
     return replace(engine, sizer=Autosizer([preset.shape for preset in engine.drafter.presets], costs))
 
 
 def _rehearse(engine: Engine) -> list[float]:
-    """Run a cycle of every preset. Returns: the time of each (s)."""
+    """Run some cycles of every preset. Returns: the time of one (s); the first after a change is slow."""
     session, times = Session(engine, [(0, 0)]), []
     next(session.run([[0, 0][: engine.context - 1]]))
     for preset in range(len(engine.steps)):
-        times.append(session.rehearse(preset))
+        times.append(min([session.rehearse(preset) for _ in range(3)][1:]))
         session.catch_up()
     return times
 
@@ -466,7 +466,8 @@ def stats_line(stats: dict[str, Any]) -> str:
         times = (
             f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted" if most["cycles"] else "unused"
         )
-        line += f"; tree auto: {most['tree']} in {most['cycles']} of {stats['cycles']} cycles ({times})"
+        name = "no tree, drafting does not pay here," if most["tree"] == "none" else most["tree"]
+        line += f"; tree auto: {name} in {most['cycles']} of {stats['cycles']} cycles ({times})"
     if "speedup" in stats:
         line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
         if stats["identical"] is not None:
