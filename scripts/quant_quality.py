@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from config import DEMO, option, parse, run_or_fail  # noqa: E402
 from generate import write_text  # noqa: E402
 from measure import environment, shown_path  # noqa: E402
-from model import Linear, LMHead, Transformer  # noqa: E402
+from model import Linear, LMHead, ModelConfig, Transformer  # noqa: E402
 from quantize import FORMATS, GROUP_SIZES, PRODUCTS, Quantization, QuantLinear  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 from weights import load_model  # noqa: E402
@@ -171,6 +171,8 @@ def run(config: QualityConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     path = Path(config.checkpoint)
+    if ModelConfig.from_dir(path).n_experts:
+        raise ValueError(f"{path} is a mixture of experts, and only dense models are taken apart here; name another")
     tokenizer = Tokenizer.load(path)
     texts = {name: batches(documents, tokenizer, config) for name, documents in read_texts(config).items()}
     reference, _ = build(path, Row("", 0, "reference"))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import generate as cli
 import kernels_cpu
+import quant_quality
 import quantize
 from config import DEMO
 from eagle_draft import draft_lm_head, load_head
@@ -629,3 +630,8 @@ def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
     largest_bytes = shape.vocab_size * shape.dim * 2
     print(f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB")
     assert model_bytes <= peak_bytes <= 1.2 * model_bytes + largest_bytes
+
+
+def test_the_quality_of_a_mixture_is_refused():
+    with pytest.raises(ValueError, match="is a mixture of experts, and only dense models"):
+        quant_quality.run(quant_quality.QualityConfig(checkpoint=str(GOLDEN / "models/target_mixtral")))
