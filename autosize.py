@@ -7,9 +7,9 @@ How it works:
    that would have had (`nested`), so how much of the accepted path, and what the drafter's own scores promised of it.
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen.
-4. The best rate wins, with some hysteresis. The first cycle runs the largest tree, which says something of all; later
-   trials run the next larger one than the choice, after 8 cycles, then after twice as many each time that it changed
-   nothing. Vanilla is one of the presets, and the smallest tree is next to it: a poor head costs little.
+4. The best rate wins. The first cycle runs the largest tree, which says something of all. Later every rival has an
+   account, into which a small share of the time is paid, and is tried when that covers what a trial is expected to
+   lose: close rivals often, hopeless ones rarely. Vanilla is one of the presets: a poor head costs little.
 
 A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
 from acceptance rates measured before.
@@ -25,8 +25,10 @@ from typing import NamedTuple
 
 MEMORY = 64  # cycles that a mean remembers
 TRUST = 4  # cycles' worth of the drafter's promise
+DOUBT = 4.0  # tokens that must have been promised before the promise is doubted by half
 GAIN = 1.01  # a rival must promise this much more
-FIRST_TRIAL, LAST_TRIAL = 8, 256  # cycles between trials of another tree
+SHARE = 0.003  # of the time that may be lost by trials of one rival
+SPACING = 4  # cycles between trials
 PACE = 8  # cycles after which the machine's pace counts as changed
 OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of
 
@@ -37,6 +39,9 @@ class TreeShape(NamedTuple):
     depth: int  # D, drafted levels
     topk: int  # K, children kept per node, and nodes expanded per level
     size: int  # N, nodes, root included
+
+
+ROOT = TreeShape(0, 0, 1)
 
 
 class Verdict(NamedTuple):
@@ -95,20 +100,25 @@ class Autosizer:
             cost.seen = PACE  # a warm-up is worth so many cycles
         self.pace = 1.0  # how many times slower than its mean the machine runs now
         self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
-        self.promised = [Mean(0.0 if shape == TreeShape(0, 0, 1) else OPTIMISM, PACE) for shape in shapes]
-        self.worth = Mean(1.0)  # accepted tokens per promised one
+        self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM, PACE) for shape in shapes]
+        self.kept_promises = self.promises = DOUBT  # tokens, fading
         self.choice = len(shapes) - 1
-        self.settled, self.interval, self.countdown = -1, FIRST_TRIAL, 0
+        self.accounts = [0.3 * cost for cost in costs_s]  # seconds that trials of each may lose
+        self.since_trial = -1  # cycles; -1: there was none yet
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle."""
         mean = self.accepted[preset]
-        promise = self.worth.value * self.promised[preset].value
+        promise = self.promised[preset].value * self.kept_promises / self.promises
         return 1 + (mean.seen * mean.value + TRUST * promise) / (mean.seen + TRUST)
 
     def rate(self, preset: int) -> float:
         """Expected tokens per row and second, at the machine's usual pace."""
         return self.tokens(preset) / self.costs[preset].value
+
+    def loss(self, preset: int) -> float:
+        """Seconds that a trial of a rival is expected to lose."""
+        return self.costs[preset].value * max(1 - self.rate(preset) / self.rate(self.choice), 0.02)
 
     def next(self, limit: int) -> tuple[int, bool]:
         """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
@@ -117,12 +127,20 @@ class Autosizer:
             self.choice = best
         if limit < len(self.shapes) - 1:
             return self.choice, False
-        self.countdown -= 1
-        if self.countdown >= 0:
+        if self.since_trial < 0:
+            self.since_trial = 0
+            return limit, True
+        self.since_trial += 1
+        # of the root alone everything is known
+        rivals = [p for p, shape in enumerate(self.shapes) if p != self.choice and shape != ROOT]
+        if not rivals or self.since_trial < SPACING:
             return self.choice, False
-        self.interval = min(2 * self.interval, LAST_TRIAL) if self.choice == self.settled else FIRST_TRIAL
-        self.settled, self.countdown = self.choice, self.interval
-        return min(self.choice + 1, limit), True
+        rival = max(rivals, key=lambda p: self.accounts[p] / self.loss(p))
+        if self.accounts[rival] < self.loss(rival):
+            return self.choice, False
+        self.accounts[rival] -= self.loss(rival)
+        self.since_trial = 0
+        return rival, True
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
@@ -131,6 +149,8 @@ class Autosizer:
         cost.add(now / self.pace * cost.value)
         self.pace += (now - self.pace) / PACE
         self.accepted[preset].add(accepted)
+        for rival in range(len(self.accounts)):
+            self.accounts[rival] += SHARE * cost.value
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
         """Learn from a trial what every shape nested in the preset's would have accepted. verdicts: one per row."""
@@ -143,6 +163,8 @@ class Autosizer:
             accepted = [sum(i in kept for i in v.path) for v, kept in zip(verdicts, trees)]
             self.promised[number].add(sum(promised) / len(verdicts))
             if number == preset:
-                self.worth.add((0.5 + sum(accepted)) / (0.5 + sum(promised)))  # of nothing promised, nothing is said
+                fade = 1 - len(verdicts) / MEMORY
+                self.kept_promises = fade * self.kept_promises + sum(accepted)
+                self.promises = fade * self.promises + sum(promised)
             else:  # its own acceptance is observed anyway
                 self.accepted[number].add(sum(accepted) / len(verdicts))

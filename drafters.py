@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autosize import TreeShape
+from autosize import ROOT, TreeShape
 from draft_tree import DraftTree, root_tree
 
 LARGEST = 1 << 30  # past the last preset of any drafter
@@ -110,7 +110,7 @@ class RootOnly(Drafter):
     """Proposes nothing, so that every verification decides one token."""
 
     depth, size, width = 0, 1, 0
-    shape, name = TreeShape(0, 0, 1), "none"
+    shape, name = ROOT, "none"
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         return root_tree(root.token)
