@@ -8,8 +8,9 @@ How it works:
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen.
 4. The best rate wins. The first cycle runs the largest tree, which says something of all. Later every rival has an
-   account, into which a small share of the time is paid, and is tried when that covers what a trial is expected to
-   lose: close rivals often, hopeless ones rarely. Vanilla is one of the presets: a poor head costs little.
+   account, into which a small share of the time is paid, and is tried for some cycles when that covers what the trial
+   is expected to lose: close rivals often, hopeless ones rarely. Vanilla is one of the presets: a poor head costs
+   little.
 
 A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
 from acceptance rates measured before.
@@ -27,7 +28,8 @@ MEMORY = 64  # cycles that a mean remembers
 TRUST = 4  # cycles' worth of the drafter's promise
 DOUBT = 4.0  # tokens that must have been promised before the promise is doubted by half
 GAIN = 1.01  # a rival must promise this much more
-SHARE = 0.003  # of the time that may be lost by trials of one rival
+SHARE = 0.004  # of the time that may be lost by trials of one rival
+TRIAL = 3  # cycles in a row
 SPACING = 4  # cycles between trials
 PACE = 8  # cycles after which the machine's pace counts as changed
 OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of
@@ -97,14 +99,15 @@ class Autosizer:
         self.shapes, self.predicted_s = shapes, tuple(costs_s)
         self.costs = [Mean(cost) for cost in costs_s]
         for cost in self.costs:
-            cost.seen = PACE  # a warm-up is worth so many cycles
+            cost.seen = 2  # a warm-up is worth so many cycles
         self.pace = 1.0  # how many times slower than its mean the machine runs now
         self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
         self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM, PACE) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
         self.choice = len(shapes) - 1
         self.accounts = [0.3 * cost for cost in costs_s]  # seconds that trials of each may lose
-        self.since_trial = -1  # cycles; -1: there was none yet
+        self.rival, self.left = self.choice, 1  # what is on trial, and for how many cycles more
+        self.since_trial, self.last = 0, -1  # cycles; the preset that was observed last
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle."""
@@ -118,7 +121,7 @@ class Autosizer:
 
     def loss(self, preset: int) -> float:
         """Seconds that a trial of a rival is expected to lose."""
-        return self.costs[preset].value * max(1 - self.rate(preset) / self.rate(self.choice), 0.02)
+        return TRIAL * self.costs[preset].value * max(1 - self.rate(preset) / self.rate(self.choice), 0.02)
 
     def next(self, limit: int) -> tuple[int, bool]:
         """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
@@ -127,9 +130,9 @@ class Autosizer:
             self.choice = best
         if limit < len(self.shapes) - 1:
             return self.choice, False
-        if self.since_trial < 0:
-            self.since_trial = 0
-            return limit, True
+        if self.left:
+            self.left, self.since_trial = self.left - 1, 0
+            return self.rival, True
         self.since_trial += 1
         # of the root alone everything is known
         rivals = [p for p, shape in enumerate(self.shapes) if p != self.choice and shape != ROOT]
@@ -139,15 +142,17 @@ class Autosizer:
         if self.accounts[rival] < self.loss(rival):
             return self.choice, False
         self.accounts[rival] -= self.loss(rival)
-        self.since_trial = 0
+        self.rival, self.left, self.since_trial = rival, TRIAL - 1, 0
         return rival, True
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
         cost = self.costs[preset]
-        now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
-        cost.add(now / self.pace * cost.value)
-        self.pace += (now - self.pace) / PACE
+        if preset == self.last:  # the first cycle after a change is slow
+            now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
+            cost.add(now / self.pace * cost.value)
+            self.pace += (now - self.pace) / PACE
+        self.last = preset
         self.accepted[preset].add(accepted)
         for rival in range(len(self.accounts)):
             self.accounts[rival] += SHARE * cost.value

@@ -27,6 +27,9 @@ from draft_tree import DraftTree, root_tree
 LARGEST = 1 << 30  # past the last preset of any drafter
 
 
+CATCH_UP = 32  # rows that `Drafter.catch_up` takes in at once
+
+
 class Text(NamedTuple):
     """Everything decided so far."""
 
@@ -94,7 +97,7 @@ class Drafter:
         return state
 
     def catch_up(self, state: Any, text: Text) -> Any:
-        """Take in what preset 0 has put off. Writes: the drafter's own cache."""
+        """Take in the first `CATCH_UP` rows that preset 0 has put off. Writes: the drafter's own cache."""
         return state
 
     def rewind(self, state: Any, length: Tensor) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from config import GenerateConfig
 from draft_tree import StaticTree
 from draft_vocab import DraftVocab, rows_of, vocab_from
-from drafters import DRAFTERS, Drafter, Root, RootOnly, Rows, Text
+from drafters import CATCH_UP, DRAFTERS, Drafter, Root, RootOnly, Rows, Text
 from grow import DynamicTree, Grower, children_from, tree_from
 from model import (
     Block,
@@ -161,7 +161,7 @@ class EagleState(NamedTuple):
     cache: KVCache
     length: Tensor  # [B] int64, confirmed rows
     hidden: Tensor  # [B, F], output of the last confirmed row: the root's prediction
-    held: Tensor | None = None  # [B, HOLD, F], features of rows that were put off, where the tree's size may change
+    held: Tensor | None = None  # [B, HOLD, F], features put off, row j at j % HOLD; where the tree's size may change
     kept: Tensor | None = None  # [B] int64, how many of them
 
 
@@ -211,11 +211,13 @@ class EagleDrafter(Grower):
         return Resting()
 
     def catch_up(self, state: EagleState, text: Text) -> EagleState:
-        """Confirm the rows that were put off. Writes: cache slots length .. length + HOLD - 1."""
-        span = state.length[:, None] + torch.arange(self.hold + 1, device=state.length.device)  # [B, HOLD + 1]
+        """Confirm rows that were put off. Writes: cache slots length .. length + CATCH_UP - 1."""
+        span = state.length[:, None] + torch.arange(CATCH_UP + 1, device=state.length.device)  # [B, CATCH_UP + 1]
         tokens = text.tokens.gather(1, span.clamp(max=text.tokens.shape[1] - 1))
-        state = self.extend(state, Rows(tokens, state.held, state.kept))
-        return state._replace(kept=torch.zeros_like(state.kept))
+        places = (span[:, :-1] % self.hold)[:, :, None].expand(-1, -1, state.held.shape[2])
+        count = state.kept.clamp(max=CATCH_UP)
+        state = self.extend(state, Rows(tokens, state.held.gather(1, places), count))
+        return state._replace(kept=state.kept - count)
 
     def begin(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden[:, None], state.length
@@ -232,7 +234,8 @@ class Resting(RootOnly):
 
     def extend(self, state: EagleState, rows: Rows) -> EagleState:
         """Put off a row. Writes: state.held."""
-        at = state.kept.clamp(max=state.held.shape[1] - 1)[:, None, None].expand_as(rows.features)  # [B, 1, F]
+        row = (state.length + state.kept) % state.held.shape[1]  # [B]
+        at = row[:, None, None].expand_as(rows.features)  # [B, 1, F]
         state.held.scatter_(1, at, rows.features)
         return state._replace(kept=state.kept + rows.count)
 

@@ -47,6 +47,7 @@ from tokenizer import Tokenizer, chat_template, has_tokenizer
 from weights import load_model
 
 DEMO_PROMPT = "def read_lines(path):"
+REHEARSED = 200  # tokens behind which cycles are timed: attention has something to do
 MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
 
 Watcher = Callable[[list[list[int]]], None]
@@ -185,7 +186,7 @@ def warm_up(engine: Engine) -> Engine:
 def _rehearse(engine: Engine) -> list[float]:
     """Run some cycles of every preset. Returns: the time of one (s); the first after a change is slow."""
     session, times = Session(engine, [(0, 0)]), []
-    next(session.run([[0, 0][: engine.context - 1]]))
+    next(session.run([[0] * min(REHEARSED, engine.context - 1)]))
     for preset in range(len(engine.steps)):
         times.append(min([session.rehearse(preset) for _ in range(3)][1:]))
         session.catch_up()

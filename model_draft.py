@@ -24,7 +24,7 @@ from torch import Tensor
 
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
-from drafters import DRAFTERS, LARGEST, Drafter, Root, RootOnly, Rows, Text
+from drafters import CATCH_UP, DRAFTERS, LARGEST, Drafter, Root, RootOnly, Rows, Text
 from grow import DynamicTree, Grower, children_from, tree_from
 from model import KVCache, ModelConfig, Transformer, Window, causal_window
 from quantize import draft_quantization
@@ -92,11 +92,11 @@ class ModelDrafter(Grower):
         return state._replace(length=state.length + rows.count)
 
     def catch_up(self, state: ModelState, text: Text) -> ModelState:
-        """Read the tokens that were decided without a tree. Writes: cache slots length .. length + HOLD - 1."""
-        span = state.length[:, None] + torch.arange(self.hold + 1, device=state.length.device)  # [B, HOLD + 1]
+        """Read tokens that were decided without a tree. Writes: cache slots length .. length + CATCH_UP - 1."""
+        span = state.length[:, None] + torch.arange(CATCH_UP + 1, device=state.length.device)  # [B, CATCH_UP + 1]
         tokens = text.tokens.gather(1, span.clamp(max=text.tokens.shape[1] - 1))
-        none = tokens[:, 1:, None]  # [B, HOLD, 1]: a model needs no features
-        return self.extend(state, Rows(tokens, none, text.pos - state.length))
+        none = tokens[:, 1:, None]  # [B, CATCH_UP, 1]: a model needs no features
+        return self.extend(state, Rows(tokens, none, (text.pos - state.length).clamp(max=CATCH_UP)))
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
         """Forget all but the first `length` rows."""

@@ -26,7 +26,7 @@ import sampling
 from autosize import Verdict
 from capture import HostCopy, Replay, store
 from decode import DecodeState, Engine, Outcome, end_ids, run_cycle
-from drafters import Rows
+from drafters import CATCH_UP, Rows
 from model import KVCache, causal_window
 from sampling import NoiseKey
 from stats import Stats
@@ -140,8 +140,7 @@ class Session:
         preset, trial = engine.sizer.next(self.preset) if engine.sizer else (self.preset, False)
         if engine.drafter.hold:
             resting = preset == 0
-            if self.put_off == engine.drafter.hold or not resting:
-                self.catch_up()
+            self.catch_up(engine.drafter.hold - 1 if resting else 0)
             self.put_off += resting
         began = time.perf_counter()
         outcome = self._cycle(preset)
@@ -169,17 +168,16 @@ class Session:
         wall = time.perf_counter() - began
         return (report[0][-1] - report[0][-4]) / 1e9 if self.lag else wall
 
-    def catch_up(self) -> None:
-        """Let the drafter take in what it has put off. Writes: its part of the state."""
-        if not self.put_off:
-            return
+    def catch_up(self, most: int = 0) -> None:
+        """Let the drafter take in what it has put off, until at most so many rows are left. Writes: its state."""
         engine, work = self.engine, self.work
 
         def body() -> None:
             work.put(engine, engine.catch_up(work.state))
 
-        work.replay("catch up", body) if engine.captured else body()
-        self.put_off = 0
+        while self.put_off > most:
+            work.replay("catch up", body) if engine.captured else body()
+            self.put_off = max(self.put_off - CATCH_UP, 0)
 
     def _read(self, cycle: Cycle) -> tuple[list[list[int]], bool]:
         """Returns: the new tokens of every row; whether all rows are done. Writes: preset, stats, trace."""

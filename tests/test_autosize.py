@@ -16,7 +16,7 @@ from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from generate import load, warm_up
-from grow import HOLD, DynamicTree
+from grow import DynamicTree
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
 from model_draft import ModelDrafter
 from ngram_draft import Ngram, NgramDrafter
@@ -25,13 +25,17 @@ from session import Session
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
+HOLD = 12  # short, so that tests reach it
 
 
-def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST):
+def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST, hold: int = HOLD):
     target = golden_target()
     if kind == "model":
-        return ModelDrafter(noisy_copy(target, 0.02), target, largest, rule).sized_by_host()
-    return EagleDrafter(golden_head("models/head_eagle12_mha"), target, largest, rule).sized_by_host()
+        drafter = ModelDrafter(noisy_copy(target, 0.02), target, largest, rule).sized_by_host()
+    else:
+        drafter = EagleDrafter(golden_head("models/head_eagle12_mha"), target, largest, rule).sized_by_host()
+    drafter.hold = hold
+    return drafter
 
 
 # --------------------------------------------------------------------------------------------- nesting
@@ -193,11 +197,13 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
         assert [h[:20] for h in session.history] == again and session.put_off <= HOLD
 
 
+@pytest.mark.parametrize("hold", [HOLD, 256])
 @pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_after_a_rest_the_drafter_knows_what_it_would_have_known(kind):
+def test_after_a_rest_the_drafter_knows_what_it_would_have_known(kind, hold):
     """The tree drafted after resting cycles is the one that a session drafts which has just read the whole text."""
-    engine = engine_for(golden_target(), drafter_of(kind, Sampling()), max_new_tokens=80, ignore_eos=True)
-    for rests in (1, 5, HOLD, HOLD + 7):
+    drafter = drafter_of(kind, Sampling(), hold=hold)
+    engine = engine_for(golden_target(), drafter, max_new_tokens=80, ignore_eos=True)
+    for rests in (1, 5, HOLD, HOLD + 7, 70):
         session = Session(replace(engine, sizer=Script([0])), [(0, 0)])
         decoding = session.run([PROMPTS[0]])
         for _ in range(rests + 1):
