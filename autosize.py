@@ -5,6 +5,7 @@ How it works:
    decoding. Whatever slows the machine as a whole cancels, since only ratios decide.
 2. Smaller trees are nested in larger ones: a tree that was verified says of every smaller shape which of its nodes
    that would have had (`nested`), so how much of the accepted path, and what the drafter's own scores promised of it.
+   Every fourth tree is judged like this.
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen.
 4. The best rate wins. The first cycle runs the largest tree, which says something of all. Later every rival has an
@@ -25,12 +26,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MEMORY = 64  # cycles that a mean remembers
-TRUST = 4  # cycles' worth of the drafter's promise
-DOUBT = 4.0  # tokens that must have been promised before the promise is doubted by half
+TRUST = 16  # cycles' worth of the drafter's promise
+DOUBT = 8.0  # tokens that must have been promised before the promise is doubted by half
 GAIN = 1.01  # a rival must promise this much more
-SHARE = 0.004  # of the time that may be lost by trials of one rival
+SHARE = 0.002  # of the time that may be lost by trials of one rival
 TRIAL = 3  # cycles in a row
-SPACING = 4  # cycles between trials
+SPACING = 4  # cycles between choices
 PACE = 8  # cycles after which the machine's pace counts as changed
 OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of
 
@@ -107,13 +108,14 @@ class Autosizer:
         self.choice = len(shapes) - 1
         self.accounts = [0.3 * cost for cost in costs_s]  # seconds that trials of each may lose
         self.rival, self.left = self.choice, 1  # what is on trial, and for how many cycles more
-        self.since_trial, self.last = 0, -1  # cycles; the preset that was observed last
+        self.age, self.last = -1, -1  # cycles so far without those on trial; the preset that was observed last
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle."""
         mean = self.accepted[preset]
         promise = self.promised[preset].value * self.kept_promises / self.promises
-        return 1 + (mean.seen * mean.value + TRUST * promise) / (mean.seen + TRUST)
+        trust = TRUST if self.shapes[preset] else 4  # what is not judged promises nothing
+        return 1 + (mean.seen * mean.value + trust * promise) / (mean.seen + trust)
 
     def rate(self, preset: int) -> float:
         """Expected tokens per row and second, at the machine's usual pace."""
@@ -125,25 +127,29 @@ class Autosizer:
 
     def next(self, limit: int) -> tuple[int, bool]:
         """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
+        whole = limit == len(self.shapes) - 1
+        if self.left and whole:
+            self.left -= 1
+            return self.rival, self._judged(self.rival)
+        self.age += 1
+        if self.age % SPACING and self.choice <= limit:
+            return self.choice, False  # judging takes 0.06 ms
         best = max(range(limit + 1), key=self.rate)
         if self.choice > limit or self.rate(best) > GAIN * self.rate(self.choice):
             self.choice = best
-        if limit < len(self.shapes) - 1:
-            return self.choice, False
-        if self.left:
-            self.left, self.since_trial = self.left - 1, 0
-            return self.rival, True
-        self.since_trial += 1
         # of the root alone everything is known
         rivals = [p for p, shape in enumerate(self.shapes) if p != self.choice and shape != ROOT]
-        if not rivals or self.since_trial < SPACING:
-            return self.choice, False
+        if not rivals or not whole:
+            return self.choice, self._judged(self.choice)
         rival = max(rivals, key=lambda p: self.accounts[p] / self.loss(p))
         if self.accounts[rival] < self.loss(rival):
-            return self.choice, False
+            return self.choice, self._judged(self.choice)
         self.accounts[rival] -= self.loss(rival)
-        self.rival, self.left, self.since_trial = rival, TRIAL - 1, 0
-        return rival, True
+        self.rival, self.left = rival, TRIAL - 1
+        return rival, self._judged(rival)
+
+    def _judged(self, preset: int) -> bool:
+        return self.shapes[preset] not in (None, ROOT)
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
@@ -158,10 +164,10 @@ class Autosizer:
             self.accounts[rival] += SHARE * cost.value
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
-        """Learn from a trial what every shape nested in the preset's would have accepted. verdicts: one per row."""
+        """Learn from a tree what every shape nested in the preset's would have accepted. verdicts: one per row."""
         ours = self.shapes[preset]
         for number, shape in enumerate(self.shapes):
-            if not ours or not shape or shape.depth == 0 or any(a > b for a, b in zip(shape, ours)):
+            if not self._judged(number) or any(a > b for a, b in zip(shape, ours)):
                 continue
             trees = [nested(v, shape) for v in verdicts]
             promised = [sum(math.exp(v.values[i]) for i in kept) for v, kept in zip(verdicts, trees)]

@@ -184,11 +184,11 @@ def warm_up(engine: Engine) -> Engine:
 
 
 def _rehearse(engine: Engine) -> list[float]:
-    """Run some cycles of every preset. Returns: the time of one (s); the first after a change is slow."""
+    """Run some cycles of every preset. Returns: the time of one (s); the first after a change are slow."""
     session, times = Session(engine, [(0, 0)]), []
     next(session.run([[0] * min(REHEARSED, engine.context - 1)]))
     for preset in range(len(engine.steps)):
-        times.append(min([session.rehearse(preset) for _ in range(3)][1:]))
+        times.append(min([session.rehearse(preset) for _ in range(6)][2:]))
         session.catch_up()
     return times
 

@@ -37,7 +37,8 @@ from model import Transformer, Window
 from ngram_draft import Ngram, graft
 
 # What `--tree auto` chooses from, besides the largest tree and none. CUDA pads to 16, 32 or 64 nodes, a CPU to none.
-AUTO_SHAPES = (TreeShape(3, 1, 4), TreeShape(6, 1, 7), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+# Each is nested in the next, so that a larger one tells what a smaller one would have brought.
+AUTO_SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
 HOLD = 256  # cycles without a tree that a drafter may sit out before it has to take them in
 
 
