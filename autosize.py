@@ -8,10 +8,10 @@ How it works:
    Every fourth tree is judged like this.
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen.
-4. The best rate wins. The first cycle runs the largest tree, which says something of all. Later every rival has an
-   account, into which a small share of the time is paid, and is tried for some cycles when that covers what the trial
-   is expected to lose: close rivals often, hopeless ones rarely. Vanilla is one of the presets: a poor head costs
-   little.
+4. The best rate wins. The first cycle runs the largest tree, which says something of all. Smaller trees than the choice
+   are judged as they go; the next larger one is tried for some cycles whenever a small share of the time, paid into an
+   account, covers what that is expected to lose: often if it is close, rarely if it is hopeless. Vanilla is one of the
+   presets: a poor head costs little.
 
 A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
 from acceptance rates measured before.
@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 MEMORY = 64  # cycles that a mean remembers
 TRUST = 16  # cycles' worth of the drafter's promise
-DOUBT = 8.0  # tokens that must have been promised before the promise is doubted by half
+DOUBT = 4.0  # tokens that must have been promised before the promise is doubted by half
 GAIN = 1.01  # a rival must promise this much more
-SHARE = 0.002  # of the time that may be lost by trials of one rival
+SHARE = 0.01  # of the time that trials may lose
 TRIAL = 3  # cycles in a row
 SPACING = 4  # cycles between choices
 PACE = 8  # cycles after which the machine's pace counts as changed
@@ -106,7 +106,7 @@ class Autosizer:
         self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM, PACE) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
         self.choice = len(shapes) - 1
-        self.accounts = [0.3 * cost for cost in costs_s]  # seconds that trials of each may lose
+        self.account = costs_s[0]  # seconds that trials may lose
         self.rival, self.left = self.choice, 1  # what is on trial, and for how many cycles more
         self.age, self.last = -1, -1  # cycles so far without those on trial; the preset that was observed last
 
@@ -137,14 +137,10 @@ class Autosizer:
         best = max(range(limit + 1), key=self.rate)
         if self.choice > limit or self.rate(best) > GAIN * self.rate(self.choice):
             self.choice = best
-        # of the root alone everything is known
-        rivals = [p for p, shape in enumerate(self.shapes) if p != self.choice and shape != ROOT]
-        if not rivals or not whole:
+        rival = self.choice + 1
+        if rival > limit or not whole or self.account < self.loss(rival):
             return self.choice, self._judged(self.choice)
-        rival = max(rivals, key=lambda p: self.accounts[p] / self.loss(p))
-        if self.accounts[rival] < self.loss(rival):
-            return self.choice, self._judged(self.choice)
-        self.accounts[rival] -= self.loss(rival)
+        self.account -= self.loss(rival)
         self.rival, self.left = rival, TRIAL - 1
         return rival, self._judged(rival)
 
@@ -160,8 +156,7 @@ class Autosizer:
             self.pace += (now - self.pace) / PACE
         self.last = preset
         self.accepted[preset].add(accepted)
-        for rival in range(len(self.accounts)):
-            self.accounts[rival] += SHARE * cost.value
+        self.account += SHARE * cost.value
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
         """Learn from a tree what every shape nested in the preset's would have accepted. verdicts: one per row."""
