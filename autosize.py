@@ -81,14 +81,18 @@ def nested(verdict: Verdict, shape: TreeShape) -> set[int]:
 
 
 class Mean:
-    """A mean that forgets: the first values count in full, later ones as one of `memory`."""
+    """A mean of what was seen lately. `seen` is how many values it stands for; it fades, and so makes room."""
 
-    def __init__(self, value: float, memory: int = MEMORY):
-        self.value, self.seen, self.memory = value, 0, memory
+    def __init__(self, value: float, seen: float = 0.0):
+        self.value, self.seen = value, seen
+
+    def fade(self, memory: int = MEMORY) -> None:
+        """Let time pass: a value weighs 1/e after `memory` calls."""
+        self.seen *= 1 - 1 / memory
 
     def add(self, value: float) -> None:
         """Take in one value."""
-        self.seen = min(self.seen + 1, self.memory)
+        self.seen += 1
         self.value += (value - self.value) / self.seen
 
 
@@ -98,12 +102,10 @@ class Autosizer:
     def __init__(self, shapes: Sequence[TreeShape | None], costs_s: Sequence[float]):
         """shapes: None for a tree that grows otherwise; costs_s: seconds of a cycle, per preset"""
         self.shapes, self.predicted_s = shapes, tuple(costs_s)
-        self.costs = [Mean(cost) for cost in costs_s]
-        for cost in self.costs:
-            cost.seen = 2  # a warm-up is worth so many cycles
+        self.costs = [Mean(cost, 2) for cost in costs_s]  # a warm-up is worth two cycles
         self.pace = 1.0  # how many times slower than its mean the machine runs now
         self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
-        self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM, PACE) for shape in shapes]
+        self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
         self.choice = len(shapes) - 1
         self.account = costs_s[0]  # seconds that trials may lose
@@ -114,8 +116,7 @@ class Autosizer:
         """Expected tokens per row and cycle."""
         mean = self.accepted[preset]
         promise = self.promised[preset].value * self.kept_promises / self.promises
-        trust = TRUST if self.shapes[preset] else 4  # what is not judged promises nothing
-        return 1 + (mean.seen * mean.value + trust * promise) / (mean.seen + trust)
+        return 1 + (mean.seen * mean.value + TRUST * promise) / (mean.seen + TRUST)
 
     def rate(self, preset: int) -> float:
         """Expected tokens per row and second, at the machine's usual pace."""
@@ -124,6 +125,11 @@ class Autosizer:
     def loss(self, preset: int) -> float:
         """Seconds that a trial of a rival is expected to lose."""
         return TRIAL * self.costs[preset].value * max(1 - self.rate(preset) / self.rate(self.choice), 0.02)
+
+    def begin(self) -> None:
+        """Another text begins: look at the next larger tree first."""
+        if self.age >= 0:
+            self.rival, self.left = min(self.choice + 1, len(self.shapes) - 1), 1
 
     def next(self, limit: int) -> tuple[int, bool]:
         """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
@@ -152,10 +158,15 @@ class Autosizer:
         cost = self.costs[preset]
         if preset == self.last:  # the first cycle after a change is slow
             now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
+            cost.fade()
             cost.add(now / self.pace * cost.value)
             self.pace += (now - self.pace) / PACE
         self.last = preset
+        for mean in self.accepted:  # with time, not with what is seen: text changes
+            mean.fade()
         self.accepted[preset].add(accepted)
+        if not self.shapes[preset]:  # nobody promises anything: what it has brought so far stands for it
+            self.promised[preset].add(accepted)
         self.account += SHARE * cost.value
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
@@ -167,6 +178,7 @@ class Autosizer:
             trees = [nested(v, shape) for v in verdicts]
             promised = [sum(math.exp(v.values[i]) for i in kept) for v, kept in zip(verdicts, trees)]
             accepted = [sum(i in kept for i in v.path) for v, kept in zip(verdicts, trees)]
+            self.promised[number].fade(PACE)
             self.promised[number].add(sum(promised) / len(verdicts))
             if number == preset:
                 fade = 1 - len(verdicts) / MEMORY

@@ -123,6 +123,8 @@ class Session:
         roots, finished = self._prefill(prompts)
         self.stats.prefill_s += time.perf_counter() - began
         yield self._note(roots)
+        if self.engine.sizer:
+            self.engine.sizer.begin()
         began, pending = time.perf_counter(), deque()
         while not finished:
             pending.append(self._launch())

@@ -59,6 +59,9 @@ class Always(NamedTuple):
     def next(self, limit: int) -> tuple[int, bool]:
         return min(self.preset, limit), False
 
+    def begin(self) -> None:
+        pass
+
     def observe(self, *seen: Any) -> None:
         pass
 
