@@ -127,9 +127,9 @@ class Autosizer:
         return TRIAL * self.costs[preset].value * max(1 - self.rate(preset) / self.rate(self.choice), 0.02)
 
     def begin(self) -> None:
-        """Another text begins: look at the next larger tree first."""
-        if self.age >= 0:
-            self.rival, self.left = min(self.choice + 1, len(self.shapes) - 1), 1
+        """Another text begins. Where no tree runs nothing is judged, so one is tried."""
+        if self.age >= 0 and self.choice == 0 and len(self.shapes) > 1:
+            self.rival, self.left = 1, 1
 
     def next(self, limit: int) -> tuple[int, bool]:
         """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
