@@ -128,7 +128,7 @@ class Autosizer:
 
     def begin(self) -> None:
         """Another text begins. Where no tree runs nothing is judged, so one is tried."""
-        if self.age >= 0 and self.choice == 0 and len(self.shapes) > 1:
+        if self.age >= 0 and self.choice == 0 and len(self.shapes) > 1 and self.account > self.loss(1):
             self.rival, self.left = 1, 1
 
     def next(self, limit: int) -> tuple[int, bool]:
@@ -146,7 +146,6 @@ class Autosizer:
         rival = self.choice + 1
         if rival > limit or not whole or self.account < self.loss(rival):
             return self.choice, self._judged(self.choice)
-        self.account -= self.loss(rival)
         self.rival, self.left = rival, TRIAL - 1
         return rival, self._judged(rival)
 
@@ -154,7 +153,11 @@ class Autosizer:
         return self.shapes[preset] not in (None, ROOT)
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
-        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
+        """Learn from a cycle.
+
+        accepted: mean length over its rows, the bonus not counted; seconds: whatever it took, for the drafter to catch
+        up first too
+        """
         cost = self.costs[preset]
         if preset == self.last:  # the first cycle after a change is slow
             now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
@@ -168,6 +171,8 @@ class Autosizer:
         if not self.shapes[preset]:  # nobody promises anything: what it has brought so far stands for it
             self.promised[preset].add(accepted)
         self.account += SHARE * cost.value
+        if preset != self.choice:  # what the trial has really lost, catching up included
+            self.account -= seconds / self.pace - (1 + accepted) / self.rate(self.choice)
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
         """Learn from a tree what every shape nested in the preset's would have accepted. verdicts: one per row."""

@@ -140,11 +140,11 @@ class Session:
         """Start the next cycle."""
         engine = self.engine
         preset, trial = engine.sizer.next(self.preset) if engine.sizer else (self.preset, False)
+        began = time.perf_counter()
         if engine.drafter.hold:
             resting = preset == 0
             self.catch_up(engine.drafter.hold - 1 if resting else 0)
             self.put_off += resting
-        began = time.perf_counter()
         outcome = self._cycle(preset)
         tree, drawn = outcome.tree, None
         if trial or engine.config.trace:
