@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from config import GenerateConfig, option, parse, run_or_fail  # noqa: E402
 from decode import Engine  # noqa: E402
 from generate import check_prompt, first_ids, load, read_prompts, write_text  # noqa: E402
-from measure import Series, environment  # noqa: E402
+from measure import Series, environment, shown_path  # noqa: E402
 from session import Session  # noqa: E402
 
 CYCLE, STEP = "profile_cycle", "profile_step:"  # names of our marks in the trace
@@ -295,6 +295,7 @@ def run(config: ProfileConfig) -> None:
     )
     if config.json:
         ran = asdict(config) | {"context": engine.context} | engine.drafter.facts()
+        ran |= {name: shown_path(ran[name]) for name in ("checkpoint", "eagle", "draft_checkpoint", "json")}
         write_text(config.json, json.dumps(found | {"config": ran, "environment": environment(config.device)}))
 
 
