@@ -83,6 +83,22 @@ def run_in_interpreter(cases: str, passed: str) -> None:
     assert result.returncode == 0 and re.search(passed, result.stdout), result.stdout + result.stderr
 
 
+def check_product_fits(case):
+    """A kernel_report.Case keeps everything in registers, fits its target, and multiplies on tensor cores unless in fp32.
+
+    Returns: what the kernel takes, and how it was cut.
+    """
+    from kernel_report import TARGETS, product_source, resources  # needs Triton
+
+    source, cut = product_source(case)
+    found = resources(case.target, source)
+    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
+    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
+    instruction = "HGMMA" if case.target == "90" else "HMMA"
+    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
+    return found, cut
+
+
 def noisy_copy(model: Transformer, scale: float) -> Transformer:
     """A copy with noise on every matrix, relative to its own spread: a draft model that is right now and then."""
     copy, generator = deepcopy(model), torch.Generator().manual_seed(0)

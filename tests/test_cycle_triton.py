@@ -35,9 +35,7 @@ def test_in_the_interpreter():
 # ------------------------------------------------------------------------------------------ compiled
 
 
-@pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("_fresh_cache")
 
 
 def check(case: CycleCase) -> None:

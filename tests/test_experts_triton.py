@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 import products  # noqa: E402
 import quantize  # noqa: E402
 from experts_triton import most_tiles, plan  # noqa: E402
-from helpers import run_in_interpreter  # noqa: E402
+from helpers import check_product_fits, run_in_interpreter  # noqa: E402
 from kernel_report import (  # noqa: E402
     EXPERT_FORMATS,
     TARGETS,
@@ -26,7 +26,6 @@ from kernel_report import (  # noqa: E402
     ReportConfig,
     cycle_source,
     expert_cases,
-    product_source,
     resources,
 )
 from model import ModelConfig, MoEFeedForward  # noqa: E402
@@ -41,26 +40,11 @@ def test_in_the_interpreter():
 # ------------------------------------------------------------------------------------------ compiled
 
 
-@pytest.fixture
-def _fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-def check(case: Case) -> None:
-    """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
-    source, cut = product_source(case)
-    found = resources(case.target, source)
-    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
-    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
-    instruction = "HGMMA" if case.target == "90" else "HMMA"
-    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
-
-
 @pytest.mark.parametrize("P", [2, 120, 512])
 @pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 @pytest.mark.parametrize("target", ["80", "90"])
 def test_compiled(_fresh_cache, target, form, P):
-    check(Case(target, form, "bf16", P, 4096, 14336, 8))
+    check_product_fits(Case(target, form, "bf16", P, 4096, 14336, 8))
 
 
 @pytest.mark.parametrize("case", [
@@ -73,13 +57,13 @@ def test_compiled(_fresh_cache, target, form, P):
     Case("90", "float", "bf16", 120, 4095, 14336, 8),  # N tells the compiler nothing
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
-    check(case)
+    check_product_fits(case)
 
 
 @pytest.mark.slow
 def test_compiled_all(_fresh_cache):
     for case in expert_cases(ReportConfig()):
-        check(case)
+        check_product_fits(case)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 import products  # noqa: E402
-from helpers import run_in_interpreter  # noqa: E402
-from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, per_weight, product_source, resources  # noqa: E402
+from helpers import check_product_fits, run_in_interpreter  # noqa: E402
+from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
 from kernels_triton import MAX_SPLITS, choose_splits, plan, sum_kernel, unpack_asm  # noqa: E402
 
 # --------------------------------------------------------------------------------------- interpreter
@@ -30,19 +30,9 @@ def test_in_the_interpreter():
 # ------------------------------------------------------------------------------------------ compiled
 
 
-@pytest.fixture
-def _fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 def check(case: Case) -> None:
     """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32."""
-    source, cut = product_source(case)
-    found = resources(case.target, source)
-    assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
-    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
-    instruction = "HGMMA" if case.target == "90" else "HMMA"
-    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
+    found, cut = check_product_fits(case)
     assert 1 < per_weight(case, found.loop, cut) < (40 if case.dtype == "fp32" else 8), (
         case,
         cut,
