@@ -133,18 +133,19 @@ class Autosizer:
 
     def next(self, limit: int) -> tuple[int, bool]:
         """Choose. limit: the largest preset that makes sense now. Returns: the preset; whether to judge its tree."""
-        whole = limit == len(self.shapes) - 1
-        if self.left and whole:
+        if limit < len(self.shapes) - 1:
+            return min(self.choice, limit), False
+        if self.left:
             self.left -= 1
             return self.rival, self._judged(self.rival)
         self.age += 1
-        if self.age % SPACING and self.choice <= limit:
+        if self.age % SPACING:
             return self.choice, False  # judging takes 0.06 ms
         best = max(range(limit + 1), key=self.rate)
-        if self.choice > limit or self.rate(best) > GAIN * self.rate(self.choice):
+        if self.rate(best) > GAIN * self.rate(self.choice):
             self.choice = best
         rival = self.choice + 1
-        if rival > limit or not whole or self.account < self.loss(rival):
+        if rival > limit or self.account < self.loss(rival):
             return self.choice, self._judged(self.choice)
         self.rival, self.left = rival, TRIAL - 1
         return rival, self._judged(rival)
@@ -155,8 +156,8 @@ class Autosizer:
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle.
 
-        accepted: mean length over its rows, the bonus not counted; seconds: whatever it took, for the drafter to catch
-        up first too
+        accepted: mean length over its rows, the bonus not counted; seconds: on a CPU with what the drafter had to catch
+        up first, on CUDA without
         """
         cost = self.costs[preset]
         if preset == self.last:  # the first cycle after a change is slow
@@ -171,7 +172,7 @@ class Autosizer:
         if not self.shapes[preset]:  # nobody promises anything: what it has brought so far stands for it
             self.promised[preset].add(accepted)
         self.account += SHARE * cost.value
-        if preset != self.choice:  # what the trial has really lost, catching up included
+        if preset > self.choice:  # what the trial has really lost
             self.account -= seconds / self.pace - (1 + accepted) / self.rate(self.choice)
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:

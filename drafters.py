@@ -25,8 +25,6 @@ from autosize import ROOT, TreeShape
 from draft_tree import DraftTree, root_tree
 
 LARGEST = 1 << 30  # past the last preset of any drafter
-
-
 CATCH_UP = 32  # rows that `Drafter.catch_up` takes in at once
 
 

@@ -184,7 +184,7 @@ def warm_up(engine: Engine) -> Engine:
 
 
 def _rehearse(engine: Engine) -> list[float]:
-    """Run some cycles of every preset. Returns: the time of one (s); the first after a change are slow."""
+    """Run some cycles of every preset. Returns: the time of one (s); the first two after a change do not count."""
     session, times = Session(engine, [(0, 0)]), []
     next(session.run([[0] * min(REHEARSED, engine.context - 1)]))
     for preset in range(len(engine.steps)):

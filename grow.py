@@ -115,11 +115,14 @@ class Grower(Drafter):
     def sized_by_host(self) -> Grower:
         """The same with presets: its tree is the largest, none the smallest, and the host chooses."""
         largest = copy(self)
-        largest.smaller = tuple(copy(self) for _ in smaller_trees(self.tree))
-        for drafter, tree in zip(largest.smaller, smaller_trees(self.tree)):
-            drafter._plant(tree)
+        largest.smaller = tuple(map(self._with, smaller_trees(self.tree)))
         largest.sized, largest.hold = True, HOLD
         return largest
+
+    def _with(self, tree: DynamicTree | StaticTree) -> Grower:
+        other = copy(self)
+        other._plant(tree)
+        return other
 
     @property
     def presets(self) -> tuple[Drafter, ...]:

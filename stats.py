@@ -22,9 +22,8 @@ class Stats:
     decode_s: float = 0.0
     draft_s: float = 0.0  # drafting and extending
     verify_s: float = 0.0
-    presets: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # cycles and seconds of each, where sizes change
+    # preset -> its cycles and their seconds, where the host chooses among several
+    presets: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add_cycle(self, preset: int, seconds: float) -> None:
         """Count a cycle of a preset."""

@@ -4,7 +4,6 @@ Triton reads TRITON_INTERPRET when it is imported, so these cases need a process
 the interpreter computes nonsense in bf16, and has no inline assembly (which is tested apart).
 """
 
-import numpy
 import pytest
 import torch
 
@@ -65,16 +64,7 @@ def test_splits_may_be_uneven(splits):
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_row_has_the_same_bits_beside_any_others(monkeypatch, form, splits):
-    """The kernels' own order of sums. The library behind numpy.matmul has another one for every tile shape."""
-
-    def in_order(a, b, **_):
-        total = numpy.zeros((a.shape[0], b.shape[1]), numpy.float32)
-        for k in range(a.shape[1]):
-            total += a[:, k, None] * b[None, k]
-        return total
-
-    monkeypatch.setattr(numpy, "matmul", in_order)
+def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     weights = quantized(form, 70, 896)
     x = torch.randn(64, 896)
     whole = run(x, weights, splits)

@@ -3,7 +3,6 @@
 As interpreter_cases.py, in fp32 and in a process of their own; compaction, which moves bits, in every dtype.
 """
 
-import numpy
 import pytest
 import torch
 
@@ -40,16 +39,7 @@ def check(q, k, v, start, mask):
     torch.testing.assert_close(got, kernels.tree_attention_reference(q, *clean, start, mask), atol=2e-6, rtol=2e-6)
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What is not written is not a number; in whole numbers, the largest."""
-    torch.manual_seed(0)
-
-    def full(*size, dtype=torch.float32, **options):
-        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-        return torch.full(size, bad, dtype=dtype, **options)
-
-    monkeypatch.setattr(torch, "empty", full)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 # ----------------------------------------------------------------------------------------- attention
@@ -94,19 +84,6 @@ def test_masks_by_strides():
 def test_q_by_strides():
     q, k, v, start, mask = inputs("gqa", [270, 3], 7, 7)
     check(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, start, mask)
-
-
-@pytest.fixture
-def in_order(monkeypatch):
-    """The kernels' own order of sums. The library behind numpy.matmul has another one for every tile shape."""
-
-    def matmul(a, b, **_):
-        total = numpy.zeros((a.shape[0], b.shape[1]), numpy.float32)
-        for k in range(a.shape[1]):
-            total += a[:, k, None] * b[None, k]
-        return total
-
-    monkeypatch.setattr(numpy, "matmul", matmul)
 
 
 @pytest.mark.parametrize("heads,start", [("mha", 0), ("gqa", 30), ("mqa", 250), ("gqa", 500)])

@@ -3,7 +3,6 @@
 As interpreter_cases.py, in fp32 and in a process of their own.
 """
 
-import numpy
 import pytest
 import torch
 
@@ -28,29 +27,7 @@ ROUTINGS = {  # how rows may be spread over eight experts
 }
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What is not written is not a number; in whole numbers, the largest."""
-    torch.manual_seed(0)
-
-    def full(*size, dtype=torch.float32, **options):
-        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-        return torch.full(size, bad, dtype=dtype, **options)
-
-    monkeypatch.setattr(torch, "empty", full)
-
-
-@pytest.fixture
-def in_order(monkeypatch):
-    """The kernels' own order of sums. The library behind numpy.matmul has another one for every tile shape."""
-
-    def matmul(a, b, **_):
-        total = numpy.zeros((a.shape[0], b.shape[1]), numpy.float32)
-        for k in range(a.shape[1]):
-            total += a[:, k, None] * b[None, k]
-        return total
-
-    monkeypatch.setattr(numpy, "matmul", matmul)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def run(x, weights, expert, tokens=16, splits=1):

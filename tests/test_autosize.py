@@ -153,6 +153,10 @@ def test_only_what_makes_sense_is_run():
     sizer = Autosizer([TreeShape(0, 0, 1), None], [1.0, 1.2])
     assert [sizer.next(0) for _ in range(20)] == [(0, False)] * 20
     assert sizer.next(1)[0] == 1
+    for limit in (0, 1) * 10:  # where a tree makes sense again, it runs at once
+        preset, _ = sizer.next(limit)
+        sizer.observe(preset, 4.0 * preset, [1.0, 1.2][preset])
+        assert preset == limit
 
 
 # ------------------------------------------------------------------------------- switching between trees

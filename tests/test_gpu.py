@@ -35,17 +35,6 @@ TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dyna
 ATTENTION_ERRORS = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 1e-5}
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """What is not written is not a number; in whole numbers, the largest."""
-
-    def full(*size, dtype=torch.float32, **options):
-        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-        return torch.full(size, bad, dtype=dtype, **options)
-
-    monkeypatch.setattr(torch, "empty", full)
-
-
 def attention_inputs(heads, starts, rows, window, dtype, E=128, spare=7):
     """Arguments of tree_attention on the GPU; beyond the window the cache is not a number."""
     H, kv_heads = heads
