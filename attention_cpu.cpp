@@ -158,6 +158,11 @@ void attend(const Shape& shape, const T* q, const T* keys, int64_t key_slot, con
   for (int64_t r = 0; r < n; r++)
     for (int64_t i = 0; i < e; i++) rows[r * e + i] = widen(q[offset(first + r) + i]) * unit;
   for (int64_t j = 0; j < used; j += LANES) {
+    for (int64_t l = 0; l < LANES; l++)  // keys of the next blocks, and values, which come after all keys
+      for (int64_t i = 0; i < e; i += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(keys + std::min(j + 2 * LANES + l, used - 1) * key_slot + i);
+        __builtin_prefetch(values + std::min(j + l, used - 1) * value_slot + i, 0, 2);
+      }
     transpose_keys(keys, key_slot, j, used, e, buffer.keys.data());
     for (int64_t r = 0; r < n; r += TILE)
       each(n - r, Scores{rows + r * e, buffer.keys.data(), e, scores + r * stride + j, stride});
@@ -195,8 +200,10 @@ void run(const Shape& shape, const at::Tensor& q, const Strided<T>& k, const Str
   });
 }
 
+}  // namespace
+
 // The operator `tree_attention` of kernels.py, for bfloat16 and float32.
-at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start, const at::Tensor& mask) {
+at::Tensor cpu::attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start, const at::Tensor& mask) {
   const Shape shape{q.size(1), q.size(2), k.size(1), q.size(3), mask.size(2)};
   TORCH_CHECK(shape.width % LANES == 0, "heads must have multiples of ", LANES, " elements; they have ", shape.width);
   TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "elements of a slot must lie side by side");
@@ -213,6 +220,4 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return y;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) { library.impl("attention", attention); }
+TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) { library.impl("attention", cpu::attention); }

@@ -161,7 +161,8 @@ def _make_steps(engine: Engine, drafter: Drafter, by_layer: bool) -> Steps:
         else:
             at_node = noise.gather(1, tree.depths[:, :, None].expand(-1, -1, V)) if noise is not None else None
             accepted = accept(tree, sampling.choose(logits, rule, at_node), D)
-        cache.compact(before, compaction(accepted))
+        if drafter.width > 1:  # the rows of a chain lie where they belong
+            cache.compact(before, compaction(accepted))
         state, rows, report = _advance(state, tree, accepted, features, ends)
         preset = prefer(Text(state.tokens, state.pos))
         tail = torch.stack((preset, before), 1)  # [B, 2]

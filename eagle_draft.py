@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+import layers_cpu
 from config import GenerateConfig
 from draft_tree import StaticTree
 from draft_vocab import DraftVocab, rows_of, vocab_from
@@ -109,6 +110,8 @@ class EagleHead(nn.Module):
         """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
         x = self.fc(torch.cat((embedded, features), dim=-1))  # embedding first
         rope = rope_angles(self.rope_freq, positions)
+        if cache is not None and layers_cpu.serves(self.layers, x):
+            return layers_cpu.run(self.layers, x, rope, cache, window)
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, (cache.k[i], cache.v[i]) if cache is not None else None, window)
         return x
@@ -149,6 +152,7 @@ def load_head(
     storage = Storage(weight.dtype, str(weight.device), config.model.quant or quant)
     load_weights(head, files, names, storage, ignored)
     head.rope_freq = rope_frequencies(config.model, weight.device)
+    layers_cpu.keep(head.layers)
     return head.eval()
 
 

@@ -1,5 +1,5 @@
 // What lies between a model's products on a CPU, where PyTorch's operators and the compiler's loops do work several
-// times: the best few of a row of scores with its normalizer, and the rotary embedding.
+// times: the best few of a row of scores with its normalizer, the rotary embedding, and moves of rows within a cache.
 //
 // How it works:
 // 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk whose largest score does
@@ -7,6 +7,7 @@
 //    pass adds up the exponentials.
 // 2. `rotary` turns the heads of queries and keys. Its cosines and sines come as tensors: where they are fused into a
 //    loop, they are taken anew for every head of every layer.
+// 3. `move_rows` touches the rows that do move, which are few: a path often begins where it shall lie.
 //
 // Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
 
@@ -84,16 +85,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, in
 
 // ------------------------------------------------------------------------------------------------ rotary
 
-// x [E] -> y [E], turned by half-rotation
-template <class T> void rotate(const T* x, const float* cos, const float* sin, int64_t e, T* y) {
-  const int64_t half = e / 2;
-  for (int64_t i = 0; i < half; i++) {
-    const float left = widen(x[i]), right = widen(x[half + i]);
-    put(y + i, left * cos[i] + -right * sin[i]);
-    put(y + half + i, right * cos[half + i] + left * sin[half + i]);
-  }
-}
-
 template <class T>
 void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& q, const at::Tensor& k) {
   const int64_t rows = qkv.size(0) * qkv.size(1), all = qkv.size(2), e = qkv.size(3), heads = q.size(2), kv_heads = k.size(2);
@@ -123,9 +114,36 @@ std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tenso
   return {q, k};
 }
 
+// ------------------------------------------------------------------------------------------------- moves
+
+// The operator `compact` of kernels.py, for any dtype. buffers: each [B, H, S, E]; start: [B]; path: [B, D+1]
+void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor& path) {
+  const int64_t B = buffers[0].size(0), H = buffers[0].size(1), S = buffers[0].size(2), count = path.size(1);
+  const int64_t row = buffers[0].size(3) * buffers[0].element_size();  // bytes
+  const at::Tensor begin = start.contiguous(), from = path.contiguous();
+  for (const at::Tensor& buffer : buffers)
+    TORCH_CHECK(buffer.is_contiguous() && buffer.sizes() == buffers[0].sizes(), "buffers must be alike, each in one piece");
+  for (int64_t i = 0; i < B * count; i++) {
+    const int64_t first = begin.const_data_ptr<int64_t>()[i / count], source = first + from.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(first >= 0 && first + count <= S && source >= 0 && source < S, "a cache of ", S, " slots has no slot ", source);
+  }
+  at::parallel_for(0, int64_t(buffers.size()), std::max<int64_t>(1, GRAIN / (B * H * count * row)), [&](int64_t first, int64_t last) {
+    std::vector<char> held(count * row);
+    for (int64_t i = first * B * H; i < last * B * H; i++) {
+      const int64_t b = i / H % B, *source = from.const_data_ptr<int64_t>() + b * count;
+      char* slots = static_cast<char*>(buffers[i / (B * H)].data_ptr()) + (i % (B * H) * S + begin.const_data_ptr<int64_t>()[b]) * row;
+      for (int64_t d = 0; d < count; d++)
+        if (source[d] != d) std::memcpy(&held[d * row], slots + source[d] * row, row);
+      for (int64_t d = 0; d < count; d++)
+        if (source[d] != d) std::memcpy(slots + d * row, &held[d * row], row);
+    }
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) {
+  library.impl("move_rows", move_rows);
   library.impl("topk", topk);
   library.impl("rotary", rotary);
 }

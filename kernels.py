@@ -13,7 +13,8 @@ well on CUDA.
 
 `topk_logsumexp`: the best few of a row of scores, and its normalizer (topk_triton.py on CUDA, fused_cpu.cpp on CPU).
 
-`compact`: moves of rows within the buffers of a cache, on CUDA one launch for all layers (compact_triton.py).
+`compact`: moves of rows within the buffers of a cache, on CUDA one launch for all layers (compact_triton.py), on CPU
+C++ (fused_cpu.cpp).
 
 Not here: matrix products (products.py).
 """
@@ -206,6 +207,8 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
     """
     if start.is_cuda:
         torch.ops.gpt_eagle.compact(buffers, addresses, start, path)
+    elif has_cpu_operators():
+        torch.ops.gpt_eagle.move_rows(buffers, start, path)
     else:
         compact_reference(buffers, start, path)  # in the open: the compiler makes one loop nest of all moves
 

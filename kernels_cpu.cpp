@@ -258,15 +258,22 @@ template <class F> at::Tensor linear(const Layer& layer) {
   return y;
 }
 
-at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
+}  // namespace
+
+// Values of k that share a scale.
+int64_t cpu::int4_group(const at::Tensor& packed) { return (packed.size(-1) - Int4::HEADER) / Int4::STEP_BYTES * 4; }
+
+at::Tensor cpu::w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
                 const std::optional<at::Tensor>& expert) {
   return linear<Int4>({x, packed, expert, n, group, 3, nullptr, wide});
 }
 
-at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
+at::Tensor cpu::w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert) {
   return linear<Int8>({x, packed, expert, scale.size(-1), BLOCK8, 4, scale.const_data_ptr<float>(), wide});
 }
+
+namespace {
 
 // ---------------------------------------------------------------------------------------------- ceiling
 
@@ -293,8 +300,8 @@ double dot_peak(int64_t rounds) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) {
-  library.impl("w4a8", w4a8);
-  library.impl("w8a8", w8a8);
+  library.impl("w4a8", cpu::w4a8);
+  library.impl("w8a8", cpu::w8a8);
 }
 
 TORCH_LIBRARY_IMPL(LIBRARY, CompositeExplicitAutograd, library) { library.impl("dot_peak", dot_peak); }

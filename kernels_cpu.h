@@ -20,6 +20,20 @@
 #define LIBRARY gpt_eagle
 #endif
 
+// --------------------------------------------------------------------------- operators that others are made of
+
+namespace cpu {
+at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
+                const std::optional<at::Tensor>& expert);
+at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
+                const std::optional<at::Tensor>& expert);
+at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
+                       const std::optional<at::Tensor>& expert);
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
+                     const at::Tensor& mask);
+int64_t int4_group(const at::Tensor& packed);
+}  // namespace cpu
+
 namespace {
 
 // ------------------------------------------------------------------------------------------------ vectors
@@ -197,6 +211,18 @@ inline void put(at::BFloat16* y, float v) {  // to nearest even, without the lib
   std::memcpy(&bits, &v, 4);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   y->x = uint16_t(v != v ? 0x7fc0 : rounded);
+}
+
+// ------------------------------------------------------------------------------------------------ rotary
+
+// x [E] -> y [E], turned by half-rotation; products are rounded before they are added, as PyTorch's operators do
+template <class T> void rotate(const T* x, const float* cos, const float* sin, int64_t e, T* y) {
+  const int64_t half = e / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float left = widen(x[i]), right = widen(x[half + i]);
+    put(y + i, left * cos[i] + -right * sin[i]);
+    put(y + half + i, right * cos[half + i] + left * sin[half + i]);
+  }
 }
 
 // ----------------------------------------------------------------------------------------------- experts

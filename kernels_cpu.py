@@ -31,7 +31,7 @@ from torch import Tensor
 
 STRIP = 32  # outputs whose weights are interleaved; as in the source
 BLOCK8 = 128  # values of k per activation scale of w8a8; w4a8 takes the group
-UNITS = ("kernels_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "fused_cpu.cpp")
+UNITS = ("kernels_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "fused_cpu.cpp", "layers_cpu.cpp")
 SOURCES = [Path(__file__).parent / name for name in (*UNITS, "kernels_cpu.h")]
 SCHEMAS = (
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor",
@@ -40,6 +40,10 @@ SCHEMAS = (
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor",
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)",
     "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)",
+    "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()",
+    "keep_layers(Tensor?[] weights, int heads, int inner, float eps) -> Tensor",
+    "layers(Tensor x, Tensor kept, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, Tensor start, "
+    "Tensor mask) -> Tensor",
     "dot_peak(int rounds) -> float",
     "pair_peak(int rounds) -> float",
 )
@@ -65,7 +69,7 @@ def build(namespace: str, flags: tuple[str, ...] = ("-march=native",)) -> Path:
     include = Path(torch.__file__).parent / "include"
     # a product must not be fused with a sum unless the source says so: results would depend on the compiler
     command = [
-        compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", *flags,
+        compiler(), "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", *flags,
         f"-DLIBRARY={namespace}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", *map(str, SOURCES[: len(UNITS)]),
         f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10",
@@ -127,12 +131,20 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     def rotary(qkv, cos, sin, heads, kv_heads):
         return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
 
+    def move_rows(buffers, start, path):
+        return None
+
+    def layers(x, *operands):
+        return torch.empty_like(x)
+
     torch.library.register_fake(f"{namespace}::w4a8", w4a8, lib=definition)
     torch.library.register_fake(f"{namespace}::w8a8", w8a8, lib=definition)
     torch.library.register_fake(f"{namespace}::linear_bf16", linear_bf16, lib=definition)
     torch.library.register_fake(f"{namespace}::attention", attention, lib=definition)
     torch.library.register_fake(f"{namespace}::topk", topk, lib=definition)
     torch.library.register_fake(f"{namespace}::rotary", rotary, lib=definition)
+    torch.library.register_fake(f"{namespace}::move_rows", move_rows, lib=definition)
+    torch.library.register_fake(f"{namespace}::layers", layers, lib=definition)
     torch.ops.load_library(str(library))
     return definition
 

@@ -192,8 +192,10 @@ template <class Out> void product(const Layer& layer, Out* y) {
   });
 }
 
+}  // namespace
+
 // The operator `linear` of kernels.py. With `expert`, one int64 per row, weight and bias are stacked.
-at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
+at::Tensor cpu::linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
                        const std::optional<at::Tensor>& expert) {
   const int64_t k = weight.size(-1), n = weight.size(-2);
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16, "x and weight must be bfloat16");
@@ -215,6 +217,8 @@ at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std:
   else product(layer, y.mutable_data_ptr<Value>());
   return y;
 }
+
+namespace {
 
 // ---------------------------------------------------------------------------------------------- ceiling
 
@@ -240,6 +244,6 @@ double pair_peak(int64_t rounds) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) { library.impl("linear_bf16", linear_bf16); }
+TORCH_LIBRARY_IMPL(LIBRARY, CPU, library) { library.impl("linear_bf16", cpu::linear_bf16); }
 
 TORCH_LIBRARY_IMPL(LIBRARY, CompositeExplicitAutograd, library) { library.impl("pair_peak", pair_peak); }

@@ -57,7 +57,7 @@ OPERATORS = {
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
     r"|matmul_kernel|sum_kernel|::experts_",
     VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
-    LAYERS: r"rotary|silu|rsqrt|embedding",
+    LAYERS: r"rotary|silu|rms_norm|gpt_eagle::add$|rsqrt|embedding",
     CHOICE: r"argmax|index_put",
     TREE: r"sort|::bmm|gather|scatter",
     NOISE: r"log1p|bitwise_xor",
@@ -74,7 +74,7 @@ COMPILED = {
 }
 LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)
 # events that only wrap others: what they spend themselves is Python
-WRAPPERS = r"Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo|" + STEP
+WRAPPERS = r"gpt_eagle::layers$|Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo|" + STEP
 GUARDS = "TorchDynamo Cache Lookup"
 
 

@@ -1,0 +1,68 @@
+"""All layers of a transformer in one call on a CPU (layers_cpu.cpp).
+
+`run` computes what the loop over model.py's blocks computes, in bfloat16 with float, int8 or int4 weights, and rounds
+where they round. Hundreds of small operators become one, with few operands: the weights are kept by the operator's side
+beforehand, so that no step hands them over one by one.
+Not served, and left to the loop: mixtures of experts, other dtypes, gradients, other devices, machines without a C++
+compiler.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from quantize import QuantLinear
+
+if TYPE_CHECKING:
+    from model import Block, KVCache, Window
+
+
+def keep(layers: nn.ModuleList) -> None:
+    """Prepare layers for `run`, once their weights are loaded, where it can take them.
+
+    Writes: `layers.kept`. Weights may change in place afterwards; of one that is replaced by another tensor the old
+    one stays in use.
+    """
+    first = layers[0]
+    weights = [tensor for layer in layers for tensor in _weights_of(layer)] if _can_be_kept(first) else []
+    if weights and first.ffn_norm.weight.dtype == torch.bfloat16 and first.ffn_norm.weight.device.type == "cpu":
+        heads, inner = first.attention.heads, first.ffn.w2.in_features
+        layers.kept = torch.ops.gpt_eagle.keep_layers(weights, heads, inner, first.ffn_norm.eps)
+
+
+def serves(layers: nn.ModuleList, x: Tensor) -> bool:
+    """Whether `run` takes these layers. x: the rows."""
+    return hasattr(layers, "kept") and x.dtype == torch.bfloat16 and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def run(layers: nn.ModuleList, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, window: Window) -> Tensor:
+    """Run all layers over T rows.
+
+    x: [B, T, F]; rope, cache, window: as for `Transformer.forward`
+    Writes: the cache at `window.slots`. Returns: [B, T, F].
+    """
+    return torch.ops.gpt_eagle.layers(x, layers.kept, cache.k, cache.v, *rope, window.slots, window.start, window.mask)
+
+
+def _can_be_kept(layer: Block) -> bool:
+    return not hasattr(layer.ffn, "router") and layer.attention.head_dim % 16 == 0 and kernels.has_cpu_operators()
+
+
+def _weights_of(layer: Block) -> list[Tensor | None]:
+    """In the order of `layer_of` in layers_cpu.cpp."""
+    attention, ffn = layer.attention, layer.ffn
+    norm = getattr(layer.attention_norm, "weight", None)  # the first layer of a draft head has none
+    return [
+        norm, *_matrix(attention.wqkv), *_matrix(attention.wo),
+        layer.ffn_norm.weight, *_matrix(ffn.w13), *_matrix(ffn.w2),
+    ]  # fmt: skip
+
+
+def _matrix(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if isinstance(linear, QuantLinear):
+        return linear.packed, linear.scale, linear.bias
+    return linear.weight, None, linear.bias

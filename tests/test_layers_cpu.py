@@ -1,0 +1,198 @@
+"""Layers in one call compute what the modules compute, bit for bit whatever else is in the step."""
+
+from __future__ import annotations
+
+import shutil
+from copy import deepcopy
+
+import pytest
+import torch
+from helpers import decode, engine_for
+from torch import Tensor
+
+import kernels
+import layers_cpu
+from draft_tree import StaticTree
+from drafters import RootOnly
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead
+from model import KVCache, Linear, ModelConfig, Transformer, Window, causal_window, rope_angles
+from quantize import FORMATS
+from sampling import Sampling
+
+COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
+pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+
+CONFIG = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=50)
+BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_bias=True)
+BF16 = torch.bfloat16
+
+
+def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
+    """Random weights, in bf16 or quantized."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
+        parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1)
+    module = module.to(BF16).requires_grad_(False).eval()
+    if quant:
+        for name, linear in list(module.named_modules()):
+            if type(linear) is Linear:
+                weight, bias = linear.weight, None if linear.bias is None else linear.bias.data
+                module.set_submodule(name, FORMATS[quant].from_float(weight, bias, 32))
+    return module
+
+
+def model(config: ModelConfig = CONFIG, quant: str | None = None) -> Transformer:
+    return fill(Transformer(config), quant)
+
+
+def empty_cache(config: ModelConfig, batch: int) -> KVCache:
+    return KVCache.empty(config, batch, 64, BF16, "cpu")
+
+
+def tree_window(start: list[int]) -> Window:
+    """Five nodes: the root, two children, and two below the second."""
+    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 0, 1]]).bool()
+    begin = torch.tensor(start)
+    return Window(begin[:, None] + torch.arange(5), begin, mask.expand(len(start), 5, 5))
+
+
+def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
+    """A prompt of seven tokens, then a tree behind six of them. Returns: the features of the tree; the cache."""
+    cache = empty_cache(target.config, batch)
+    tokens = torch.arange(7 * batch).view(batch, 7) % 50
+    begin = torch.zeros(batch, dtype=torch.long)
+    window = causal_window(begin, 7)
+    target(tokens, window.slots, cache, window)
+    tree = tree_window([6, 3][:batch])
+    depths = torch.tensor([0, 1, 1, 2, 2])
+    return target(tokens[:, :5] + 1, tree.start[:, None] + depths, cache, tree)[0], cache
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["grouped", "biased"])
+def test_as_the_modules(config, quant, batch):
+    target = model(config, quant)
+    want, want_cache = two_passes(target, batch)
+    layers_cpu.keep(target.layers)
+    assert layers_cpu.serves(target.layers, want)
+    got, got_cache = two_passes(target, batch)
+    # the norms' sums run in another order: now and then a value falls to the other side when it is rounded to 8 bits
+    assert (got - want).abs().max() <= 0.03 * want.abs().max()
+    assert (got != want).float().mean() < 0.2
+    for ours, theirs in zip((*got_cache.k, *got_cache.v), (*want_cache.k, *want_cache.v)):
+        assert torch.equal(ours.any(-1), theirs.any(-1)), "the same slots are written"
+        assert (ours - theirs).abs().max() <= 0.03 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_a_row_alone_has_the_same_bits(quant):
+    target = model(CONFIG, quant)
+    layers_cpu.keep(target.layers)
+    tokens = (torch.arange(90) * 7 % 50)[None]
+    whole = KVCache.empty(CONFIG, 1, 128, BF16, "cpu")
+    window = causal_window(torch.tensor([0]), 90)  # enough rows for several threads and tiles
+    features, _ = target(tokens, window.slots, whole, window)
+    cache = KVCache.empty(CONFIG, 1, 128, BF16, "cpu")
+    for at in range(90):
+        one = causal_window(torch.tensor([at]), 1)
+        alone, _ = target(tokens[:, at : at + 1], one.slots, cache, one)
+        assert torch.equal(alone[:, 0], features[:, at]), at
+    assert all(map(torch.equal, (*cache.k, *cache.v), (*whole.k, *whole.v)))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_a_target_and_a_head_decode_by_them(compile, monkeypatch):
+    """Both are served, also where a step is compiled, and tree decoding gives vanilla's tokens."""
+    target = model()
+    head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
+    head.layers[1].attention_norm.weight.data *= 0.5
+    prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 24, "ignore_eos": True, "compile": compile}
+    for layers in (target.layers, head.layers):
+        layers_cpu.keep(layers)
+        assert layers_cpu.serves(layers, torch.zeros(1, 1, 64, dtype=BF16))
+    served, real = [], layers_cpu.run
+    monkeypatch.setattr(layers_cpu, "run", lambda layers, *rest: served.append(layers) or real(layers, *rest))
+    want = decode(engine_for(target, RootOnly(), **options), prompt).history
+    drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))), Sampling())
+    assert decode(engine_for(target, drafter, **options), prompt).history == want
+    assert any(layers is target.layers for layers in served) and any(layers is head.layers for layers in served)
+
+
+def test_a_first_layer_without_a_norm():
+    """As a draft head has it."""
+    head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
+    x, window = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2)).to(BF16), tree_window([0])
+    rope = rope_angles(head.rope_freq, window.slots)
+    cache, want = empty_cache(head.config.model, 1), x
+    for i, layer in enumerate(head.layers):
+        want = layer(want, rope, (cache.k[i], cache.v[i]), window)
+    layers_cpu.keep(head.layers)
+    got = layers_cpu.run(head.layers, x, rope, empty_cache(head.config.model, 1), window)
+    assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
+
+
+def test_weights_may_change_in_place():
+    target = model()
+    layers_cpu.keep(target.layers)
+    before, _ = two_passes(target, 1)
+    target.layers[1].ffn.w2.weight.data *= -1
+    after, _ = two_passes(target, 1)
+    fresh = deepcopy(target)
+    layers_cpu.keep(fresh.layers)
+    assert not torch.equal(before, after) and torch.equal(after, two_passes(fresh, 1)[0])
+
+
+def test_a_copy_holds_nothing():
+    target = model()
+    layers_cpu.keep(target.layers)
+    with pytest.raises(RuntimeError, match="keep the layers of the copied model"):
+        two_passes(deepcopy(target), 1)
+
+
+def test_what_is_left_to_the_modules():
+    experts = ModelConfig(64, 1, 4, 2, 16, 96, 50, n_experts=4, experts_per_token=2)
+    odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
+    for target in (fill(Transformer(experts), None), fill(Transformer(odd), None), model().float()):
+        layers_cpu.keep(target.layers)
+        assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64, dtype=target.embedding.weight.dtype))
+    target = model()
+    layers_cpu.keep(target.layers)
+    assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64))
+    assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64, dtype=BF16, requires_grad=True))
+
+
+def test_wrong_operands():
+    target = model()
+    layers_cpu.keep(target.layers)
+    x, window = torch.zeros(1, 5, 64, dtype=BF16), tree_window([0])
+    rope = rope_angles(target.rope_freq, window.slots)
+    for slot in (-1, 64):
+        wrong = window._replace(slots=window.slots.clone().fill_(slot))
+        with pytest.raises(RuntimeError, match="the cache has 64 slots"):
+            layers_cpu.run(target.layers, x, rope, empty_cache(CONFIG, 1), wrong)
+    with pytest.raises(RuntimeError, match="the cache is of 2 layers, not of 3"):
+        layers_cpu.run(target.layers, x, rope, empty_cache(BIASED, 1), window)
+    with pytest.raises(RuntimeError, match="an angle per row"):
+        layers_cpu.run(target.layers, x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window)
+    with pytest.raises(RuntimeError, match="13 tensors"):
+        torch.ops.gpt_eagle.keep_layers([x] * 13, 4, 96, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------ compaction
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("path", [[0, 2, 5], [0, 1, 2], [4, 4, 0], [2, 1, 0]], ids=str)
+def test_moved_rows(path, dtype):
+    """Also onto rows that move themselves."""
+    generator = torch.Generator().manual_seed(3)
+    buffers = [torch.randn(2, 3, 20, 16, generator=generator).to(dtype) for _ in range(4)]
+    want = [b.clone() for b in buffers]
+    start, paths = torch.tensor([7, 14]), torch.tensor([path, [0, 3, 5]])
+    kernels.compact_reference(want, start, paths)
+    torch.ops.gpt_eagle.move_rows(buffers, start, paths)
+    assert all(map(torch.equal, buffers, want))
+    with pytest.raises(RuntimeError, match="no slot 20"):
+        torch.ops.gpt_eagle.move_rows(buffers, torch.tensor([7, 20]), paths)
