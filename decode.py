@@ -1,6 +1,6 @@
 """A decode cycle: every method is the verification of a draft tree.
 
-It has three steps, each tensors to tensors with static shapes, compiled `fullgraph=True`:
+It has three steps, each tensors to tensors with static shapes, compiled `fullgraph=True`, on a CPU all three as one:
 1. draft: the drafter proposes a tree below the root, the token decided last.
 2. verify: the target runs over the whole tree in one pass; the deepest path that is the target's own choice is
    accepted, with the bonus token after it, and its keys and values move next to the prefix.
@@ -28,6 +28,7 @@ from torch import Tensor
 import kernels
 import sampling
 from autosize import Autosizer
+from capture import leaves
 from config import GenerateConfig
 from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction, path_to
 from drafters import Drafter, Root, Rows, Text
@@ -37,6 +38,8 @@ from sampling import NoiseKey, Sampling
 if TYPE_CHECKING:
     from session import Workspace
 
+# replaces a state by one cycle; writes both caches and state.tokens
+RunCycle = Callable[["KVCache", "DecodeState"], tuple["DecodeState", "Outcome"]]
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 
 
@@ -70,7 +73,7 @@ class Outcome(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The compiled parts of a cycle, for one preset of the drafter."""
+    """The parts of a cycle, for one preset of the drafter."""
 
     draft: Callable[[DecodeState], tuple[DraftTree, Tensor | None]]
     verify: Callable[[KVCache, DecodeState, DraftTree, Tensor | None], tuple[DecodeState, Verified]]
@@ -86,7 +89,7 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    steps: tuple[Steps, ...] = ()  # one per preset of the drafter
+    cycles: tuple[RunCycle, ...] = ()  # one per preset of the drafter
     catch_up: Callable[[DecodeState], DecodeState] | None = None  # for presets that put off `extend`
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     sizer: Autosizer | None = None  # picks the preset; None: the largest that is preferred
@@ -105,27 +108,37 @@ def end_ids(engine: Engine) -> list[int]:
     return [-1] if engine.config.ignore_eos else [*engine.eos_ids, -1]
 
 
-def with_steps(engine: Engine) -> Engine:
-    """Give the engine the steps of a cycle for every preset, compiled when the config says so."""
+def with_cycles(engine: Engine) -> Engine:
+    """Give the engine a cycle for every preset, compiled when the config says so."""
     drafter, config = engine.drafter, engine.config
 
     def catch_up(state: DecodeState) -> DecodeState:
         """Let the drafter take in what it has put off. Writes: its cache."""
         return state._replace(draft=drafter.catch_up(state.draft, Text(state.tokens, state.pos)))
 
-    captured = config.compile and config.device.startswith("cuda")
     return replace(
-        engine, steps=tuple(_make_steps(engine, preset, by_layer=captured) for preset in drafter.presets),
+        engine, cycles=tuple(_make_cycle(engine, preset) for preset in drafter.presets),
         catch_up=_compiled(catch_up) if config.compile else catch_up,
-        captured=captured, sizer=None, pool=[],
+        captured=config.compile and config.device.startswith("cuda"), sizer=None, pool=[],
     )  # fmt: skip
 
 
-def _make_steps(engine: Engine, drafter: Drafter, by_layer: bool) -> Steps:
+def _make_cycle(engine: Engine, drafter: Drafter) -> RunCycle:
+    compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
+    steps = make_steps(engine, drafter, by_layer=compile and cuda)
+
+    def cycle(cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
+        return run_cycle(steps, cache, state)
+
+    # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
+    return _compiled(cycle) if compile and not cuda else cycle
+
+
+def make_steps(engine: Engine, drafter: Drafter, by_layer: bool = False) -> Steps:
     """The steps of a cycle in which `drafter`, a preset of the engine's, proposes the tree.
 
-    by_layer: compile one layer of the target for all, instead of one graph of all. It takes a fraction of the time and
-    costs a call per layer, which a captured cycle does not pay
+    by_layer: compile them, with one layer of the target for all, instead of one graph of all. It takes a fraction of
+    the time and costs a call per layer, which a captured cycle does not pay
     """
     target, config, rule, prefer = engine.target, engine.config, engine.config.sampling, engine.drafter.prefer
     D, N, V = drafter.depth, drafter.size, target.config.vocab_size
@@ -175,23 +188,22 @@ def _make_steps(engine: Engine, drafter: Drafter, by_layer: bool) -> Steps:
     if by_layer:
         decide = _compiled(decide)
         return Steps(_compiled(draft), verify, _compiled(extend))
-    steps = (draft, verify, extend)
-    return Steps(*map(_compiled, steps)) if config.compile else Steps(*steps)
+    return Steps(draft, verify, extend)
 
 
 def _compiled(step: FunctionType) -> Callable:
     # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
-    options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_arguments}
+    options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_modes}
     return torch.compile(_own_code(step), fullgraph=True, dynamic=False, options=options)
 
 
-def _guards_of_arguments(guards: Sequence[Any]) -> list[bool]:
-    """Which of Dynamo's guards a compiled step keeps: shapes and dtypes of tensors, and modes such as autocast.
+def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards a compiled step keeps: modes such as autocast, which a caller may change.
 
-    The modules and options of an engine do not change, and checking all of them costs 0.3 ms a step at 8 layers.
+    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking all of them costs 0.4
+    ms a cycle at 8 layers; what was compiled asserts the sizes of its arguments once more.
     """
-    kept = ("TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE")
-    return [g.guard_type in kept and not g.orig_guard.source.is_unspecialized_nn_module() for g in guards]
+    return [guard.guard_type == "GLOBAL_STATE" for guard in guards]
 
 
 def _own_code(step: FunctionType) -> FunctionType:
@@ -246,13 +258,12 @@ def _advance(
 
 def run_cycle(steps: Steps, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
     """One cycle, with the times between its steps. Writes: both caches, state.tokens."""
-    device = state.pos.device
-    times = [kernels.clock(device)]
-    tree, noise = steps.draft(state)
-    times.append(kernels.clock(device))
-    state, verified = steps.verify(cache, state, tree, noise)
-    times.append(kernels.clock(device))
-    state = steps.extend(state, verified.rows)
-    times.append(kernels.clock(device))
-    report = torch.cat((verified.report, torch.stack(times).expand(len(state.pos), -1)), 1)
-    return state, Outcome(report, tree, verified.path)
+    pos, began = kernels.stamp(state.pos)
+    tree, noise = steps.draft(state._replace(pos=pos))
+    tokens, drafted = kernels.stamp(tree.tokens)
+    state, verified = steps.verify(cache, state, tree._replace(tokens=tokens), noise)
+    tokens, checked = kernels.stamp(verified.rows.tokens)
+    state = steps.extend(state, verified.rows._replace(tokens=tokens))
+    report, ended = kernels.stamp(verified.report, leaves(state.draft))
+    times = torch.stack((began, drafted, checked, ended)).expand(len(report), -1)
+    return state, Outcome(torch.cat((report, times), 1), tree, verified.path)

@@ -36,7 +36,7 @@ import ngram_draft  # noqa: F401
 from autosize import Autosizer
 from capture import WARM_UPS
 from config import DEMO, GenerateConfig, default_of, parse, pick_device, read_jsonl, run_or_fail
-from decode import Engine, with_steps
+from decode import Engine, with_cycles
 from drafters import DRAFTERS, RootOnly
 from model import DTYPES, Transformer, read_json
 from quantize import Quantization, saved_quantization
@@ -111,7 +111,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         tokenizer=tokenizer, template=template,
         load_s=time.perf_counter() - began,
     )  # fmt: skip
-    return warm_up(with_steps(engine))
+    return warm_up(with_cycles(engine))
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
@@ -170,7 +170,7 @@ def warm_up(engine: Engine) -> Engine:
         except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
             print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
-            return warm_up(with_steps(replace(engine, config=replace(engine.config, compile=False))))
+            return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
     for _ in range(1 + WARM_UPS if engine.captured else 1):
         _rehearse(engine)
     engine = replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
@@ -187,7 +187,7 @@ def _rehearse(engine: Engine) -> list[float]:
     """Run some cycles of every preset. Returns: the time of one (s); the first two after a change do not count."""
     session, times = Session(engine, [(0, 0)]), []
     next(session.run([[0] * min(REHEARSED, engine.context - 1)]))
-    for preset in range(len(engine.steps)):
+    for preset in range(len(engine.cycles)):
         times.append(min([session.rehearse(preset) for _ in range(6)][2:]))
         session.catch_up()
     return times
@@ -203,7 +203,7 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
         config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)
     config = _resolve_draft(config, Path(config.checkpoint))
     drafter = DRAFTERS[config.draft](engine.target, config)
-    return warm_up(with_steps(replace(engine, config=config, drafter=drafter)))
+    return warm_up(with_cycles(replace(engine, config=config, drafter=drafter)))
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:
@@ -314,7 +314,7 @@ def compare(engine: Engine, prompts: list[Conversation]) -> tuple[Result, dict[s
     (None with the residual rule).
     """
     vanilla = replace(engine, drafter=RootOnly(), config=replace(engine.config, accept="exact", trace=""))
-    plain, drafted = Collector(warm_up(with_steps(vanilla)), prompts), Collector(engine, prompts)
+    plain, drafted = Collector(warm_up(with_cycles(vanilla)), prompts), Collector(engine, prompts)
     for number, group in enumerate(drafted.groups):
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
             side.run(group)

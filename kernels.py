@@ -24,6 +24,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 
@@ -292,12 +293,21 @@ def _(scores, k):
 # -------------------------------------------------------------------------------------------------- clock
 
 
-def clock(device: torch.device) -> Tensor:
-    """The time at which a device gets here: a scalar int64 tensor, in ns, on that device; only differences mean
-    something. It is read by a kernel on CUDA, so that captured graphs tell the time too; without Triton it is 0 there.
+def stamp(x: Tensor, after: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """Tell when a device gets here. What is to come later takes the x that is returned.
+
+    after: what else must be there already
+    Returns: x; the time, a scalar int64 tensor, in ns, on that device; only differences mean something. It is read by a
+    kernel on CUDA, so that captured graphs tell the time too; without Triton it is 0 there.
     """
-    if device.type != "cuda":
-        return torch.tensor(time.perf_counter_ns())
+    if x.is_cuda:
+        return x, _clock_cuda(x.device)
+    if has_cpu_operators():
+        return torch.ops.gpt_eagle.stamp(x, list(after))
+    return x, torch.tensor(time.perf_counter_ns())
+
+
+def _clock_cuda(device: torch.device) -> Tensor:
     now = torch.zeros((), dtype=torch.int64, device=device)
     if has_triton():
         import clock_triton

@@ -25,7 +25,7 @@ from torch import Tensor
 import sampling
 from autosize import Verdict
 from capture import HostCopy, Replay, store
-from decode import DecodeState, Engine, Outcome, end_ids, run_cycle
+from decode import DecodeState, Engine, Outcome, end_ids
 from drafters import CATCH_UP, Rows
 from model import KVCache, causal_window
 from sampling import NoiseKey
@@ -156,7 +156,7 @@ class Session:
         engine, work = self.engine, self.work
 
         def body() -> Outcome:
-            state, outcome = run_cycle(engine.steps[preset], work.cache, work.state)
+            state, outcome = engine.cycles[preset](work.cache, work.state)
             work.put(engine, state)
             return outcome
 
@@ -202,7 +202,7 @@ class Session:
         began, drafted, verified, ended = (t / 1e9 for t in report[0][-4:])
         self.stats.draft_s += drafted - began + ended - verified
         self.stats.verify_s += verified - drafted
-        self.preset = min(wanted, len(self.engine.steps) - 1)
+        self.preset = min(wanted, len(self.engine.cycles) - 1)
         if self.engine.sizer and live:
             seconds = ended - began if self.lag else time.perf_counter() - cycle.began
             self.stats.add_cycle(cycle.preset, seconds)
@@ -239,7 +239,7 @@ class Session:
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)
         self.state = state._replace(done=done, draws=state.draws + (length > 0))
-        self.preset = len(engine.steps) - 1
+        self.preset = len(engine.cycles) - 1
         new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
         return new, bool(done.all())
 

@@ -45,7 +45,7 @@ class Stats:
         lengths, stand_in = self.accept_lengths, engine.target.config.stand_in
         named = {"stand_in": stand_in} if stand_in else {}  # its numbers never go without its name
         if engine.sizer:
-            named["tree_auto"] = [self._preset(engine, number) for number in range(len(engine.steps))]
+            named["tree_auto"] = [self._preset(engine, number) for number in range(len(engine.cycles))]
         return named | {
             "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
             "accept_lengths": lengths,

@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench_peers import make_transformers  # noqa: E402
 from config import GenerateConfig, option, parse, pick_device, run_or_fail  # noqa: E402
-from decode import Engine, with_steps  # noqa: E402
+from decode import Engine, with_cycles  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from generate import warm_up  # noqa: E402
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
@@ -197,7 +197,7 @@ def make_engine(config: BenchConfig, target: Transformer, capacity: int, compile
         draft="none", max_new_tokens=config.tokens, ignore_eos=True, context=capacity, compile=compile,
         device=config.device, dtype=config.dtype,
     )  # fmt: skip
-    engine = warm_up(with_steps(Engine(options, target, RootOnly(), capacity, eos_ids=())))
+    engine = warm_up(with_cycles(Engine(options, target, RootOnly(), capacity, eos_ids=())))
     if engine.config.compile != compile:
         raise ValueError("torch.compile does not work here; see the note above")
     return engine

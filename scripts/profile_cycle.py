@@ -9,8 +9,9 @@ How it works:
 1. The same cycles run in turn without and with the profiler, round after round. The wall time of a cycle is that of the
    rounds without it, the median over all cycles; so is the time of every operator.
 2. The outermost operators and compiled kernels of a cycle are attributed by their names, and products by the step
-   they run in: those of `verify` are the target's, the others the drafter's. A compiled kernel fuses several
-   operators and counts where the first rule says (`COMPILED`). In eager code little tells noise and tree apart.
+   they run in, which stamps tell apart: those of `verify` are the target's, the others the drafter's. A compiled kernel
+   fuses several operators and counts where the first rule says (`COMPILED`). In eager code little tells noise and tree
+   apart.
 3. What is left of the wall time is Python and dispatch: guards, wrappers of compiled steps, the loop on the host.
    The profiler's own cost per operator (a microsecond or so) counts as the operator's.
 4. On CUDA the lines are kernels, the rest of the wall time is idle: kernels per cycle and the gaps between them follow.
@@ -27,7 +28,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +47,8 @@ from generate import check_prompt, first_ids, load, read_prompts, write_text  # 
 from measure import Series, environment, shown_path  # noqa: E402
 from session import Session  # noqa: E402
 
-CYCLE, STEP = "profile_cycle", "profile_step:"  # names of our marks in the trace
+CYCLE, STAMP = "profile_cycle", "gpt_eagle::stamp"  # a cycle in the trace; what begins its steps and ends the last
+STEPS = ("", "draft", "verify", "extend", "")  # by how many stamps there were
 TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"
 PYTHON, IDLE = "Python and dispatch", "no kernel runs"
 CHOICE, TREE, LAYERS = "choice, acceptance, compaction", "building the tree", "norms, rotary, SiLU, cache writes"
@@ -74,7 +76,7 @@ COMPILED = {
 }
 LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)
 # events that only wrap others: what they spend themselves is Python
-WRAPPERS = r"gpt_eagle::layers$|Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo|" + STEP
+WRAPPERS = r"gpt_eagle::layers$|Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo"
 GUARDS = "TorchDynamo Cache Lookup"
 
 
@@ -108,22 +110,6 @@ class Round(NamedTuple):
     profiler: Any = None
 
 
-def marked(engine: Engine) -> Engine:
-    """The engine with steps that leave their names in a trace."""
-
-    def mark(name: str, step: Callable) -> Callable:
-        def run(*args: Any) -> Any:
-            with record_function(STEP + name):
-                return step(*args)
-
-        return run
-
-    return replace(
-        engine,
-        steps=tuple(steps._replace(**{n: mark(n, s) for n, s in steps._asdict().items()}) for steps in engine.steps),
-    )
-
-
 def run_cycles(engine: Engine, ids: list[int], cycles: int, profiler: Any = None) -> Round:
     """Decode so many cycles behind a prompt, in a session of its own whose rows all have that prompt."""
     wait = torch.cuda.synchronize if engine.config.device.startswith("cuda") else lambda: None
@@ -150,12 +136,11 @@ def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tu
             f"{engine.context}; lower --cycles or --tree_depth"
         )
     plain = replace(engine, config=replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True))
-    seen = marked(plain)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * config.device.startswith("cuda")
     for _ in tqdm(range(config.rounds), unit="round"):
         yield (
             run_cycles(plain, ids, config.cycles),
-            run_cycles(seen, ids, config.cycles, profile(activities=activities)),
+            run_cycles(plain, ids, config.cycles, profile(activities=activities)),
         )
 
 
@@ -178,19 +163,19 @@ def host_parts(events: Iterable[Any]) -> dict[str, float]:
     """
     seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # line, name, which of that name
 
-    def walk(event: Any, step: str, met: Counter) -> None:
+    def walk(event: Any, met: Counter) -> None:
         for child in event.cpu_children:
             name = child.name
             if not name.startswith(GUARDS) and re.search(WRAPPERS, name):
-                walk(child, name.removeprefix(STEP) if name.startswith(STEP) else step, met)
+                walk(child, met)
                 continue
-            line = GUARDS if name.startswith(GUARDS) else part_of(name, step)
+            line = GUARDS if name.startswith(GUARDS) else part_of(name, STEPS[met[OTHER, STAMP]])
             seconds[line, name, met[line, name]].append(child.time_range.elapsed_us() / 1e6)
             met[line, name] += 1
 
     cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
     for cycle in cycles:
-        walk(cycle, "", Counter())
+        walk(cycle, Counter())
     total: dict[str, float] = defaultdict(float)
     for (line, _, _), values in seconds.items():
         total[line] += statistics.median(values) * len(values) / len(cycles)
@@ -211,7 +196,7 @@ def device_kernels(events: Iterable[Any]) -> Kernels:
     ran = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith((CYCLE, STEP))
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(CYCLE)
     ]
     parts: dict[str, float] = defaultdict(float)
     busy, gaps, until = 0.0, [], None

@@ -36,7 +36,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_demo  # noqa: E402
 from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from decode import Engine, with_steps  # noqa: E402
+from decode import Engine, with_cycles  # noqa: E402
 from drafters import RootOnly  # noqa: E402
 from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head  # noqa: E402
 from generate import generate  # noqa: E402
@@ -453,7 +453,7 @@ def make_engine(config: TrainConfig, target: Transformer) -> Engine:
     ends = (*target.config.eos_ids, *(template.stop_ids(tokenizer) if template else ()))
     options = GenerateConfig(checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device)
     context = min(2048, target.config.max_context)
-    return with_steps(Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template))
+    return with_cycles(Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template))
 
 
 def train(config: TrainConfig) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import products
 from config import GenerateConfig
-from decode import Engine, with_steps
+from decode import Engine, with_cycles
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
 from model import Transformer
@@ -38,7 +38,7 @@ def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    return with_steps(Engine(config, target, drafter, context, target.config.eos_ids))
+    return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids))
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autosize import Autosizer, TreeShape, Verdict, nested
-from decode import with_steps
+from decode import make_steps
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -55,17 +55,16 @@ def test_smaller_trees_are_nested_as_they_would_have_grown(temperature):
     large = drafter_of("eagle", rule, DynamicTree(depth=5, topk=8, size=40))
     shapes = [TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(5, 4, 16), TreeShape(2, 3, 9), TreeShape(5, 8, 12)]
     engine = engine_for(golden_target(), large, temperature=temperature, max_new_tokens=30, ignore_eos=True)
-    session = Session(engine, [(0, 0)])
+    session, steps = Session(engine, [(0, 0)]), make_steps(engine, large)
     compared = 0
     for _ in session.run([PROMPTS[0]]):
-        tree, _ = engine.steps[-1].draft(session.state)
+        tree, _ = steps.draft(session.state)
         verdict = Verdict(tree.values[0].tolist(), tree.parents[0].tolist(), [])
         whole = paths(tree.tokens[0].tolist(), verdict.parents)
         for shape in shapes:
             small = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
             grower = EagleDrafter(large.head, golden_target(), small, rule)
-            (step,) = with_steps(replace(engine, drafter=grower)).steps
-            grown, _ = step.draft(session.state)
+            grown, _ = make_steps(engine, grower).draft(session.state)
             kept = grown.valid[0].tolist()
             own = {p for n, p in paths(grown.tokens[0].tolist(), grown.parents[0].tolist()).items() if kept[n] and n}
             assert {whole[n] for n in nested(verdict, shape)} == own & set(whole.values()), shape
@@ -212,16 +211,17 @@ def test_after_a_rest_the_drafter_knows_what_it_would_have_known(kind, hold):
     """The tree drafted after resting cycles is the one that a session drafts which has just read the whole text."""
     drafter = drafter_of(kind, Sampling(), hold=hold)
     engine = engine_for(golden_target(), drafter, max_new_tokens=80, ignore_eos=True)
+    steps = make_steps(engine, engine.drafter.presets[-1])
     for rests in (1, 5, HOLD, HOLD + 7, 70):
         session = Session(replace(engine, sizer=Script([0])), [(0, 0)])
         decoding = session.run([PROMPTS[0]])
         for _ in range(rests + 1):
             next(decoding)
         session.catch_up()
-        tree, _ = engine.steps[-1].draft(session.state)
+        tree, _ = steps.draft(session.state)
         fresh = Session(engine, [(0, 0)])
         next(fresh.run([session.history[0][:-1]]))
-        want, _ = engine.steps[-1].draft(fresh.state)
+        want, _ = steps.draft(fresh.state)
         assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
         torch.testing.assert_close(tree.values, want.values, rtol=1e-4, atol=1e-4)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from capture import HostCopy, Replay, leaves, store
-from decode import _make_steps, run_cycle
+from decode import make_steps, run_cycle
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -56,8 +57,8 @@ def test_no_step_of_a_cycle_waits(temperature):
     session = Session(engine, [(0, 0)])
     next(session.run([PROMPT]))
     with NoWaiting():
-        for steps in engine.steps:
-            state, _ = run_cycle(steps, session.work.cache, session.state)
+        for cycle in engine.cycles:
+            state, _ = cycle(session.work.cache, session.state)
             store(session.state, state)
         engine.catch_up(session.state)
 
@@ -135,8 +136,8 @@ def test_compiling_by_layer_changes_no_token():
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPT]))
     config = replace(engine.config, compile=True)
-    steps = tuple(_make_steps(replace(engine, config=config), p, by_layer=True) for p in engine.drafter.presets[-1:])
-    compiled = replace(engine, config=config, steps=steps, captured=True, pool=[])
+    steps = make_steps(replace(engine, config=config), engine.drafter.presets[-1], by_layer=True)
+    compiled = replace(engine, config=config, cycles=(partial(run_cycle, steps),), captured=True, pool=[])
     again = Session(compiled, [(0, 0)], lag=1)
     list(again.run([PROMPT]))
     assert again.history == session.history

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from config import DEMO
+from decode import make_steps
 from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import Root, RootOnly, Text
 from eagle_draft import EagleDrafter
@@ -214,7 +215,7 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         next(fresh.run(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = engine.steps[0].draft(fresh.state)
+        tree_again, _ = make_steps(engine, engine.drafter).draft(fresh.state)
         assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 

@@ -11,7 +11,7 @@ import kernels
 import products
 import sampling
 from config import GenerateConfig
-from decode import Engine, with_steps
+from decode import Engine, with_cycles
 from draft_tree import EAGLE1_PATHS, StaticTree
 from drafters import RootOnly
 from eagle_draft import DynamicTree, EagleDrafter, load_head
@@ -397,16 +397,16 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
     options = {"device": "cuda", "temperature": temperature, "batch_size": batch, "max_new_tokens": 100}
     config = GenerateConfig(**options, ignore_eos=True, seed=7)
-    vanilla = with_steps(Engine(config, target, RootOnly(), 256, ()))
+    vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
     drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling).sized_by_host()
-    engine = warm_up(with_steps(Engine(replace(config, compile=True), target, drafter, 256, ())))
+    engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
     assert engine.captured and engine.sizer
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))
         next(decoding)
-        for preset in range(len(engine.steps)):
+        for preset in range(len(engine.cycles)):
             session.rehearse(preset)  # captured by now, whichever the sizer preferred
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))
@@ -432,9 +432,9 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     config = GenerateConfig(
         device="cuda", temperature=temperature, max_new_tokens=60, batch_size=2, ignore_eos=True, seed=7
     )
-    vanilla = with_steps(Engine(config, target, RootOnly(), 256, ()))
+    vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
     drafter = EagleDrafter(head, target, TREES[tree], config.sampling)
-    drafted = with_steps(Engine(replace(config, compile=compiled), target, drafter, 256, ()))
+    drafted = with_cycles(Engine(replace(config, compile=compiled), target, drafter, 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 

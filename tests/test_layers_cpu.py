@@ -7,7 +7,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import decode, engine_for
 from torch import Tensor
 
 import kernels
@@ -15,6 +14,7 @@ import layers_cpu
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead
+from helpers import decode, engine_for
 from model import KVCache, Linear, ModelConfig, Transformer, Window, causal_window, rope_angles
 from quantize import FORMATS
 from sampling import Sampling
@@ -175,7 +175,9 @@ def test_wrong_operands():
     with pytest.raises(RuntimeError, match="the cache is of 2 layers, not of 3"):
         layers_cpu.run(target.layers, x, rope, empty_cache(BIASED, 1), window)
     with pytest.raises(RuntimeError, match="an angle per row"):
-        layers_cpu.run(target.layers, x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window)
+        layers_cpu.run(
+            target.layers, x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window
+        )
     with pytest.raises(RuntimeError, match="13 tensors"):
         torch.ops.gpt_eagle.keep_layers([x] * 13, 4, 96, 1e-5)
 

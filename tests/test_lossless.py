@@ -23,7 +23,7 @@ import kernels_cpu
 import sampling
 import session
 from config import DEMO
-from decode import _guards_of_arguments, with_steps
+from decode import _compiled, with_cycles
 from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
 from draft_vocab import DraftVocab
 from drafters import Drafter, Root, RootOnly, Rows
@@ -179,7 +179,7 @@ def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
     ends = [i for i, token in enumerate(truth) if i > 3 and token % 2 == (not kept) and token not in truth[:i]]
     for at, tree in itertools.product(ends, ("chain", "dynamic")):
         engine = engine_for(golden_target(), make(f"trimmed:{tree}", rule), **options)
-        session = decode(with_steps(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
+        session = decode(with_cycles(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
         assert new_tokens(session, 0, PROMPTS[0]) == truth[: at + 1]
     assert ends
 
@@ -270,7 +270,7 @@ def test_rows_that_end_at_different_times():
     end = plain.tokens[0][4]
     for drafter in (RootOnly(), drafter_for(TREES["dynamic"], Sampling())):
         engine = replace(engine_for(target, drafter, max_new_tokens=60, batch_size=2), eos_ids=(end,))
-        result = generate(with_steps(engine), PROMPTS)
+        result = generate(with_cycles(engine), PROMPTS)
         for got, full in zip(result.tokens, plain.tokens):
             cut = full.index(end) + 1 if end in full else len(full)
             assert got == full[:cut]
@@ -344,7 +344,7 @@ def test_end_of_sequence_inside_a_path(truth, at):
     """Whatever token stands at `at` ends the sequence at its first occurrence."""
     prompt, depth = PROMPTS[0], 4
     engine = engine_for(golden_target(), Scripted(truth, depth, len(prompt)), max_new_tokens=40)
-    engine = with_steps(replace(engine, eos_ids=(truth[at],)))
+    engine = with_cycles(replace(engine, eos_ids=(truth[at],)))
     session = decode(engine, prompt)
     assert new_tokens(session, 0, prompt) == truth[: truth.index(truth[at]) + 1]
 
@@ -494,30 +494,27 @@ def test_many_compiled_engines_in_one_process():
             decode(engine, PROMPTS[0])
 
 
-def test_compiled_steps_check_their_arguments_and_not_their_modules():
-    """A layer that changes its mode is not noticed, as every check costs time; another shape or grad mode is."""
-    torch._dynamo.reset()
-    layer, kept, compiled = torch.nn.Linear(4, 3), [], []
+def test_compiled_steps_check_modes_and_not_their_modules():
+    """A layer that changes its mode is not noticed, as every check costs time. Another grad mode is, and the sizes of
+    arguments are, which an engine never changes.
+    """
+    layer = torch.nn.Linear(4, 3)
 
-    def filtered(guards):
-        kept.append(len(guards) - sum(_guards_of_arguments(guards)))
-        return _guards_of_arguments(guards)
+    def step(x):
+        return layer(x) if layer.training else layer(x) + 1
 
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    step = torch.compile(lambda x: layer(x), backend=backend, dynamic=False, options={"guard_filter_fn": filtered})
-    x = torch.randn(2, 4)
-    layer.eval()
-    for arguments in (x, x + 1, x[:1], x[:1], x):
-        assert torch.equal(step(arguments), layer(arguments))
-    assert len(compiled) == 2 and min(kept) > 5
-    with torch.no_grad():
-        assert not step(x).requires_grad and len(compiled) == 3
-    layer.train()
-    step(x)
-    assert len(compiled) == 3
+    compiled, x = _compiled(step), torch.randn(2, 4)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        want = step(x).detach()
+        layer.eval()
+        with torch.no_grad():
+            assert torch.equal(compiled(x), want + 1)
+            layer.train()
+            assert torch.equal(compiled(x), want + 1)
+            with pytest.raises(AssertionError, match="size"):
+                compiled(x[:1])
+        with pytest.raises(torch._dynamo.exc.RecompileError):
+            compiled(x)
 
 
 def test_an_idle_row_is_emptied():

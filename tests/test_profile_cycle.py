@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import profile_cycle
-from profile_cycle import CYCLE, GUARDS, PYTHON, STEP, ProfileConfig
+from profile_cycle import CYCLE, GUARDS, PYTHON, STAMP, ProfileConfig
 
 CUDA = torch.autograd.DeviceType.CUDA
 
@@ -23,13 +23,25 @@ def event(name, start, end, *children, device=torch.autograd.DeviceType.CPU):
 
 
 def test_products_belong_to_the_step_they_run_in_and_wrappers_to_nobody():
-    product = event("aten::mm", 10, 30, event("aten::empty", 11, 20))
-    guards = event(f"{GUARDS} 1", 40, 45)
-    region = event("Torch-Compiled Region: 0/0", 5, 50, guards, event("## Call CompiledFxGraph f ##", 6, 31, product))
-    draft = event(f"{STEP}draft", 50, 60, event("gpt_eagle::w4a8", 50, 57), event("cpp_fused_add_mul_3", 57, 58))
-    cycle = event(CYCLE, 0, 100, event(f"{STEP}verify", 4, 50, region), draft)
-    parts = profile_cycle.host_parts([cycle, draft, product])
-    want = {profile_cycle.TARGET: 20, profile_cycle.DRAFT: 7, "other operators": 1, GUARDS: 5}
+    stamps = [event(STAMP, at, at) for at in (0, 10, 20, 90)]
+    draft = [event("gpt_eagle::w4a8", 1, 8), event("cpp_fused_add_mul_3", 8, 9)]
+    layers = event(
+        "gpt_eagle::layers", 11, 19, event("gpt_eagle::linear", 11, 16), event("gpt_eagle::attention", 16, 18)
+    )
+    extend = event("aten::mm", 30, 50, event("aten::empty", 31, 40))
+    guards = event(f"{GUARDS} 1", 60, 65)
+    steps = [stamps[0], *draft, stamps[1], layers, stamps[2], extend, guards, stamps[3], event("aten::mm", 91, 94)]
+    region = event("Torch-Compiled Region: 0/0", 0, 95, event("## Call CompiledFxGraph f ##", 0, 95, *steps))
+    cycle = event(CYCLE, 0, 100, region)
+    parts = profile_cycle.host_parts([cycle, region, extend])
+    want = {
+        "products": 3,
+        profile_cycle.TARGET: 5,
+        profile_cycle.DRAFT: 27,
+        "attention": 2,
+        "other operators": 1,
+        GUARDS: 5,
+    }
     assert {line: round(1e6 * seconds) for line, seconds in parts.items()} == want
 
 
