@@ -7,11 +7,11 @@ How it works:
    that would have had (`nested`), so how much of the accepted path, and what the drafter's own scores promised of it.
    Every fourth tree is judged like this.
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
-   stands in where few cycles have been seen.
-4. The best rate wins. The first cycle runs the largest tree, which says something of all. Smaller trees than the choice
-   are judged as they go; the next larger one is tried for some cycles whenever a small share of the time, paid into an
-   account, covers what that is expected to lose: often if it is close, rarely if it is hopeless. Vanilla is one of the
-   presets: a poor head costs little.
+   stands in where few cycles have been seen. For larger trees than are run a rule of thumb does (`accepted_of`), from
+   how often the head seems to miss a token: at first as often as published.
+4. The best rate wins. Smaller trees than the choice are judged as they go; the next larger one is tried for some cycles
+   whenever a small share of the time, paid into an account, covers what that is expected to lose: often if it is close,
+   rarely if it is hopeless. Vanilla is one of the presets: a poor head costs little.
 
 A choice costs time and never changes a token. Prior art: Sequoia (arXiv 2402.12374) sizes its tree for the hardware,
 from acceptance rates measured before.
@@ -25,15 +25,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MEMORY = 64  # cycles that a mean remembers
+MEMORY = 128  # cycles that a mean remembers
 TRUST = 16  # cycles' worth of the drafter's promise
 DOUBT = 4.0  # tokens that must have been promised before the promise is doubted by half
 GAIN = 1.01  # a rival must promise this much more
 SHARE = 0.01  # of the time that trials may lose
 TRIAL = 3  # cycles in a row
-SPACING = 4  # cycles between choices
+SPACING = 4  # cycles between choices, but for the first ones
 PACE = 8  # cycles after which the machine's pace counts as changed
-OPTIMISM = 2.0  # accepted tokens expected of a tree that nothing is known of
+OPTIMISM = 2.0  # accepted tokens expected of a tree without a shape
+MISS = 0.25  # tokens that a head misses at first, of those that a chain asks it for: about as published for EAGLE-1
 
 
 class TreeShape(NamedTuple):
@@ -80,6 +81,25 @@ def nested(verdict: Verdict, shape: TreeShape) -> set[int]:
     return kept
 
 
+def accepted_of(shape: TreeShape, miss: float) -> float:
+    """Tokens that a tree is expected to bring, the bonus not counted, of a head whose chain misses so many of them.
+
+    A rule of thumb: with k children per node, misses fall by the cube root of k. It is within 8 % of all that was
+    measured on the demo and the stand-ins of 0.5B, greedy and sampled (benchmarks/LOG.md).
+    """
+    hit = 1 - miss * max(shape.topk, 1) ** (-1 / 3)
+    return sum(hit**level for level in range(1, shape.depth + 1))
+
+
+def miss_of(shape: TreeShape, accepted: float) -> float:
+    """The inverse of `accepted_of`, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(16):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted_of(shape, middle) > accepted else (low, middle)
+    return high
+
+
 class Mean:
     """A mean of what was seen lately. `seen` is how many values it stands for; it fades, and so makes room."""
 
@@ -107,15 +127,20 @@ class Autosizer:
         self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
         self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
-        self.choice = len(shapes) - 1
+        self.miss = MISS
+        self.choice = 0
+        self.choice = max(range(len(shapes)), key=self.rate)
         self.account = costs_s[0]  # seconds that trials may lose
-        self.rival, self.left = self.choice, 1  # what is on trial, and for how many cycles more
+        self.rival, self.left = self.choice, 0  # what is on trial, and for how many cycles more
         self.age, self.last = -1, -1  # cycles so far without those on trial; the preset that was observed last
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle."""
-        mean = self.accepted[preset]
-        promise = self.promised[preset].value * self.kept_promises / self.promises
+        mean, promised = self.accepted[preset], self.promised[preset]
+        if self._judged(preset) and (preset > self.choice or not promised.seen):
+            promise = accepted_of(self.shapes[preset], self.miss)
+        else:
+            promise = promised.value * self.kept_promises / self.promises
         return 1 + (mean.seen * mean.value + TRUST * promise) / (mean.seen + TRUST)
 
     def rate(self, preset: int) -> float:
@@ -139,13 +164,13 @@ class Autosizer:
             self.left -= 1
             return self.rival, self._judged(self.rival)
         self.age += 1
-        if self.age % SPACING:
+        if self.age > TRUST and self.age % SPACING:
             return self.choice, False  # judging takes 0.06 ms
         best = max(range(limit + 1), key=self.rate)
         if self.rate(best) > GAIN * self.rate(self.choice):
             self.choice = best
         rival = self.choice + 1
-        if rival > limit or self.account < self.loss(rival):
+        if self.age <= TRUST or rival > limit or self.account < self.loss(rival):
             return self.choice, self._judged(self.choice)
         self.rival, self.left = rival, TRIAL - 1
         return rival, self._judged(rival)
@@ -192,3 +217,4 @@ class Autosizer:
                 self.promises = fade * self.promises + sum(promised)
             else:  # its own acceptance is observed anyway
                 self.accepted[number].add(sum(accepted) / len(verdicts))
+        self.miss = miss_of(ours, self.tokens(preset) - 1)

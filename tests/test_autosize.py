@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autosize import Autosizer, TreeShape, Verdict, nested
+from autosize import MISS, Autosizer, TreeShape, Verdict, accepted_of, miss_of, nested
 from decode import make_steps
 from draft_tree import StaticTree
 from drafters import RootOnly
@@ -115,6 +115,30 @@ def test_it_finds_the_fastest_preset(name):
     costs, means = MACHINES[name]
     best = max(range(len(costs)), key=lambda p: (1 + means[p]) / costs[p])
     assert (1 + means[sizer.choice]) / costs[sizer.choice] > 0.97 * (1 + means[best]) / costs[best]
+
+
+@pytest.mark.parametrize(
+    "measured",  # chain 3, chain 5, 5/4/16, 6/8/32, 6/10/60 of the trained head (benchmarks/LOG.md)
+    [(3.20, 4.30, 5.06, 5.95, 6.28), (3.35, 4.62, 5.35, 6.27, 6.46), (2.37, 2.64, 3.61, 4.22, 4.57)],
+    ids=["stand-in", "demo", "sampled"],
+)
+def test_what_larger_trees_bring_is_guessed_from_a_chain(measured):
+    shapes = [(3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
+    miss = miss_of(TreeShape(5, 1, 6), measured[1] - 1)
+    guessed = [1 + accepted_of(TreeShape(*shape), miss) for shape in shapes]
+    assert guessed == pytest.approx(measured, rel=0.08)
+    assert accepted_of(TreeShape(0, 0, 1), miss) == 0
+    assert miss_of(TreeShape(6, 10, 60), 0.0) == 1 and miss_of(TreeShape(6, 10, 60), 6.0) < 1e-3
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_first_cycle_is_no_waste(name):
+    """Nothing is known of the head yet: a tree is run that would be good if it were as heads are."""
+    costs, _ = MACHINES[name]
+    sizer = Autosizer(SHAPES, costs)
+    usual = [(1 + accepted_of(shape, MISS)) / cost for shape, cost in zip(SHAPES, costs)]
+    assert sizer.next(4) == (usual.index(max(usual)), sizer.choice > 0)
+    assert sizer.choice > 0 or name == "a slow draft"
 
 
 def test_a_broken_head_is_left_alone_within_a_few_cycles():
