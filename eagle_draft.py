@@ -251,7 +251,9 @@ def draft_lm_head(target: Transformer, quant: Quantization | None, ids: Tensor |
     """
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = target.lm_head if ids is None else rows_of(target.lm_head, ids)
-    if quant is None or (isinstance(own, QuantLinear) and own.format == quant.format):
+    if quant is None or (
+        isinstance(own, QuantLinear) and own.format == quant.format and own.group_size in (0, quant.group_size)
+    ):
         return own
     check_group(quant, "the draft's copy of lm_head", own.in_features)
     weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight

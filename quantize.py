@@ -240,6 +240,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.wide = wide
+        self.group_size = self.in_features // scale.shape[1] if scale.dim() > 1 else 0  # 0: one scale per output
         self.product = product_of(self.format, codes.device)
         packed, scale = self.product.pack(codes, scale)
         self.register_buffer("packed", packed)
@@ -288,6 +289,12 @@ class QuantLinear(nn.Module):
     def scale_shape(shape: torch.Size, group_size: int) -> torch.Size:
         """Shape of the scales of a weight."""
         return shape[:1]
+
+    @classmethod
+    def stored_bytes(cls, shape: torch.Size, group_size: int) -> int:
+        """Size of a weight's codes and scales in a file."""
+        scales = cls.scale_shape(shape, group_size).numel() * cls.scale_dtype.itemsize
+        return cls.file_shape(shape).numel() * cls.file_dtype.itemsize + scales
 
     @classmethod
     def from_float(cls, weight: Tensor, bias: Tensor | None = None, group_size: int = 128, wide: bool = False):
@@ -478,10 +485,15 @@ def quantize_directory(
     if out.resolve() in (path.resolve(), *path.resolve().parents):
         raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
     check_out(out, overwrite)
-    files = WeightFiles(path)
+    files, kind = WeightFiles(path), FORMATS[quant.format]
+    need_bytes = 0
     for name in files.readers:
-        if is_quantized(name, files.read(name)):
-            check_group(quant, name, files.read(name).shape[1])
+        weight = files.read(name)
+        need_bytes += weight.nbytes
+        if is_quantized(name, weight):
+            check_group(quant, name, weight.shape[1])
+            need_bytes += kind.stored_bytes(weight.shape, quant.group_size) - weight.nbytes
+    check_out(out, overwrite, need_bytes)
     group = {"group_size": quant.group_size} if quant.format == "int4" else {}
     raw["quantization_config"] = {"quant_method": METHOD, "format": quant.format, **group}
     write_checkpoint(out, encoded(files, quant, device), raw, path, overwrite)

@@ -400,6 +400,7 @@ class InflatedFiles:
     config: dict  # config.json of the stand-in
     small: WeightFiles
     recipes: dict[str, Recipe]  # by Hugging Face name
+    sizes: dict[str, tuple[int, ...]]  # of the small model's tensors, by its config.json
     dtype: torch.dtype
     device: str
     random_twin: bool
@@ -416,9 +417,14 @@ class InflatedFiles:
         low, high = (0.5, 1.5) if out.dim() == 1 else (-_filler_bound(recipe.size), _filler_bound(recipe.size))
         out.uniform_(low, high, generator=torch.Generator(self.device).manual_seed(zlib.crc32(name.encode())))
         if not self.random_twin:
-            small = self.small.read(recipe.source).to(self.device, torch.float64) if recipe.source else None
-            recipe.make(out, small)
+            recipe.make(out, self._source(recipe.source).to(self.device, torch.float64) if recipe.source else None)
         return out
+
+    def _source(self, name: str) -> Tensor:
+        small, size = self.small.read(name), self.sizes[name]
+        if small.shape != size:
+            raise ValueError(f"{self.path}: {name} is {list(small.shape)}, config.json says {list(size)}; correct it")
+        return small
 
 
 def inflate_target(
@@ -432,8 +438,7 @@ def inflate_target(
     small = ModelConfig.from_dir(path)
     check_fit(small, shape, path)
     place = Placement(small, shape)
-    recipes = _target_recipes(place)
-    return _inflate(path, place, recipes, dtype, device, random_twin)
+    return _inflate(path, place, _target_recipes, dtype, device, random_twin)
 
 
 def inflate_head(
@@ -452,14 +457,25 @@ def inflate_head(
     shape = replace(shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0)  # a head's layers are dense
     check_fit(small, shape, path, spare_neurons=1)
     place = Placement(small, shape)
-    recipes = _head_recipes(place, bool(read_json(path / "config.json").get("bias", True)))
+    recipes = partial(_head_recipes, biased=bool(read_json(path / "config.json").get("bias", True)))
     files = _inflate(path, place, recipes, dtype, device, random_twin)
     return replace(files, config=files.config | {"bias": True})
 
 
+def _own_shape(small: ModelConfig) -> Shape:
+    return Shape("", **{field.name: getattr(small, field.name) for field in fields(Shape) if field.name != "name"})
+
+
 def _inflate(
-    path: Path, place: Placement, recipes: dict[str, Recipe], dtype: torch.dtype | None, device: str, random_twin: bool
+    path: Path,
+    place: Placement,
+    recipes_of: Callable[[Placement], dict[str, Recipe]],
+    dtype: torch.dtype | None,
+    device: str,
+    random_twin: bool,
 ) -> InflatedFiles:
+    recipes = recipes_of(place)
+    sizes = {name: recipe.size for name, recipe in recipes_of(replace(place, shape=_own_shape(place.small))).items()}
     raw, files, shape = read_json(path / "config.json"), WeightFiles(path), place.shape
     if raw.get("stand_in"):
         raise ValueError(f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from")
@@ -487,4 +503,4 @@ def _inflate(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "stand_in": f"a {shape.name}-shaped {what}",
     }
-    return InflatedFiles(path, config, files, recipes, dtype, device, random_twin)
+    return InflatedFiles(path, config, files, recipes, sizes, dtype, device, random_twin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -514,6 +515,22 @@ def test_a_dense_model_and_a_mixture_do_not_become_each_other(monkeypatch, capsy
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and re.search(says, err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "tensor"),
+    [("intermediate_size", 88, "gate_proj"), ("num_key_value_heads", 1, "k_proj"), ("vocab_size", 90, "embed_tokens")],
+)
+def test_a_config_that_contradicts_the_weights(monkeypatch, capsys, tmp_path, key, value, tensor):
+    small = tmp_path / "small"
+    shutil.copytree(GOLDEN_PAIR[0], small)
+    raw = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(raw | {key: value}))
+    error = failure(
+        capsys, monkeypatch, "--checkpoint", str(small), "--shape", "tiny-0.5b", "--out", str(tmp_path / "out")
+    )
+    assert re.search(rf"{tensor}.weight is \[.*\], config.json says \[.*\]; correct it", error), error
+    assert [p.name for p in tmp_path.iterdir()] == ["small"]
 
 
 def test_shape_texts():

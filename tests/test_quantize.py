@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import checkpoint
 import generate as cli
 import kernels_cpu
 import quant_quality
@@ -405,6 +408,28 @@ def test_some_rows_are_the_same_codes_and_products(monkeypatch, quant, device):
 def test_lm_head_copy_that_does_not_fit():
     with pytest.raises(ValueError, match="group size 128 does not divide in_features 64 of .*lm_head"):
         draft_lm_head(load_model(TARGET), Quantization("int4", 128))
+
+
+def test_lm_head_in_groups_of_another_size():
+    """A draft's own group size is honoured where the target has the same format."""
+    target = load_model(TARGET, quant=Quantization("int4", 32))
+    own = target.lm_head
+    assert own.group_size == 32 and draft_lm_head(target, Quantization("int4", 32)) is own
+    copy = draft_lm_head(target, Quantization("int4", 64))
+    assert copy.group_size == 64 and copy.wide and copy.codes_and_scale()[1].shape == (own.out_features, 1)
+    target = load_model(TARGET, quant=Quantization("int8"))
+    assert target.lm_head.group_size == 0 and draft_lm_head(target, Quantization("int8", 32)) is target.lm_head
+
+
+def test_a_disk_too_small_for_the_codes(monkeypatch, tmp_path):
+    """Known before anything is written, from the sizes that the files come to."""
+    quantize_directory(Path(DEMO), tmp_path / "fits", Quantization("int4"))
+    size = sum(f.stat().st_size for f in (tmp_path / "fits").glob("*.safetensors"))
+    for free, fits in ((size - 200_000, False), (size, True)):
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with nullcontext() if fits else pytest.raises(ValueError, match=r"needs 0.0 GB, and .* free; make room"):
+            quantize_directory(Path(DEMO), tmp_path / "out", Quantization("int4"))
+        assert (tmp_path / "out").exists() == fits and not (tmp_path / "out.tmp").exists()
 
 
 # ----------------------------------------------------------------------------------------- command lines
