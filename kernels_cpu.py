@@ -43,7 +43,7 @@ SCHEMAS = (
     "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)",
     "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()",
     "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)",
-    "keep_layers(Tensor?[] weights, int heads, int inner, float eps) -> Tensor",
+    "keep_layers(Tensor?[] weights, int heads, int inner, int chosen, float eps) -> Tensor",
     "layers(Tensor x, Tensor kept, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, Tensor start, "
     "Tensor mask) -> Tensor",
     "dot_peak(int rounds) -> float",

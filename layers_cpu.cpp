@@ -40,22 +40,23 @@ template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
 
 // ------------------------------------------------------------------------------------------------- weights
 
-struct Matrix {  // of a linear layer: as model.py holds it in bfloat16, or as quantize.py packs it
+struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it in bfloat16, or as quantize.py packs it
   at::Tensor weight;
   std::optional<at::Tensor> scale, bias;
 };
 struct Layer {
   std::optional<at::Tensor> attention_norm, ffn_norm;  // the first layer of a draft head has no norm before attention
+  std::optional<at::Tensor> router;                    // of a mixture of experts, whose w13 and w2 are stacks
   Matrix wqkv, wo, w13, w2;
 };
 struct Kept {
   const Kept* self;  // what the tensor that owns it holds for everybody else
   std::vector<Layer> layers;
-  int64_t heads, inner;  // inner: values between the two products of a feed-forward
+  int64_t heads, inner, chosen;  // inner: values between the two products of a feed-forward; chosen: experts of a row
   double eps;
 };
 
-constexpr int64_t PER_LAYER = 14;  // tensors, in this order
+constexpr int64_t PER_LAYER = 15;  // tensors, in this order
 Layer layer_of(const Weights& weights, int64_t i) {
   const auto next = [&] { return weights.get(i++); };
   const auto matrix = [&] {
@@ -64,15 +65,15 @@ Layer layer_of(const Weights& weights, int64_t i) {
   };
   Layer layer;
   layer.attention_norm = next(), layer.wqkv = matrix(), layer.wo = matrix();
-  layer.ffn_norm = next(), layer.w13 = matrix(), layer.w2 = matrix();
+  layer.ffn_norm = next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix();
   return layer;
 }
 
 // The operator `keep_layers`: a tensor that owns a `Kept`.
-at::Tensor keep_layers(const Weights& weights, int64_t heads, int64_t inner, double eps) {
+at::Tensor keep_layers(const Weights& weights, int64_t heads, int64_t inner, int64_t chosen, double eps) {
   const int64_t count = int64_t(weights.size());
   TORCH_CHECK(count && count % PER_LAYER == 0, count, " tensors are no layers of ", PER_LAYER);
-  Kept* kept = new Kept{nullptr, {}, heads, inner, eps};
+  Kept* kept = new Kept{nullptr, {}, heads, inner, chosen, eps};
   kept->self = kept;
   for (int64_t i = 0; i < count; i += PER_LAYER) kept->layers.push_back(layer_of(weights, i));
   return at::from_blob(kept, {1}, [kept](void*) { delete kept; }, at::TensorOptions().dtype(at::kLong));
@@ -85,12 +86,12 @@ const Kept& kept_in(const at::Tensor& holder) {
   return *static_cast<const Kept*>(at);
 }
 
-// x [..., K] -> [..., n], by the product that the weight is laid out for
-at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n) {
+// x [..., K] -> [..., n], by the product that the weight is laid out for. expert: of each row, int64, for a stack
+at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  if (by.weight.scalar_type() == at::kBFloat16) return cpu::linear_bf16(x, by.weight, by.bias, false, {});
-  at::Tensor y = by.scale && by.scale->numel() ? cpu::w8a8(x, by.weight, *by.scale, false, {})
-                                               : cpu::w4a8(x, by.weight, n, cpu::int4_group(by.weight), false, {});
+  if (by.weight.scalar_type() == at::kBFloat16) return cpu::linear_bf16(x, by.weight, by.bias, false, expert);
+  at::Tensor y = by.scale && by.scale->numel() ? cpu::w8a8(x, by.weight, *by.scale, false, expert)
+                                               : cpu::w4a8(x, by.weight, n, cpu::int4_group(by.weight), false, expert);
   if (by.bias) {
     Value* to = y.mutable_data_ptr<Value>();
     const Value* bias = data(*by.bias);
@@ -163,6 +164,72 @@ at::Tensor gate(const at::Tensor& both) {
   return y;
 }
 
+// ----------------------------------------------------------------------------------------------- feed-forward
+
+struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next row's first ...
+  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own; [P, F], what they get
+};
+
+// x [..., F] -> a router's opinion of every expert, [..., E] fp32
+at::Tensor score(const at::Tensor& x, const at::Tensor& router) {
+  RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
+  return cpu::linear_bf16(x, router, {}, true, {});
+}
+
+// The best experts of every row of x [..., F]; of equal ones the first.
+Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen) {
+  const at::Tensor scores = score(x, router);  // [..., E]
+  RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
+  const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
+  const Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
+                  at::empty({rows * chosen}, x.options().dtype(at::kFloat)), at::empty({rows * chosen, width}, x.options())};
+  const float* opinion = scores.const_data_ptr<float>();
+  int64_t* expert = to.expert.mutable_data_ptr<int64_t>();
+  float* share = to.share.mutable_data_ptr<float>();
+  Value* copy = to.rows.mutable_data_ptr<Value>();
+  each_row(rows, chosen * width, [&](int64_t r) {
+    const float* of = opinion + r * experts;
+    int64_t* best = expert + r * chosen;
+    float total = 0;
+    for (int64_t j = 0; j < chosen; j++) {
+      best[j] = -1;
+      for (int64_t e = 0; e < experts; e++)
+        if (std::find(best, best + j, e) == best + j && (best[j] < 0 || of[e] > of[best[j]])) best[j] = e;
+      total += share[r * chosen + j] = std::exp(of[best[j]] - of[best[0]]);
+      std::copy_n(data(x) + r * width, width, copy + (r * chosen + j) * width);
+    }
+    for (int64_t j = 0; j < chosen; j++) share[r * chosen + j] /= total;
+  });
+  return to;
+}
+
+// y [P, F] -> [..., F] like x: each row's experts by their shares, always added in the router's order
+at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x) {
+  RECORD_FUNCTION("gpt_eagle::merge", std::vector<c10::IValue>{});
+  const int64_t width = x.size(-1), rows = x.numel() / width, chosen = y.size(0) / rows;
+  at::Tensor sum = empty_rows(x, width);
+  const Value* from = data(y);
+  const float* share = routes.share.const_data_ptr<float>();
+  Value* to = sum.mutable_data_ptr<Value>();
+  each_row(rows, chosen * width, [&](int64_t r) {
+    for (int64_t i = 0; i < width; i++) {
+      float total = 0;
+      for (int64_t p = r * chosen; p < (r + 1) * chosen; p++) total += widen(from[p * width + i]) * share[p];
+      put(to + r * width + i, total);
+    }
+  });
+  return sum;
+}
+
+// x [..., F] -> the same, without norm and residual
+at::Tensor feed_forward(const Kept& kept, const Layer& layer, const at::Tensor& x) {
+  const int64_t width = x.size(-1);
+  if (!layer.router) return multiply(gate(multiply(x, layer.w13, 2 * kept.inner)), layer.w2, width);
+  const Routes to = route(x, *layer.router, kept.chosen);
+  const at::Tensor both = multiply(to.rows, layer.w13, 2 * kept.inner, to.expert);
+  return merge(multiply(gate(both), layer.w2, width, to.expert), to, x);
+}
+
 // ------------------------------------------------------------------------------------------------- layers
 
 struct Rows {  // what is the same for all layers
@@ -205,8 +272,7 @@ at::Tensor run(const Kept& kept, const Layer& layer, const at::Tensor& x, const 
   const at::Tensor q = rotate_and_store(qkv.view({B, T, all, e}), k, v, rows);
   at::Tensor attended = multiply(attend(q, k, v, rows), layer.wo, F);
   add_to(x, attended);
-  const at::Tensor both = multiply(rms_norm(attended, layer.ffn_norm, kept.eps), layer.w13, 2 * kept.inner);
-  at::Tensor y = multiply(gate(both), layer.w2, F);
+  at::Tensor y = feed_forward(kept, layer, rms_norm(attended, layer.ffn_norm, kept.eps));
   add_to(attended, y);
   return y;
 }

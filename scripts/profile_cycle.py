@@ -59,7 +59,7 @@ OPERATORS = {
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
     r"|matmul_kernel|sum_kernel|::experts_",
     VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
-    LAYERS: r"rotary|silu|rms_norm|gpt_eagle::add$|rsqrt|embedding",
+    LAYERS: r"rotary|silu|rms_norm|gpt_eagle::(add|route|merge)$|rsqrt|embedding",
     CHOICE: r"argmax|index_put",
     TREE: r"sort|::bmm|gather|scatter",
     NOISE: r"log1p|bitwise_xor",

@@ -15,8 +15,8 @@ from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead
 from helpers import decode, engine_for
-from model import KVCache, Linear, ModelConfig, Transformer, Window, causal_window, rope_angles
-from quantize import FORMATS
+from model import ExpertLinear, KVCache, Linear, ModelConfig, Router, Transformer, Window, causal_window, rope_angles
+from quantize import FORMATS, QuantExperts
 from sampling import Sampling
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 
 CONFIG = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=50)
 BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_bias=True)
+MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
 BF16 = torch.bfloat16
 
 
@@ -39,6 +40,12 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
             if type(linear) is Linear:
                 weight, bias = linear.weight, None if linear.bias is None else linear.bias.data
                 module.set_submodule(name, FORMATS[quant].from_float(weight, bias, 32))
+            elif type(linear) is ExpertLinear:
+                kind = FORMATS[quant]
+                codes = (kind.encode(weight, 32) for weight in linear.weight)
+                module.set_submodule(name, QuantExperts(kind, codes, len(linear.weight)))
+    for router in (m for m in module.modules() if isinstance(m, Router)):
+        router.weight.data *= 16  # so that no roundings decide between experts
     return module
 
 
@@ -71,7 +78,7 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["grouped", "biased"])
+@pytest.mark.parametrize("config", [CONFIG, BIASED, MIXTURE], ids=["grouped", "biased", "mixture"])
 def test_as_the_modules(config, quant, batch):
     target = model(config, quant)
     want, want_cache = two_passes(target, batch)
@@ -87,19 +94,29 @@ def test_as_the_modules(config, quant, batch):
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-def test_a_row_alone_has_the_same_bits(quant):
-    target = model(CONFIG, quant)
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
+def test_a_row_alone_has_the_same_bits(config, quant):
+    target = model(config, quant)
     layers_cpu.keep(target.layers)
     tokens = (torch.arange(90) * 7 % 50)[None]
-    whole = KVCache.empty(CONFIG, 1, 128, BF16, "cpu")
+    whole = KVCache.empty(config, 1, 128, BF16, "cpu")
     window = causal_window(torch.tensor([0]), 90)  # enough rows for several threads and tiles
     features, _ = target(tokens, window.slots, whole, window)
-    cache = KVCache.empty(CONFIG, 1, 128, BF16, "cpu")
+    cache = KVCache.empty(config, 1, 128, BF16, "cpu")
     for at in range(90):
         one = causal_window(torch.tensor([at]), 1)
         alone, _ = target(tokens[:, at : at + 1], one.slots, cache, one)
         assert torch.equal(alone[:, 0], features[:, at]), at
     assert all(map(torch.equal, (*cache.k, *cache.v), (*whole.k, *whole.v)))
+
+
+def test_of_equal_experts_the_first_are_asked():
+    target = model(MIXTURE)
+    for layer in target.layers:
+        layer.ffn.router.weight.data[:] = 0
+        layer.ffn.w2.weight.data[2:] = float("nan")  # the others
+    layers_cpu.keep(target.layers)
+    assert two_passes(target, 2)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
@@ -152,9 +169,8 @@ def test_a_copy_holds_nothing():
 
 
 def test_what_is_left_to_the_modules():
-    experts = ModelConfig(64, 1, 4, 2, 16, 96, 50, n_experts=4, experts_per_token=2)
     odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
-    for target in (fill(Transformer(experts), None), fill(Transformer(odd), None), model().float()):
+    for target in (fill(Transformer(odd), None), model().float()):
         layers_cpu.keep(target.layers)
         assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64, dtype=target.embedding.weight.dtype))
     target = model()
@@ -179,7 +195,7 @@ def test_wrong_operands():
             target.layers, x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window
         )
     with pytest.raises(RuntimeError, match="13 tensors"):
-        torch.ops.gpt_eagle.keep_layers([x] * 13, 4, 96, 1e-5)
+        torch.ops.gpt_eagle.keep_layers([x] * 13, 4, 96, 0, 1e-5)
 
 
 # ------------------------------------------------------------------------------------------ compaction
