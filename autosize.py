@@ -5,7 +5,7 @@ How it works:
    decoding. Whatever slows the machine as a whole cancels, since only ratios decide.
 2. Smaller trees are nested in larger ones: a tree that was verified says of every smaller shape which of its nodes
    that would have had (`nested`), so how much of the accepted path, and what the drafter's own scores promised of it.
-   Every fourth tree is judged like this.
+   Every sixth tree is judged like this.
 3. A preset is expected to give 1 + its mean accepted length; the promise, corrected by what promises have been worth,
    stands in where few cycles have been seen. For larger trees than are run a rule of thumb does (`accepted_of`), from
    how often the head seems to miss a token: at first as often as published.
@@ -28,10 +28,10 @@ from typing import NamedTuple
 MEMORY = 128  # cycles that a mean remembers
 TRUST = 16  # cycles' worth of the drafter's promise
 DOUBT = 4.0  # tokens that must have been promised before the promise is doubted by half
-GAIN = 1.01  # a rival must promise this much more
+GAIN = 1.02  # a rival must promise this much more
 SHARE = 0.01  # of the time that trials may lose
 TRIAL = 3  # cycles in a row
-SPACING = 4  # cycles between choices, but for the first ones
+SPACING = 6  # cycles between choices, but for the first ones
 PACE = 8  # cycles after which the machine's pace counts as changed
 OPTIMISM = 2.0  # accepted tokens expected of a tree without a shape
 MISS = 0.25  # tokens that a head misses at first, of those that a chain asks it for: about as published for EAGLE-1
@@ -56,14 +56,20 @@ class Verdict(NamedTuple):
     path: list[int]  # accepted nodes, the root left out
 
 
-def nested(verdict: Verdict, shape: TreeShape) -> set[int]:
+def best_first(verdict: Verdict) -> list[int]:
+    """The nodes of a tree but the root, in the order in which a tree of any size takes them."""
+    values = verdict.values
+    return sorted(range(1, len(values)), key=lambda i: -values[i])  # stable: of equal values the lower number
+
+
+def nested(verdict: Verdict, order: list[int], shape: TreeShape) -> set[int]:
     """The nodes that a tree of a smaller shape would have had of those of a larger one, the root left out.
 
+    order: `best_first(verdict)`
     Exact: a smaller tree's candidates are a subset of the larger one's, and what the larger one has pruned scores below
     whatever it kept.
     """
     values, parents, _ = verdict
-    order = sorted(range(1, len(values)), key=lambda i: -values[i])  # stable: of equal values the lower number
     depth, children, expanded = {0: 0}, {0: 0}, [0] * (shape.depth + 1)
     kept: set[int] = set()
     for node in order:
@@ -94,7 +100,7 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 def miss_of(shape: TreeShape, accepted: float) -> float:
     """The inverse of `accepted_of`, by bisection."""
     low, high = 0.0, 1.0
-    for _ in range(16):
+    for _ in range(10):
         middle = (low + high) / 2
         low, high = (middle, high) if accepted_of(shape, middle) > accepted else (low, middle)
     return high
@@ -133,6 +139,7 @@ class Autosizer:
         self.account = costs_s[0]  # seconds that trials may lose
         self.rival, self.left = self.choice, 0  # what is on trial, and for how many cycles more
         self.age, self.last = -1, -1  # cycles so far without those on trial; the preset that was observed last
+        self.unread: list[tuple[int, float, float]] = []  # what was observed since the last choice
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle."""
@@ -153,6 +160,7 @@ class Autosizer:
 
     def begin(self) -> None:
         """Another text begins. Where no tree runs nothing is judged, so one is tried."""
+        self._learn()
         if self.age >= 0 and self.choice == 0 and len(self.shapes) > 1 and self.account > self.loss(1):
             self.rival, self.left = 1, 1
 
@@ -165,7 +173,8 @@ class Autosizer:
             return self.rival, self._judged(self.rival)
         self.age += 1
         if self.age > TRUST and self.age % SPACING:
-            return self.choice, False  # judging takes 0.06 ms
+            return self.choice, False  # learning and judging take 0.05 ms each
+        self._learn()
         best = max(range(limit + 1), key=self.rate)
         if self.rate(best) > GAIN * self.rate(self.choice):
             self.choice = best
@@ -179,11 +188,19 @@ class Autosizer:
         return self.shapes[preset] not in (None, ROOT)
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
-        """Learn from a cycle.
+        """Note a cycle, to learn from it when the next choice is due.
 
         accepted: mean length over its rows, the bonus not counted; seconds: on a CPU with what the drafter had to catch
         up first, on CUDA without
         """
+        self.unread.append((preset, accepted, seconds))
+
+    def _learn(self) -> None:
+        for cycle in self.unread:  # several at once, since the first one finds cold caches
+            self._take_in(*cycle)
+        self.unread.clear()
+
+    def _take_in(self, preset: int, accepted: float, seconds: float) -> None:
         cost = self.costs[preset]
         if preset == self.last:  # the first cycle after a change is slow
             now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
@@ -202,11 +219,11 @@ class Autosizer:
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
         """Learn from a tree what every shape nested in the preset's would have accepted. verdicts: one per row."""
-        ours = self.shapes[preset]
+        ours, orders = self.shapes[preset], [best_first(verdict) for verdict in verdicts]
         for number, shape in enumerate(self.shapes):
             if not self._judged(number) or any(a > b for a, b in zip(shape, ours)):
                 continue
-            trees = [nested(v, shape) for v in verdicts]
+            trees = [nested(v, order, shape) for v, order in zip(verdicts, orders)]
             promised = [sum(math.exp(v.values[i]) for i in kept) for v, kept in zip(verdicts, trees)]
             accepted = [sum(i in kept for i in v.path) for v, kept in zip(verdicts, trees)]
             self.promised[number].fade(PACE)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import kernels
+import layers_cpu
 import sampling
 from autosize import Autosizer
 from capture import leaves
@@ -109,8 +110,12 @@ def end_ids(engine: Engine) -> list[int]:
 
 
 def with_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every preset, compiled when the config says so."""
+    """Give the engine a cycle for every preset, compiled when the config says so.
+
+    Weights are taken as they are now: they may change in place afterwards, and not be replaced.
+    """
     drafter, config = engine.drafter, engine.config
+    layers_cpu.keep(engine.target.layers)
 
     def catch_up(state: DecodeState) -> DecodeState:
         """Let the drafter take in what it has put off. Writes: its cache."""

@@ -152,7 +152,6 @@ def load_head(
     storage = Storage(weight.dtype, str(weight.device), config.model.quant or quant)
     load_weights(head, files, names, storage, ignored)
     head.rope_freq = rope_frequencies(config.model, weight.device)
-    layers_cpu.keep(head.layers)
     return head.eval()
 
 
@@ -188,6 +187,7 @@ class EagleDrafter(Grower):
         """
         super().__init__(target, tree, rule, children, head.config.sharpness if sharpness is None else sharpness, vocab)
         self.head, self.embedding, self.lm_head = head, target.embedding, lm_head or target.lm_head
+        layers_cpu.keep(head.layers)
 
     def init(self, batch: int, slots: int) -> EagleState:
         """An empty state; the cache has room for a draft behind `slots`."""

@@ -177,7 +177,7 @@ def warm_up(engine: Engine) -> Engine:
     if not engine.drafter.sized:
         return engine
     began, rounds = time.perf_counter(), []
-    while not rounds or (len(rounds) < 5 and time.perf_counter() - began < 1):
+    while not rounds or (len(rounds) < 9 and time.perf_counter() - began < 1.5):
         rounds.append(_rehearse(engine))
     costs = [statistics.median(times) for times in zip(*rounds)]
     return replace(engine, sizer=Autosizer([preset.shape for preset in engine.drafter.presets], costs))
@@ -188,7 +188,7 @@ def _rehearse(engine: Engine) -> list[float]:
     session, times = Session(engine, [(0, 0)]), []
     next(session.run([[0] * min(REHEARSED, engine.context - 1)]))
     for preset in range(len(engine.cycles)):
-        times.append(min([session.rehearse(preset) for _ in range(6)][2:]))
+        times.append(statistics.mean([session.rehearse(preset) for _ in range(4)][2:]))
         session.catch_up()
     return times
 

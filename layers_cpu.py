@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def keep(layers: nn.ModuleList) -> None:
-    """Prepare layers for `run`, once their weights are loaded, where it can take them.
+    """Prepare layers for `run`, where it can take them. An engine and a drafter do, when they are made.
 
     Writes: `layers.kept`. Weights may change in place afterwards; of one that is replaced by another tensor the old
-    one stays in use.
+    one stays in use until the layers are kept again.
     """
     first = layers[0]
     weight = first.ffn_norm.weight

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import layers_cpu
 from config import GenerateConfig
 from draft_tree import DraftTree, StaticTree
 from drafters import CATCH_UP, DRAFTERS, LARGEST, Drafter, Root, RootOnly, Rows, Text
@@ -63,6 +64,7 @@ class ModelDrafter(Grower):
         assert model.config.vocab_size == target.config.vocab_size, (model.config, target.config)
         super().__init__(target, tree, rule, children, sharpness)
         self.model = model
+        layers_cpu.keep(model.layers)
         self.shorter = model.config.max_context < target.config.max_context
 
     @property

@@ -23,7 +23,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-import layers_cpu
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, read_json, rope_frequencies
 from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, check_group, scale_name
 
@@ -279,7 +278,6 @@ def load_model(
             check_group(quant, "lm_head.weight", config.dim)
             model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
     model.rope_freq = rope_frequencies(config, device)
-    layers_cpu.keep(model.layers)
     return model.eval()
 
 

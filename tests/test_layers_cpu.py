@@ -126,9 +126,6 @@ def test_a_target_and_a_head_decode_by_them(compile, monkeypatch):
     head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
     head.layers[1].attention_norm.weight.data *= 0.5
     prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 24, "ignore_eos": True, "compile": compile}
-    for layers in (target.layers, head.layers):
-        layers_cpu.keep(layers)
-        assert layers_cpu.serves(layers, torch.zeros(1, 1, 64, dtype=BF16))
     served, real = [], layers_cpu.run
     monkeypatch.setattr(layers_cpu, "run", lambda layers, *rest: served.append(layers) or real(layers, *rest))
     want = decode(engine_for(target, RootOnly(), **options), prompt).history
@@ -148,6 +145,16 @@ def test_a_first_layer_without_a_norm():
     layers_cpu.keep(head.layers)
     got = layers_cpu.run(head.layers, x, rope, empty_cache(head.config.model, 1), window)
     assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
+
+
+def test_an_engine_takes_the_weights_as_they_are_then():
+    """Replaced ones are seen by the next engine."""
+    target, options = model(), {"max_new_tokens": 12, "ignore_eos": True}
+    before = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
+    target.layers[0].ffn.w2.weight = torch.nn.Parameter(-target.layers[0].ffn.w2.weight, requires_grad=False)
+    after = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
+    want = decode(engine_for(deepcopy(target), RootOnly(), **options), [3, 1, 4]).history
+    assert before != after == want
 
 
 def test_weights_may_change_in_place():
