@@ -129,7 +129,7 @@ class Autosizer:
         """shapes: None for a tree that grows otherwise; costs_s: seconds of a cycle, per preset"""
         self.shapes, self.predicted_s = shapes, tuple(costs_s)
         self.costs = [Mean(cost, 2) for cost in costs_s]  # a warm-up is worth two cycles
-        self.pace = 1.0  # how many times slower than its mean the machine runs now
+        self.pace = Mean(1.0)  # how many times slower than timed the machine runs now
         self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
         self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
@@ -203,10 +203,13 @@ class Autosizer:
     def _take_in(self, preset: int, accepted: float, seconds: float) -> None:
         cost = self.costs[preset]
         if preset == self.last:  # the first cycle after a change is slow
-            now = min(seconds / cost.value, 2 * self.pace)  # a hiccup is no change of pace
+            now = seconds / cost.value
+            if self.pace.seen:
+                now = min(now, 2 * self.pace.value)  # a hiccup is no change of pace
+            self.pace.fade(PACE)
+            self.pace.add(now)  # first, or a preset would be blamed for what slows all of them
             cost.fade()
-            cost.add(now / self.pace * cost.value)
-            self.pace += (now - self.pace) / PACE
+            cost.add(now / self.pace.value * cost.value)
         self.last = preset
         for mean in self.accepted:  # with time, not with what is seen: text changes
             mean.fade()
@@ -215,7 +218,7 @@ class Autosizer:
             self.promised[preset].add(accepted)
         self.account += SHARE * cost.value
         if preset > self.choice:  # what the trial has really lost
-            self.account -= seconds / self.pace - (1 + accepted) / self.rate(self.choice)
+            self.account -= seconds / self.pace.value - (1 + accepted) / self.rate(self.choice)
 
     def judge(self, preset: int, verdicts: Sequence[Verdict]) -> None:
         """Learn from a tree what every shape nested in the preset's would have accepted. verdicts: one per row."""

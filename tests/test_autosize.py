@@ -157,6 +157,23 @@ def test_a_machine_that_slows_down_changes_nothing():
         assert b.value == pytest.approx(a.value, rel=0.25)
 
 
+@pytest.mark.parametrize("factor", [0.6, 1.7])
+def test_timed_in_another_mood_of_the_machine(factor):
+    """What all presets have in common is no news of the one that happens to run: a broken head still ends at once."""
+    costs, means = MACHINES["a broken head"]
+    sizer, rng, trees = Autosizer(SHAPES, [factor * cost for cost in costs]), random.Random(0), 0
+    for _ in range(60):
+        preset, trial = sizer.next(4)
+        accepted = int(rng.random() < means[preset])
+        sizer.observe(preset, accepted, costs[preset] * (1 + 0.05 * rng.random()))
+        if trial:
+            sizer.judge(preset, [drawn(SHAPES[preset], accepted)])
+        trees += preset > 0
+    assert sizer.choice == 0 and trees < 20  # of 60, trials included
+    ratios = [mean.value / cost for mean, cost in zip(sizer.costs, costs)]
+    assert max(ratios) < 1.05 * min(ratios)
+
+
 def test_it_follows_the_text():
     """A head that is useless at first and good later is used later, within some hundred cycles."""
     sizer, rng = Autosizer(SHAPES, MACHINES["verification is free"][0]), random.Random(0)
