@@ -133,7 +133,7 @@ class Autosizer:
         self.accepted = [Mean(0.0) for _ in shapes]  # tokens per row and cycle, the bonus not counted
         self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
-        self.miss = MISS
+        self.usual = self._usual(MISS)  # accepted tokens of every preset, by the rule of thumb
         self.choice = 0
         self.choice = max(range(len(shapes)), key=self.rate)
         self.account = costs_s[0]  # seconds that trials may lose
@@ -145,7 +145,7 @@ class Autosizer:
         """Expected tokens per row and cycle."""
         mean, promised = self.accepted[preset], self.promised[preset]
         if self._judged(preset) and (preset > self.choice or not promised.seen):
-            promise = accepted_of(self.shapes[preset], self.miss)
+            promise = self.usual[preset]
         else:
             promise = promised.value * self.kept_promises / self.promises
         return 1 + (mean.seen * mean.value + TRUST * promise) / (mean.seen + TRUST)
@@ -237,4 +237,7 @@ class Autosizer:
                 self.promises = fade * self.promises + sum(promised)
             else:  # its own acceptance is observed anyway
                 self.accepted[number].add(sum(accepted) / len(verdicts))
-        self.miss = miss_of(ours, self.tokens(preset) - 1)
+        self.usual = self._usual(miss_of(ours, self.tokens(preset) - 1))
+
+    def _usual(self, miss: float) -> list[float]:
+        return [accepted_of(shape, miss) if shape else 0.0 for shape in self.shapes]
