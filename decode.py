@@ -205,8 +205,8 @@ def _compiled(step: FunctionType) -> Callable:
 def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
     """Which of Dynamo's guards a compiled step keeps: modes such as autocast, which a caller may change.
 
-    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking all of them costs 0.4
-    ms a cycle at 8 layers; what was compiled asserts the sizes of its arguments once more.
+    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking modules took 0.3 ms a
+    step at 8 layers, and tensors 0.1 ms a cycle; what was compiled asserts the sizes of its arguments anyway.
     """
     return [guard.guard_type == "GLOBAL_STATE" for guard in guards]
 
