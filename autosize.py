@@ -134,7 +134,7 @@ class Autosizer:
         self.promised = [Mean(0.0 if shape == ROOT else OPTIMISM) for shape in shapes]
         self.kept_promises = self.promises = DOUBT  # tokens, fading
         self.usual = self._usual(MISS)  # accepted tokens of every preset, by the rule of thumb
-        self.choice = 0
+        self.choice = 0  # `rate` compares with it
         self.choice = max(range(len(shapes)), key=self.rate)
         self.account = costs_s[0]  # seconds that trials may lose
         self.rival, self.left = self.choice, 0  # what is on trial, and for how many cycles more
@@ -194,6 +194,8 @@ class Autosizer:
         up first, on CUDA without
         """
         self.unread.append((preset, accepted, seconds))
+        if len(self.unread) == MEMORY:  # where nothing is chosen for long, since no tree makes sense
+            self._learn()
 
     def _learn(self) -> None:
         for cycle in self.unread:  # several at once, since the first one finds cold caches

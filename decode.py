@@ -39,8 +39,6 @@ from sampling import NoiseKey, Sampling
 if TYPE_CHECKING:
     from session import Workspace
 
-# replaces a state by one cycle; writes both caches and state.tokens
-RunCycle = Callable[["KVCache", "DecodeState"], tuple["DecodeState", "Outcome"]]
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 
 
@@ -71,6 +69,10 @@ class Outcome(NamedTuple):
     report: Tensor  # [B, D+10] int64: `Verified.report`, and the times (ns) between the steps of the cycle, 4 of them
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes
+
+
+# a cycle from state to state; writes both caches and state.tokens
+RunCycle = Callable[[KVCache, DecodeState], tuple[DecodeState, Outcome]]
 
 
 class Steps(NamedTuple):

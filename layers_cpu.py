@@ -39,7 +39,9 @@ def keep(layers: nn.ModuleList) -> None:
 
 def serves(layers: nn.ModuleList, x: Tensor) -> bool:
     """Whether `run` takes these layers. x: the rows."""
-    return hasattr(layers, "kept") and x.dtype == torch.bfloat16 and not (torch.is_grad_enabled() and x.requires_grad)
+    if not hasattr(layers, "kept") or x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return False
+    return not (torch.is_grad_enabled() and x.requires_grad)
 
 
 def run(layers: nn.ModuleList, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, window: Window) -> Tensor:

@@ -9,6 +9,7 @@ How it works:
    decoding (one row), tree verification (ancestors) and the levels of a draft head.
 4. A Mixtral layer sends every token through its best experts (`MoEFeedForward`). Which ones is data, not shape: the
    grouping happens inside an operator (kernels.py), so that one step serves one token, a tree and a prompt.
+5. The modules say what a layer computes. On a CPU in bf16 an engine runs all layers in one call (layers_cpu.py).
 
 RoPE uses the Hugging Face half-rotation, so weights load without a permutation.
 Trade-off: rotary angles are computed per call (once for all layers) instead of read from a table, which

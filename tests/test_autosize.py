@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autosize import MISS, Autosizer, TreeShape, Verdict, accepted_of, best_first, miss_of, nested
+from autosize import MEMORY, MISS, Autosizer, TreeShape, Verdict, accepted_of, best_first, miss_of, nested
 from decode import make_steps
 from draft_tree import StaticTree
 from drafters import RootOnly
@@ -197,6 +197,15 @@ def test_only_what_makes_sense_is_run():
         preset, _ = sizer.next(limit)
         sizer.observe(preset, 4.0 * preset, [1.0, 1.2][preset])
         assert preset == limit
+
+
+def test_cycles_without_a_choice_do_not_pile_up():
+    sizer = Autosizer([TreeShape(0, 0, 1), None], [1.0, 1.2])
+    for _ in range(1000):
+        assert sizer.next(0) == (0, False)
+        sizer.observe(0, 0.0, 3.0)
+        assert len(sizer.unread) < MEMORY
+    assert sizer.pace.value == pytest.approx(3, rel=0.01), "they are learned from"
 
 
 # ------------------------------------------------------------------------------- switching between trees
