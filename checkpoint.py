@@ -1,33 +1,118 @@
-"""Writes a Hugging Face model directory tensor by tensor, whole or not at all.
+"""Read and write the tensors of a model directory by name.
 
-How it works:
-1. Tensors arrive one after the other and leave in shards, so that no more than one shard is in memory.
-2. Everything goes to a temporary directory beside the final one, which gets its name when it is whole. What a killed
-   run left behind is removed by the next.
+1. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only the tensors that are
+   used are read. Any other object with named tensors is a `TensorSource` too, and can be loaded like files.
+2. `write_checkpoint` takes one tensor at a time and writes shards, so that at most one shard is in memory. It writes to
+   a temporary directory and renames that at the end, so that a directory under the final name is always complete. The
+   next run removes what a killed run left behind.
 
-Reading is weights.py's.
+Not here: what the names mean (hf/weights.py).
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 SHARD_BYTES = 2 * 10**9
-COPIED = (  # what a tokenizer, the end of a text and a trimmed draft need, where the source has it
+COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json", "token_ranks.json",
 )  # fmt: skip
 
 
+def read_json(path: Path) -> dict:
+    """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"no such directory: {path.parent}; for a hub model run: python scripts/download.py {path.parent}"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+class TensorSource(Protocol):
+    """Tensors by name, and their config.json."""
+
+    path: Path  # where they come from, for error messages
+    config: dict  # the content of config.json
+    readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor. Raises: ValueError when it is missing."""
+
+
+class WeightFiles:
+    """The tensors of a model directory, in memory-mapped files."""
+
+    def __init__(self, path: Path):
+        """Find the files. Raises: ValueError when the config or the weights are missing, or one is corrupt."""
+        self.path, self.config = path, read_json(path / "config.json")
+        self.readers: dict[str, Callable[[], Tensor]] = {}
+        files = self._shards()
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{path}: the index names {file.name}, which is missing; download it again")
+            open_file = self._open_safetensors if file.suffix == ".safetensors" else self._open_bin
+            try:
+                open_file(file)
+            except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, struct.error) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{file} is corrupt, truncated or no weights ({reason}); download it again") from None
+
+    def _shards(self) -> list[Path]:
+        for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+            index = self.path / f"{stem}{suffix}.index.json"
+            if index.is_file():
+                names = read_json(index).get("weight_map")
+                if not isinstance(names, dict) or not names or not all(isinstance(f, str) for f in names.values()):
+                    raise ValueError(f"{index} has no weight_map; download it again")
+                return [self.path / name for name in sorted(set(names.values()))]
+            if (self.path / f"{stem}{suffix}").is_file():
+                return [self.path / f"{stem}{suffix}"]
+        raise ValueError(f"{self.path} has neither model.safetensors nor pytorch_model.bin (single or sharded)")
+
+    def _open_safetensors(self, file: Path) -> None:
+        handle = safe_open(file, framework="pt")
+        for name in handle.keys():  # noqa: SIM118  (not a dict)
+            self.readers[name] = lambda name=name: handle.get_tensor(name)
+
+    def _open_bin(self, file: Path) -> None:
+        try:
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError:  # its own message advises to turn weights_only off
+            raise ValueError("its pickle holds more than tensors") from None
+        if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+            raise ValueError("it does not hold tensors by name")
+        for name, tensor in content.items():
+            self.readers[name] = lambda tensor=tensor: tensor
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor; its memory is the file's until it is copied. Raises: ValueError when it is missing."""
+        if name not in self.readers:
+            raise ValueError(f"{self.path}: the weight {name} is missing")
+        return self.readers[name]()
+
+
 def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
-    """Raises: ValueError when `out` may not be written, or the disk is too small for it."""
+    """Check where to write. Raises: ValueError when `out` may not be replaced, or the disk has too little space."""
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists; give --overwrite to replace it, or choose another directory")
     if out.exists() and not (out / "config.json").is_file():
@@ -46,15 +131,16 @@ def write_checkpoint(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model directory: shards with their index, `config.json`, and the tokenizer of `source`.
+    """Write a model directory: shards with their index, `config.json`, and the files `COPIED` from `source`.
 
-    tensors: by name, each made when it is asked for; shard_bytes: a shard is closed before it would grow beyond this
-    Raises: ValueError when `out` is there or cannot be written. Writes: `out`.
+    tensors: names and tensors, each computed when its turn comes; shard_bytes: no shard grows beyond this, unless one
+    tensor is larger
+    Raises: ValueError when `out` exists and `overwrite` is False, or cannot be written. Writes: `out`.
     """
     check_out(out, overwrite)
     temporary, old = (out.with_name(f"{out.name}{end}") for end in (".tmp", ".old.tmp"))
     try:
-        for leftover in (temporary, old):  # of a run that was killed
+        for leftover in (temporary, old):  # from a run that was killed
             if leftover.exists():
                 shutil.rmtree(leftover)
         temporary.mkdir(parents=True)

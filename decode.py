@@ -1,45 +1,44 @@
-"""A decode cycle: every method is the verification of a draft tree.
+"""The loop: every method proposes a draft tree, and decoding is the verification of a tree.
 
-It has three steps, each tensors to tensors with static shapes, compiled `fullgraph=True`, on a CPU all three as one:
+A `Cycle` has three steps, each tensors to tensors with static shapes, compiled `fullgraph=True`:
 1. draft: the drafter proposes a tree below the root, the token decided last.
 2. verify: the target runs over the whole tree in one pass; the deepest path that is the target's own choice is
    accepted, with the bonus token after it, and its keys and values move next to the prefix.
 3. extend: the drafter takes in the rows that were accepted, with the target's features.
+Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each.
 
-Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has the steps of a cycle for each;
-the report of a cycle says which ones suit the next. Rows that are done go through the motions and decide nothing, so
-the host may read a report late; it is all that the host ever reads.
-The output is a function of (weights, prompt, seed) alone; sampling.py says why.
+A `Session` prefills the prompts of a turn, which decides a root for each row, then launches cycles and reads their
+reports until every row is done: on CUDA one cycle late, so that the device never waits for the host. Finished rows
+still run, but change no state. The output is a function of (weights, prompt, seed) alone; sampling.py says why.
 
-Not here: the loop over cycles (session.py), options (config.py), loading and the command line (generate.py).
+Trade-off: prefill is not compiled. Its chunks are bound by matrix products; static shapes would cost a short prompt
+its padding. Not here: how a step is compiled and captured (runtime.py), loading, the command line (generate.py).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import kernels
-import layers_cpu
 import sampling
-from autosize import Autosizer
-from capture import leaves
-from config import GenerateConfig
 from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction, path_to
 from drafters import Drafter, Root, Rows, Text
-from model import KVCache, Transformer, Window, call
-from sampling import NoiseKey, Sampling
-
-if TYPE_CHECKING:
-    from session import Workspace
+from model import KVCache, Transformer, Window, call, causal_window
+from ops.cpu.layers import FusedLayers
+from options import GenerateConfig
+from runtime import HostCopy, Replay, compiled, leaves, mark, store
+from sampling import NoiseKey
+from stats import Stats, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
+PREFILL_CHUNK = 256  # tokens per prefill pass
 
 
 class DecodeState(NamedTuple):
@@ -54,33 +53,63 @@ class DecodeState(NamedTuple):
     draft: Any  # the drafter's own
 
 
-class Verified(NamedTuple):
-    """What a verification hands to the drafter and to the host."""
+class Decision(NamedTuple):
+    """What a verification decided."""
 
-    rows: Rows  # confirmed rows, D+1 of them, for the drafter
-    path: Tensor  # [B, D+1] int64, accepted nodes
-    # [B, D+6] int64: emitted tokens; their count after cuts (0: was done), accept length, done, preferred preset, pos
-    report: Tensor
+    emitted: Tensor  # [B, D+1] int64, decided tokens (bonus last); entries past `length` are padding
+    count: Tensor  # [B] int64, how many of them are left after cuts; 0: the row was done before
+    length: Tensor  # [B] int64, accepted nodes
+    done: Tensor  # [B] bool, whether the row is done now
+    preset: Tensor  # [B] int64, the largest preset that makes sense next
+    pos: Tensor  # [B] int64, of the root that was verified
+    path: Tensor  # [B, D+1] int64, accepted nodes, root first
+
+
+class Report(NamedTuple):
+    """What the host learns of a cycle and row: `Decision` without its path, and the times (ns) between the steps."""
+
+    emitted: list[int]
+    count: int
+    length: int
+    done: bool
+    preset: int
+    pos: int
+    times: list[int]
+
+    @staticmethod
+    def pack(decision: Decision, times: list[Tensor]) -> Tensor:
+        """One tensor, so that it is one copy: [B, D+10] int64."""
+        emitted, *facts, _ = decision
+        facts = torch.stack([x.long() for x in facts], 1)  # [B, 5]
+        return torch.cat((emitted, facts, torch.stack(times).expand(len(facts), -1)), 1)
+
+    @staticmethod
+    def rows(packed: list[list[int]]) -> list[Report]:
+        """The inverse of `pack`, a report per row."""
+        return [Report(row[:-9], *row[-9:-4], row[-4:]) for row in packed]
 
 
 class Outcome(NamedTuple):
     """What a cycle leaves for the host."""
 
-    report: Tensor  # [B, D+10] int64: `Verified.report`, and the times (ns) between the steps of the cycle, 4 of them
+    report: Tensor  # from `Report.pack`
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes
 
 
-# a cycle from state to state; writes both caches and state.tokens
-RunCycle = Callable[[KVCache, DecodeState], tuple[DecodeState, Outcome]]
+class Largest:
+    """Chooses the preset that the next cycle runs: the largest. extras/autosize.py has one that learns."""
 
+    def next(self, limit: int) -> int:
+        """Choose. limit: the largest preset that makes sense now."""
+        return limit
 
-class Steps(NamedTuple):
-    """The parts of a cycle, for one preset of the drafter."""
+    def observe(self, preset: int, accepted: float, seconds: float) -> None:
+        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
 
-    draft: Callable[[DecodeState], tuple[DraftTree, Tensor | None]]
-    verify: Callable[[KVCache, DecodeState, DraftTree, Tensor | None], tuple[DecodeState, Verified]]
-    extend: Callable[[DecodeState, Rows], DecodeState]
+    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
+        """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -92,18 +121,14 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    cycles: tuple[RunCycle, ...] = ()  # one per preset of the drafter
-    catch_up: Callable[[DecodeState], DecodeState] | None = None  # for presets that put off `extend`
+    cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    sizer: Autosizer | None = None  # picks the preset; None: the largest that is preferred
+    chooser: Any = field(default_factory=Largest)
     pool: list[Workspace] = field(default_factory=list)  # buffers of sessions that are over
-    tokenizer: Any = None  # tokenizer.Tokenizer, or None when only ids go in and out
-    template: Any = None  # tokenizer.ChatTemplate, with --chat
+    tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
+    template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
-
-
-# ----------------------------------------------------------------------------------------------- steps
 
 
 def end_ids(engine: Engine) -> list[int]:
@@ -114,122 +139,103 @@ def end_ids(engine: Engine) -> list[int]:
 def with_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every preset, compiled when the config says so.
 
-    Weights are taken as they are now: they may change in place afterwards, and not be replaced.
+    With --compile on a CPU, weights are taken as they are now: they may change in place afterwards, not be replaced.
     """
-    drafter, config = engine.drafter, engine.config
-    layers_cpu.keep(engine.target.layers)
-
-    def catch_up(state: DecodeState) -> DecodeState:
-        """Let the drafter take in what it has put off. Writes: its cache."""
-        return state._replace(draft=drafter.catch_up(state.draft, Text(state.tokens, state.pos)))
-
-    return replace(
-        engine, cycles=tuple(_make_cycle(engine, preset) for preset in drafter.presets),
-        catch_up=_compiled(catch_up) if config.compile else catch_up,
-        captured=config.compile and config.device.startswith("cuda"), sizer=None, pool=[],
-    )  # fmt: skip
-
-
-def _make_cycle(engine: Engine, drafter: Drafter) -> RunCycle:
     compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
-    steps = make_steps(engine, drafter, by_layer=compile and cuda)
+    for layers in filter(None, (engine.target.layers, engine.drafter.layers)):
+        layers.fused = FusedLayers(layers) if compile and FusedLayers.fits(layers) else None
+    cycles = [Cycle(engine, preset) for preset in engine.drafter.presets]
+    if compile and cuda:
+        cycles = [cycle.compiled_by_layer() for cycle in cycles]
+    elif compile:  # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
+        cycles = [compiled(cycle) for cycle in cycles]
+    return replace(engine, cycles=tuple(cycles), captured=compile and cuda, chooser=Largest(), pool=[])
 
-    def cycle(cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
-        return run_cycle(steps, cache, state)
 
-    # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
-    return _compiled(cycle) if compile and not cuda else cycle
+# ----------------------------------------------------------------------------------------------- cycle
 
 
-def make_steps(engine: Engine, drafter: Drafter, by_layer: bool = False) -> Steps:
-    """The steps of a cycle in which `drafter`, a preset of the engine's, proposes the tree.
+class Cycle:
+    """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
-    by_layer: compile them, with one layer of the target for all, instead of one graph of all. It takes a fraction of
-    the time and costs a call per layer, which a captured cycle does not pay
-    """
-    target, config, rule, prefer = engine.target, engine.config, engine.config.sampling, engine.drafter.prefer
-    D, N, V = drafter.depth, drafter.size, target.config.vocab_size
-    device = target.embedding.weight.device
-    ends = torch.tensor(end_ids(engine), device=device)
-    levels = torch.arange(D + 1, device=device)
-    nodes = torch.arange(N, device=device)
-    fresh_rows = torch.arange(drafter.fresh_rows, device=device)
-    run = _compiled(call) if by_layer else call
+    def __init__(self, engine: Engine, drafter: Drafter):
+        self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
+        self.prefer, self.residual = engine.drafter.prefer, engine.config.accept == "residual"
+        device = engine.target.embedding.weight.device
+        self.ends = torch.tensor(end_ids(engine), device=device)
+        self.levels = torch.arange(drafter.depth + 1, device=device)
+        self.nodes = torch.arange(drafter.size, device=device)
+        self.fresh_rows = torch.arange(drafter.fresh_rows, device=device)
+        self.call = call
 
-    def draft(state: DecodeState) -> tuple[DraftTree, Tensor | None]:
+    def compiled_by_layer(self) -> Cycle:
+        """Compile the steps, and one block of the target for all of its blocks, instead of one graph of everything.
+
+        It takes a fraction of the time and costs a call per block, which a captured cycle does not pay.
+        """
+        for name in ("draft", "decide", "extend"):
+            setattr(self, name, compiled(getattr(self, name)))
+        self.call = compiled(call)
+        return self
+
+    def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
+        """Run the steps, and tell the times between them. Writes: both caches, state.tokens."""
+        state, began = mark(state, "pos")
+        tree, noise = self.draft(state)  # N nodes below the root
+        tree, drafted = mark(tree, "tokens")
+        state, rows, decision = self.verify(cache, state, tree, noise)  # one pass of the target; its own path
+        rows, verified = mark(rows, "tokens")
+        state = self.extend(state, rows)  # the drafter takes in what was accepted
+        decision, ended = mark(decision, "emitted", after=leaves(state.draft))
+        return state, Outcome(Report.pack(decision, [began, drafted, verified, ended]), tree, decision.path)
+
+    def draft(self, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = fresh = None
-        if rule.temperature > 0:
-            noise = sampling.gumbel(state.key, state.draws[:, None] + levels, V)
-        if drafter.fresh_rows:
-            draws = state.draws[:, None] * NODE_STRIDE + fresh_rows
+        V = self.target.config.vocab_size
+        if self.rule.temperature > 0:
+            noise = sampling.gumbel(state.key, state.draws[:, None] + self.levels, V)
+        if self.drafter.fresh_rows:
+            draws = state.draws[:, None] * NODE_STRIDE + self.fresh_rows
             fresh = sampling.gumbel(state.key, draws, V, sampling.DRAFT)
-        root = state.tokens.gather(1, state.pos[:, None]).squeeze(1)
-        return drafter.draft(state.draft, Root(root, noise, fresh, Text(state.tokens, state.pos))), noise
+        token = state.tokens.gather(1, state.pos[:, None]).squeeze(1)
+        return self.drafter.draft(state.draft, Root(token, noise, fresh, Text(state.tokens, state.pos))), noise
 
-    def verify(cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None):
+    def verify(
+        self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
+    ) -> tuple[DecodeState, Rows, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        window = Window(state.pos[:, None] + nodes, state.pos, tree.mask)  # slots are not positions
-        features, _ = target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, run=run)
-        return decide(cache, state, tree, noise, features)
+        window = Window(state.pos[:, None] + self.nodes, state.pos, tree.mask)  # slots are not positions
+        features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call)
+        return self.decide(cache, state, tree, noise, features)
 
-    def decide(cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor):
+    def decide(
+        self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor
+    ) -> tuple[DecodeState, Rows, Decision]:
         """Accept and compact. features: [B, N, F], the target's. Writes: the cache, state.tokens."""
-        before, logits = state.pos, target.logits(features)  # [B, N, V]
-        if config.accept == "residual" and rule.temperature > 0:
-            accepted = _accept_residual(tree, logits, noise, state, rule, drafter)
+        logits = self.target.logits(features)  # [B, N, V]
+        if noise is None:
+            accepted = accept(tree, logits.argmax(-1), self.drafter.depth)  # ties go to the lowest id
+        elif self.residual:
+            accepted = accept_residual(tree, logits, noise, state, self)
         else:
-            at_node = noise.gather(1, tree.depths[:, :, None].expand(-1, -1, V)) if noise is not None else None
-            accepted = accept(tree, sampling.choose(logits, rule, at_node), D)
-        if drafter.width > 1:  # the rows of a chain lie where they belong
-            cache.compact(before, compaction(accepted))
-        state, rows, report = _advance(state, tree, accepted, features, ends)
-        preset = prefer(Text(state.tokens, state.pos))
-        tail = torch.stack((preset, before), 1)  # [B, 2]
-        return state, Verified(rows, accepted.path, torch.cat((report, tail), 1))
+            at_node = noise.gather(1, tree.depths[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
+            accepted = accept(tree, sampling.choose(logits, self.rule, at_node), self.drafter.depth)
+        if self.drafter.width > 1:  # the rows of a chain lie where they belong
+            cache.compact(state.pos, compaction(accepted))
+        return advance(state, tree, accepted, features, self)
 
-    def extend(state: DecodeState, rows: Rows) -> DecodeState:
+    def extend(self, state: DecodeState, rows: Rows) -> DecodeState:
         """Hand the confirmed rows to the drafter. Writes: its cache."""
-        return state._replace(draft=drafter.extend(state.draft, rows))
-
-    if by_layer:
-        decide = _compiled(decide)
-        return Steps(_compiled(draft), verify, _compiled(extend))
-    return Steps(draft, verify, extend)
+        return state._replace(draft=self.drafter.extend(state.draft, rows))
 
 
-def _compiled(step: FunctionType) -> Callable:
-    # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
-    options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_modes}
-    return torch.compile(_own_code(step), fullgraph=True, dynamic=False, options=options)
-
-
-def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
-    """Which of Dynamo's guards a compiled step keeps: modes such as autocast, which a caller may change.
-
-    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking modules took 0.3 ms a
-    step at 8 layers, and tensors 0.1 ms a cycle; what was compiled asserts the sizes of its arguments anyway.
-    """
-    return [guard.guard_type == "GLOBAL_STATE" for guard in guards]
-
-
-def _own_code(step: FunctionType) -> FunctionType:
-    """A copy with a code object of its own: Dynamo counts compilations per code object and stops at a limit,
-    which many engines in one process would reach together."""
-    code = step.__code__.replace(co_name=f"{step.__name__}_{next(_engines)}")
-    return FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
-
-
-_engines = itertools.count()
-
-
-def _accept_residual(
-    tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, rule: Sampling, drafter: Drafter
-) -> Accepted:
-    p = sampling.process(logits, rule).softmax(-1)  # [B, N, V]
+def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle) -> Accepted:
+    """Accept by the papers' rule. logits: [B, N, V]; noise: [B, D+1, V]."""
+    p = sampling.process(logits, cycle.rule).softmax(-1)  # [B, N, V]
     uniform = sampling.uniforms(state.key, state.draws[:, None], tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
-    node, rest = sampling.residual_accept(tree, p, uniform, drafter.depth, drafter.width)
-    path, length = path_to(tree, node, drafter.depth)
+    node, rest = sampling.residual_accept(tree, p, uniform, cycle.drafter.depth, cycle.drafter.width)
+    path, length = path_to(tree, node, cycle.drafter.depth)
     last = length[:, None]  # [B, 1]
     at_end = noise.gather(1, last[:, :, None].expand(-1, 1, noise.shape[2])).squeeze(1)  # [B, V]
     bonus = (rest.log() + at_end).argmax(-1, keepdim=True)  # [B, 1]
@@ -237,17 +243,14 @@ def _accept_residual(
     return Accepted(path, length, emitted)
 
 
-def _advance(
-    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, ends: Tensor
-) -> tuple[DecodeState, Rows, Tensor]:
-    """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens.
-
-    Returns: the state; the confirmed rows; the report's first D+4 columns.
-    """
+def advance(
+    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
+) -> tuple[DecodeState, Rows, Decision]:
+    """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens."""
     emitted = accepted.emitted  # [B, D+1]
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     inside = steps <= accepted.length[:, None]
-    is_end = inside & (emitted[:, :, None] == ends).any(-1)
+    is_end = inside & (emitted[:, :, None] == cycle.ends).any(-1)
     before_end = torch.where(is_end, steps, emitted.shape[1]).amin(1) + 1  # tokens up to the first end
     count = torch.minimum(torch.minimum(accepted.length + 1, before_end), state.limit - state.pos)
     count = torch.where(state.done, 0, count)
@@ -259,18 +262,222 @@ def _advance(
     path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
     slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
     rows = Rows(torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots)
-    report = torch.cat((emitted, torch.stack((count, accepted.length, done.long()), 1)), 1)  # [B, D+4]
-    return state._replace(pos=pos, draws=state.draws + count, done=done), rows, report
+    preset = cycle.prefer(Text(state.tokens, pos))
+    decision = Decision(emitted, count, accepted.length, done, preset, state.pos, accepted.path)
+    return state._replace(pos=pos, draws=state.draws + count, done=done), rows, decision
 
 
-def run_cycle(steps: Steps, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
-    """One cycle, with the times between its steps. Writes: both caches, state.tokens."""
-    pos, began = kernels.stamp(state.pos)
-    tree, noise = steps.draft(state._replace(pos=pos))
-    tokens, drafted = kernels.stamp(tree.tokens)
-    state, verified = steps.verify(cache, state, tree._replace(tokens=tokens), noise)
-    tokens, checked = kernels.stamp(verified.rows.tokens)
-    state = steps.extend(state, verified.rows._replace(tokens=tokens))
-    report, ended = kernels.stamp(verified.report, leaves(state.draft))
-    times = torch.stack((began, drafted, checked, ended)).expand(len(report), -1)
-    return state, Outcome(torch.cat((report, times), 1), tree, verified.path)
+# --------------------------------------------------------------------------------------------- prefill
+
+
+def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Tensor, width: int) -> DecodeState:
+    """Run the target over `width` prompt tokens of every row and hand their features to the drafter.
+
+    start: [B] int64, index of each row's first token in the chunk; rows that end earlier are padded
+    A row whose prompt ends in this chunk gets its root: only that one feature goes through the LM head.
+    Writes: both caches, state.tokens.
+    """
+    rule = engine.config.sampling
+    start = torch.minimum(start, state.pos)
+    count = (state.pos - start).clamp(max=width)  # [B], real rows
+    window = causal_window(start, width)
+    tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
+    features = engine.target(tokens, window.slots, cache, window)
+    last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
+    logits = engine.target.logits(features.gather(1, last))  # [B, 1, V]
+    if rule.temperature > 0:
+        root = sampling.choose(logits, rule, sampling.gumbel(state.key, state.draws[:, None], logits.shape[2]))
+    else:
+        root = logits.argmax(-1)  # [B, 1]
+    ends_here = ((count > 0) & (start + count == state.pos))[:, None]
+    trash = state.tokens.shape[1] - 1
+    state.tokens.scatter_(1, torch.where(ends_here, state.pos[:, None], trash), root)
+    span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
+    rows = Rows(state.tokens.gather(1, span), features, count)  # read again: by now the roots are in
+    return state._replace(draft=engine.drafter.extend(state.draft, rows))
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two sequences share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+# --------------------------------------------------------------------------------------------- session
+
+
+class Workspace:
+    """The buffers of B sequences. They outlive their session, and where cycles are captured, at fixed addresses."""
+
+    def __init__(self, engine: Engine):
+        target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
+        weight = target.embedding.weight
+        slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
+        self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
+        number = torch.zeros(B, dtype=torch.long, device=weight.device)
+        self.state = DecodeState(
+            tokens=torch.zeros(B, engine.context + 1, dtype=torch.long, device=weight.device),
+            pos=number, draws=number.clone(), done=number == 0, limit=number.clone(),
+            key=NoiseKey(number.new_zeros(2), number.clone(), number.clone()),
+            draft=drafter.init(B, slots),
+        )  # fmt: skip
+        self.replays: dict[int, Replay] = {}  # by preset, what was captured over these buffers
+
+    def reset(self, engine: Engine, key: NoiseKey) -> None:
+        """Make every row idle and empty."""
+        zeros = torch.zeros_like(self.state.pos)
+        self.state.tokens.zero_()
+        draft = engine.drafter.rewind(self.state.draft, zeros)
+        self.put(engine, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft))
+
+    def put(self, engine: Engine, state: DecodeState) -> None:
+        """Set the state. Writes: the buffers in place, where cycles are captured."""
+        if engine.captured:
+            store(self.state, state)
+        else:
+            self.state = state
+
+    def replay(self, engine: Engine, preset: int) -> Outcome:
+        """Run a cycle over these buffers, captured the first time."""
+
+        def body() -> Outcome:
+            state, outcome = engine.cycles[preset](self.cache, self.state)
+            self.put(engine, state)
+            return outcome
+
+        if preset not in self.replays:
+            self.replays[preset] = Replay(body, self.state.pos.device)
+        return self.replays[preset]()
+
+
+class Launched(NamedTuple):
+    """A cycle that the host has launched and not read yet."""
+
+    report: HostCopy
+    preset: int
+    began: float  # host's clock (s)
+    drawn: HostCopy | None  # for the trace: tokens, parents, depths, accepted path, and values where it has them
+
+
+class Session:
+    """B conversations that share a cache. A row may be given turn after turn; what it has cached stays."""
+
+    def __init__(self, engine: Engine, streams: list[tuple[int, int]], lag: int | None = None):
+        """streams: (prompt, sample) per row, the key of its noise; further rows of the batch stay idle
+        lag: cycles launched before the host reads the first of them; default 1 on CUDA, 0 elsewhere
+        """
+        self.engine, B = engine, engine.config.batch_size
+        assert len(streams) <= B, (streams, B)
+        self.work = engine.pool.pop() if engine.pool else Workspace(engine)
+        weakref.finalize(self, engine.pool.append, self.work)
+        device, streams = self.state.pos.device, streams + [(0, 0)] * (B - len(streams))
+        self.lag = int(device.type == "cuda") if lag is None else lag
+        seed = torch.tensor([engine.config.seed & sampling.MASK32, engine.config.seed >> 32], device=device)
+        self.work.reset(engine, NoiseKey(seed, *(torch.tensor(column, device=device) for column in zip(*streams))))
+        self.preset = 0  # the largest that makes sense in the next cycle
+        self.history: list[list[int]] = [[] for _ in range(B)]  # every token, prompts and roots included
+        self.stats = Stats()
+        self.trace: list[dict] = []
+
+    @property
+    def state(self) -> DecodeState:
+        """Where the rows are, after every cycle that was launched."""
+        return self.work.state
+
+    def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
+        """Decode one turn. Yields the new tokens of every row, cycle by cycle; the first ones are the roots.
+
+        prompts: per row the conversation so far, or None to leave the row idle, which empties it
+        Writes: history, stats, trace.
+        """
+        prompts = prompts + [None] * (len(self.history) - len(prompts))
+        began = time.perf_counter()
+        roots, finished = self._prefill(prompts)
+        self.stats.prefill_s += time.perf_counter() - began
+        yield self._note(roots)
+        began, pending = time.perf_counter(), deque()
+        while not finished:
+            pending.append(self._launch())
+            if len(pending) > self.lag:
+                new, finished = self._read(pending.popleft())
+                self.stats.decode_s += time.perf_counter() - began
+                began = time.perf_counter()
+                yield self._note(new)
+
+    def _launch(self, preset: int | None = None) -> Launched:
+        """Run a cycle of a preset, or of the one that the chooser takes."""
+        engine, work, began = self.engine, self.work, time.perf_counter()
+        if preset is None:
+            preset = engine.chooser.next(self.preset)
+        if engine.captured:
+            outcome = work.replay(engine, preset)
+        else:
+            work.state, outcome = engine.cycles[preset](work.cache, work.state)
+        drawn, tree = None, outcome.tree
+        if engine.config.trace:
+            values = () if tree.values is None else (tree.values,)
+            drawn = HostCopy(tree.tokens, tree.parents, tree.depths, outcome.path, *values)
+        return Launched(HostCopy(outcome.report), preset, began, drawn)
+
+    def time_cycle(self, preset: int) -> float:
+        """Run a cycle of one preset, whatever it brings. Returns: its time (s)."""
+        launched = self._launch(preset)
+        (packed,) = launched.report.read()
+        return self._seconds(launched, Report.rows(packed)[0])
+
+    def _seconds(self, launched: Launched, report: Report) -> float:
+        """How long a cycle took: on the device where it runs ahead of the host."""
+        return (report.times[-1] - report.times[0]) / 1e9 if self.lag else time.perf_counter() - launched.began
+
+    def _read(self, launched: Launched) -> tuple[list[list[int]], bool]:
+        """Returns: the new tokens of every row; whether all rows are done. Writes: preset, stats, trace."""
+        (packed,) = launched.report.read()
+        reports = Report.rows(packed)
+        drawn = launched.drawn.read() if launched.drawn else None
+        live = [row for row, report in enumerate(reports) if report.count]  # the others were done before this cycle
+        if drawn:
+            self.trace += [trace_row(drawn, row, reports[row]) for row in live]
+        lengths = [reports[row].length for row in live]
+        stats, (began, drafted, verified, ended) = self.stats, reports[0].times
+        stats.live_rows.append(live)
+        stats.accept_lengths += lengths
+        stats.tokens += sum(report.count for report in reports)
+        stats.draft_s += (drafted - began + ended - verified) / 1e9
+        stats.verify_s += (verified - drafted) / 1e9
+        wanted = [report.preset for report in reports if not report.done]
+        self.preset = min(max(wanted, default=0), len(self.engine.cycles) - 1)
+        if live:
+            seconds = self._seconds(launched, reports[0])
+            stats.presets.append((launched.preset, seconds))
+            self.engine.chooser.observe(launched.preset, sum(lengths) / len(live), seconds)
+        return [report.emitted[: report.count] for report in reports], not wanted
+
+    def _note(self, new: list[list[int]]) -> list[list[int]]:
+        for row, tokens in zip(self.history, new):
+            row.extend(tokens)
+        return new
+
+    def _prefill(self, prompts: list[list[int] | None]) -> tuple[list[list[int]], bool]:
+        """Cache the prompts and decide a root for each. Returns: the roots; whether all rows are done already."""
+        engine, state, device = self.engine, self.state, self.state.pos.device
+        # the head's row below the common prefix pairs it with the token after it, so one row is done again;
+        # the last token of a history (the root) is not cached
+        begins = [max(common_prefix(h[:-1], p or []) - 1, 0) for h, p in zip(self.history, prompts)]
+        lengths = [len(p) if p else 0 for p in prompts]
+        for row, prompt in enumerate(prompts):
+            self.history[row] = list(prompt or [])  # an idle row's slots serve as scratch
+            if prompt:
+                state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+        begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
+        limit = (length + engine.config.max_new_tokens - 1).clamp(max=engine.context - 1)
+        state = state._replace(pos=length, limit=limit, draft=engine.drafter.rewind(state.draft, begin))
+        longest = max(end - start for start, end in zip(begins, lengths))
+        for offset in range(0, longest, PREFILL_CHUNK):
+            width = min(PREFILL_CHUNK, longest - offset)
+            state = prefill_chunk(engine, self.work.cache, state, begin + offset, width)
+        roots = state.tokens.gather(1, length[:, None])  # [B, 1]
+        ends = torch.tensor(end_ids(engine), device=device)
+        done = (length == 0) | (roots == ends).any(1) | (length >= limit)
+        self.work.put(engine, state._replace(done=done, draws=state.draws + (length > 0)))
+        self.preset = len(engine.cycles) - 1
+        new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
+        return new, bool(done.all())

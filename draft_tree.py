@@ -1,23 +1,22 @@
-"""Draft trees, and every tensor step on them.
+"""Draft trees, and every tensor step on them: shapes, growing, acceptance.
 
 A tree has N nodes with node 0 the root (the token decided last, not cached yet). Parents precede children,
 so every relation follows from `parents` by a few rounds of boolean algebra: ancestors, depths, acceptance and
 the accepted path need no list of leaves, no host and no data-dependent shape.
 
-Dynamic trees (EAGLE-2, arXiv 2406.16858, section 4): `Candidates` collects every drafted token level by level,
-`expand` picks the next frontier, `graft` adds a chain that was found elsewhere, `rerank` keeps the best nodes.
-Static trees (EAGLE-1): `StaticTree`.
+`grow` makes every tree that scores tokens. Level by level it asks for the children of the frontier, adds them to a pool
+of candidates, and runs the next frontier. A shape says which candidates that is, and which become nodes at the end:
+`StaticTree` (EAGLE-1, arXiv 2401.15077; chains) goes by rank, `DynamicTree` (EAGLE-2, arXiv 2406.16858, section 4) by
+value.
 
 Padding is what `valid` says, never a token id. All scores are fp32.
-Not here: who scores a token (drafters), and who decides it (sampling).
+Not here: who scores a token (drafters.py), and who decides it (sampling.py).
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ class DraftTree(NamedTuple):
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
     q: Tensor | None = None  # [B, N, V] fp32, distribution each node's children were sampled from (residual rule)
-    values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0; for the trace only
+    values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
     # [B, N] int64, slot of each node's row in the drafter's own cache, counted from the root's; 0: it has none
     slots: Tensor | None = None
 
@@ -108,56 +107,101 @@ def compaction(accepted: Accepted) -> Tensor:
     return torch.where(steps <= accepted.length[:, None], accepted.path, steps)
 
 
-# -------------------------------------------------------------------------------------- dynamic trees
+# ----------------------------------------------------------------------------------------- growing a tree
 
 
 class Candidates(NamedTuple):
-    """The pool of drafted tokens, level by level; a level by parent's rank, then by child's rank."""
+    """The pool of drafted tokens, level by level; a level by its parents' order, then by child's rank."""
 
     tokens: Tensor  # [B, P] int64
     values: Tensor  # [B, P] fp32, sum of scores along the path; -inf: no candidate
     parents: Tensor  # [B, P] int64, flat index of the parent; -1 is the root
 
+    @staticmethod
+    def none(root: Tensor) -> Candidates:
+        """An empty pool. root: [B] int64."""
+        empty = root.new_zeros(len(root), 0)  # [B, 0]
+        return Candidates(empty, empty.float(), empty)
 
-class Frontier(NamedTuple):
-    """The K candidates that are expanded next, best first."""
-
-    index: Tensor  # [B, K] int64, flat index in the pool
-    tokens: Tensor  # [B, K] int64
-    values: Tensor  # [B, K] fp32
-    parent_rank: Tensor  # [B, K] int64, which member of the previous frontier each one descends from
-
-
-def pool_size(depth: int, topk: int) -> int:
-    """Candidates of a dynamic tree: K + (D - 1) K^2."""
-    return topk + (depth - 1) * topk * topk
+    def add(self, tokens: Tensor, values: Tensor, parents: Tensor) -> Candidates:
+        """The pool with further candidates, all [B, X]."""
+        return Candidates(*(torch.cat(pair, 1) for pair in zip(self, (tokens, values, parents))))
 
 
-def first_level(tokens: Tensor, scores: Tensor) -> tuple[Candidates, Frontier]:
-    """Start a pool with the root's K children. tokens, scores: [B, K], best first."""
-    rank = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return Candidates(tokens, scores, torch.full_like(tokens, -1)), Frontier(rank, tokens, scores, rank)
+class Children(NamedTuple):
+    """The best children of R nodes, best first."""
+
+    tokens: Tensor  # [B, R, k] int64
+    scores: Tensor  # [B, R, k] fp32, log-probabilities
+    q: Tensor | None = None  # [B, R, V] fp32, what they were sampled from, if they were
 
 
-def expand(
-    pool: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor, by: str
-) -> tuple[Candidates, Frontier]:
-    """Add the children of the frontier to the pool and choose the next frontier.
+class Level(NamedTuple):
+    """The nodes of a level that run through the drafter, to have children."""
 
-    tokens, scores: [B, K, K], children of each frontier node and their scores, best first
-    by: "value" expands the best paths (EAGLE-2), "confidence" the best single steps (its Table 3 ablation)
+    tokens: Tensor  # [B, R] int64
+    depth: int  # 1 for children of the root
+    slot: int  # scratch slot of the first; the others follow
+    seen: Tensor  # [B, R, W] bool, which scratch slots each one sees: its ancestors' and its own
+
+
+class Graft(NamedTuple):
+    """Candidates that were found elsewhere."""
+
+    depth: int  # of the deepest at most
+    add: Callable[[Candidates], Candidates]  # the pool with them
+
+
+def grow(
+    shape: DynamicTree | StaticTree,
+    root: Tensor,
+    out: Tensor,
+    children: Callable[[Tensor, int, int], Children],
+    run: Callable[[Level, Tensor], Tensor],
+    graft: Graft | None = None,
+) -> tuple[DraftTree, Tensor]:
+    """Grow a tree level by level: score the children of the frontier, choose the next frontier, run it.
+
+    shape: on the root's device (`on`)
+    root: [B] int64, its tokens; out: [B, 1, F], the drafter's output at the root
+    children: of (outputs [B, R, F], level, k), the k best of each node; level 0 asks for those of the root
+    run: of (level, outputs of the parents [B, R, F]), the outputs of its nodes, [B, R, F]
+    graft: candidates that were found elsewhere
+    Returns: the tree; each node's place among those that ran, counted from the root's; 0: it did not; [B, N] int64.
     """
-    B, K, _ = tokens.shape
-    values = (frontier.values[:, :, None] + scores).flatten(1)  # [B, K*K]
-    flat = tokens.flatten(1)
-    offset = pool.tokens.shape[1]
-    grown = Candidates(
-        torch.cat((pool.tokens, flat), 1),
-        torch.cat((pool.values, values), 1),
-        torch.cat((pool.parents, frontier.index.repeat_interleave(K, dim=1)), 1),
-    )
-    order = best_first(values if by == "value" else scores.flatten(1))[:, :K]  # [B, K]
-    return grown, Frontier(offset + order, flat.gather(1, order), values.gather(1, order), order // K)
+    pool, q, ran = Candidates.none(root), [], []
+    index, value = root.new_full((len(root), 1), -1), torch.zeros(len(root), 1, device=root.device)  # the frontier
+    seen = torch.zeros(len(root), 1, sum(shape.widths), dtype=torch.bool, device=root.device)
+    slot = 0
+    for level in range(shape.depth):
+        k = shape.ranks(level)
+        found = children(out, level, k)
+        tokens, values = found.tokens.flatten(1), (value[:, :, None] + found.scores).flatten(1)  # [B, R k]
+        begin, pool = pool.tokens.shape[1], pool.add(tokens, values, index.repeat_interleave(k, dim=1))
+        q += [] if found.q is None else [found.q]
+        ran.append(index)
+        if level + 1 == shape.depth:
+            break
+        order = shape.expanded(level, values, found.scores.flatten(1))  # [B, R'], into this level's candidates
+        parent = (order // k)[:, :, None]  # [B, R', 1]
+        index, value = begin + order, values.gather(1, order)
+        rows, slots = (torch.arange(n, device=root.device) for n in (order.shape[1], seen.shape[2]))
+        own = slots == slot + rows[:, None]  # [R', W]
+        seen = seen.gather(1, parent.expand(-1, -1, seen.shape[2])) | own  # a node sees its ancestors and itself
+        out = out.gather(1, parent.expand(-1, -1, out.shape[2]))
+        out = run(Level(tokens.gather(1, order), level + 1, slot, seen), out)
+        slot += order.shape[1]
+    every = torch.cat(ran, 1)  # [B, sum R]: the root, then the frontiers in their order
+    pool, depth = (graft.add(pool), max(shape.depth, graft.depth)) if graft else (pool, shape.depth)
+    nodes = shape.chosen(pool.values)
+    tree, number = tree_of(root, pool, nodes, depth)
+    if q:
+        at = number.gather(1, every + 1)[:, :, None]  # [B, sum R, 1]
+        q = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
+        tree = tree._replace(q=q.new_zeros(*tree.tokens.shape, q.shape[2]).scatter(1, at.expand_as(q), q))
+    order = torch.arange(every.shape[1], device=root.device).expand_as(every)
+    places = torch.zeros_like(number).scatter(1, every + 1, order)  # [B, P+1]
+    return tree, torch.cat((places[:, :1], places.gather(1, nodes + 1)), 1)
 
 
 def best_first(values: Tensor) -> Tensor:
@@ -165,49 +209,21 @@ def best_first(values: Tensor) -> Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices
 
 
-def graft(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
-    """Add a chain below the root. Where the pool has one of its nodes already, that is used and its value raised.
+def best_nodes(values: Tensor, count: int) -> Tensor:
+    """The best candidates of a pool: [B, count] flat indices, ascending.
 
-    tokens: [B, L] int64
-    values: [B, L] fp32, not rising along the chain; -inf: no candidate
-    Returns: the pool with L candidates more, -inf those that it had; siblings stay different, parents stay first.
+    A value never exceeds its parent's and ties keep the parent first, so every chosen node's parent is chosen.
     """
-    above = torch.full_like(tokens[:, :1], -1)  # [B, 1], flat index of the node above
-    for token, value in zip(tokens.split(1, 1), values.split(1, 1)):  # [B, 1]
-        P = pool.tokens.shape[1]
-        same = (pool.parents == above) & (pool.tokens == token) & (pool.values > float("-inf"))  # [B, P], one at most
-        found = same.any(1, keepdim=True)
-        here = (same * torch.arange(P, device=tokens.device)).sum(1, keepdim=True)  # [B, 1]
-        raised = torch.where(same, torch.maximum(pool.values, value), pool.values)
-        pool = Candidates(
-            torch.cat((pool.tokens, token), 1),
-            torch.cat((raised, value.masked_fill(found, float("-inf"))), 1),
-            torch.cat((pool.parents, above), 1),
-        )
-        above = torch.where(found, here, P)
-    return pool
+    return best_first(values)[:, :count].sort(dim=1).values
 
 
-def rerank(root: Tensor, pool: Candidates, size: int, depth: int, by_value: bool = True) -> DraftTree:
-    """Keep the best `size` - 1 candidates of the pool below the root: `tree_of` what `best_nodes` chooses."""
-    return tree_of(root, pool, best_nodes(pool, size, by_value), depth)
+def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> tuple[DraftTree, Tensor]:
+    """The tree of the chosen candidates.
 
-
-def best_nodes(pool: Candidates, size: int, by_value: bool) -> Tensor:
-    """The `size` - 1 best candidates: [B, N-1] flat indices, ascending.
-
-    by_value: False keeps the first levels whole instead (the no-re-rank ablation of EAGLE-2 Table 3)
-    A value never exceeds its parent's and ties keep the parent first, so every kept node's parent is kept.
+    root: [B] int64; chosen: [B, N-1] flat indices, ascending
+    Returns: the tree; the node of each candidate, 0: none, behind that of the root, [B, P+1] int64.
     """
-    if by_value:
-        return best_first(pool.values)[:, : size - 1].sort(dim=1).values
-    return torch.arange(size - 1, device=pool.values.device).expand(pool.values.shape[0], -1)
-
-
-def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> DraftTree:
-    """The tree of the chosen candidates. root: [B] int64; chosen: [B, N-1] flat indices, ascending."""
     B, size = chosen.shape[0], chosen.shape[1] + 1
-    # flat index + 1 -> node
     node = torch.zeros(B, pool.tokens.shape[1] + 1, dtype=torch.long, device=root.device)  # [B, P+1]
     numbers = torch.arange(1, size, device=root.device).expand_as(chosen)
     node = node.scatter(1, chosen + 1, numbers)
@@ -215,114 +231,123 @@ def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> Draft
     tokens = torch.cat((root[:, None], pool.tokens.gather(1, chosen)), 1)
     values = torch.cat((pool.values.new_zeros(root.shape[0], 1), pool.values.gather(1, chosen)), 1)  # [B, N]
     parents = torch.cat((torch.zeros_like(root[:, None]), parents), 1)
-    return build_tree(tokens, parents, values > float("-inf"), depth)._replace(values=values)
+    return build_tree(tokens, parents, values > float("-inf"), depth)._replace(values=values), node
 
 
-# --------------------------------------------------------------------------------------- static trees
+# ------------------------------------------------------------------------------------------------- shapes
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked. The papers' size is the default."""
+
+    depth: int = 6  # D, drafted levels
+    topk: int = 10  # K, children kept per node, and nodes expanded per level
+    size: int = 60  # N, verified nodes, root included
+    expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
+    rerank: bool = True  # False keeps the first levels whole (EAGLE-2 Table 3)
+
+    def __post_init__(self):
+        pool = self.topk + (self.depth - 1) * self.topk**2
+        if self.size - 1 > pool:
+            raise ValueError(
+                f"a tree of {self.size} nodes needs {self.size - 1} candidates; depth {self.depth} and top-k "
+                f"{self.topk} give {pool} (K + (D-1) K^2); lower --tree_size or raise --tree_topk"
+            )
+
+    @property
+    def width(self) -> int:
+        """Children of a node at most."""
+        return self.topk
+
+    @property
+    def widths(self) -> list[int]:
+        """Nodes that run, of every level below the root."""
+        return [self.topk] * (self.depth - 1)
+
+    @property
+    def name(self) -> str:
+        """What it is called in a report."""
+        return f"dynamic {self.depth}/{self.topk}/{self.size}"
+
+    def on(self, device: torch.device) -> DynamicTree:
+        """The same for tensors of a device."""
+        return self
+
+    def ranks(self, level: int) -> int:
+        """How many children a node of a level is asked for."""
+        return self.topk
+
+    def expanded(self, level: int, values: Tensor, scores: Tensor) -> Tensor:
+        """Which candidates of a level get children. values, scores: [B, X]. Returns: [B, R], best first."""
+        return best_first(values if self.expand_by == "value" else scores)[:, : self.topk]
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """Which candidates of the pool become nodes. values: [B, P]. Returns: [B, N-1], ascending."""
+        if self.rerank:
+            return best_nodes(values, self.size - 1)
+        return torch.arange(self.size - 1, device=values.device).expand(len(values), -1)
+
 
 # EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2. Source: arXiv 2401.15077.
-EAGLE1_PATHS = tuple(
-    tuple(map(int, path))
-    for path in (
-        [
-            "0",
-            "1",
-            "2",
-            "3",
-            "00",
-            "01",
-            "02",
-            "10",
-            "11",
-            "20",
-            "21",
-            "30",
-            "000",
-            "001",
-            "002",
-            "010",
-            "011",
-            "020",
-            "021",
-            "100",
-            "0000",
-            "0001",
-            "0002",
-            "00000",
-            "00001",
-        ]
-    )
-)
+MC_SIM_7B = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+EAGLE1_PATHS = tuple(tuple(map(int, path)) for path in MC_SIM_7B.split())
 
 
 @dataclass(frozen=True)
 class StaticTree:
     """A tree of fixed shape, as rank paths: (0, 2) is the third best child of the best child of the root.
 
-    Nodes are numbered by (depth, path). Of every level only the nodes with children are expanded.
+    Nodes are numbered by (depth, path). Of every level only the nodes with children run. Members as in `DynamicTree`.
     """
 
     paths: tuple[tuple[int, ...], ...]
+    places: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)  # made by `on`
 
     @staticmethod
     def chain(depth: int) -> StaticTree:
         """A chain of `depth` drafted tokens."""
         return StaticTree(tuple((0,) * d for d in range(1, depth + 1)))
 
-    @staticmethod
-    def from_file(file: Path) -> StaticTree:
-        """Read a JSON list of rank paths. Raises: ValueError that says what is wrong with it."""
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except OSError:
-            raise ValueError(f"--tree_file: cannot read {file}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"--tree_file: {file} is not valid JSON: {error}") from None
-        whole = isinstance(raw, list) and all(
-            isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
-        )
-        if not whole or not raw:
-            raise ValueError(f"--tree_file: {file} must be a list of rank paths such as [[0], [1], [0, 0]]")
-        paths = {tuple(p) for p in raw}
-        orphan = next((list(p) for p in sorted(paths) if len(p) > 1 and p[:-1] not in paths), None)
-        if orphan is not None:
-            raise ValueError(f"--tree_file: {file} has the path {orphan} without its parent {orphan[:-1]}; add it")
-        if len(paths) != len(raw):
-            raise ValueError(f"--tree_file: {file} lists a path twice")
-        if len(paths) + 1 > MAX_NODES:
-            raise ValueError(f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}")
-        return StaticTree(tuple(paths))
-
-    @cached_property
-    def order(self) -> list[tuple[int, ...]]:
-        """Paths by node number, root first."""
-        return [(), *sorted(self.paths, key=lambda p: (len(p), p))]
-
-    @cached_property
-    def parents(self) -> list[int]:
-        """Parent's node number per node."""
-        number = {path: i for i, path in enumerate(self.order)}
-        return [number[path[:-1]] for path in self.order]
-
-    @cached_property
-    def depth(self) -> int:
-        return len(self.order[-1])
+    def __post_init__(self):
+        """Sort the paths, root's () included: `levels`, by depth in node order; `inner`, those that have children."""
+        parents, depth = {path[:-1] for path in self.paths}, max(map(len, self.paths))
+        levels = [sorted(path for path in ((), *self.paths) if len(path) == d) for d in range(depth + 1)]
+        inner = [[path for path in level if path in parents] for level in levels[:-1]]
+        facts = {"depth": depth, "size": len(self.paths) + 1, "levels": levels, "inner": inner}
+        self.__dict__.update(facts)  # the dataclass is frozen
 
     @property
-    def size(self) -> int:
-        return len(self.order)
+    def width(self) -> int:
+        return max(map(self.ranks, range(self.depth)))
 
-    @cached_property
-    def inner(self) -> list[list[int]]:
-        """Per depth, the nodes that have children; they are the rows of a draft pass."""
-        parents = set(self.parents[1:])
-        return [[i for i, p in enumerate(self.order) if len(p) == d and i in parents] for d in range(self.depth)]
+    @property
+    def widths(self) -> list[int]:
+        return [len(level) for level in self.inner[1:]]
 
-    def children(self, depth: int) -> list[tuple[int, int, int]]:
-        """The nodes one level below `depth` as (node, row of its parent in inner[depth], rank)."""
-        row = {node: r for r, node in enumerate(self.inner[depth])}
-        return [(i, row[self.parents[i]], p[-1]) for i, p in enumerate(self.order) if len(p) == depth + 1]
+    @property
+    def name(self) -> str:
+        return f"chain {self.depth}" if self.width == 1 else f"static {self.size}"
 
-    def ranks(self, depth: int) -> int:
-        """How many ranked children a draft pass at `depth` must give."""
-        return 1 + max(rank for _, _, rank in self.children(depth))
+    def ranks(self, level: int) -> int:
+        return 1 + max(path[-1] for path in self.levels[level + 1])
+
+    def _place(self, path: tuple[int, ...]) -> int:
+        """Where a path's candidate lies among those of its level."""
+        level = len(path) - 1
+        return self.inner[level].index(path[:-1]) * self.ranks(level) + path[-1]
+
+    def on(self, device: torch.device) -> StaticTree:
+        """The same with index tensors on a device: the candidates to expand of every level, and last the nodes."""
+        expanded = [[self._place(path) for path in level] for level in self.inner[1:]]
+        begins = [0]
+        for level, inner in enumerate(self.inner):
+            begins.append(begins[-1] + len(inner) * self.ranks(level))
+        nodes = [begins[len(path) - 1] + self._place(path) for level in self.levels[1:] for path in level]
+        return replace(self, places=tuple(torch.tensor([x], device=device) for x in (*expanded, nodes)))
+
+    def expanded(self, level: int, values: Tensor, scores: Tensor) -> Tensor:
+        return self.places[level].expand(len(values), -1)
+
+    def chosen(self, values: Tensor) -> Tensor:
+        return self.places[-1].expand(len(values), -1)

@@ -1,31 +1,39 @@
 """Drafters: who proposes the tree that the target verifies.
 
-A drafter owns a state (a NamedTuple of tensors), fills it with the rows that the target has confirmed (`extend`) and
-proposes a tree (`draft`). Both are pure steps with static shapes, compiled `fullgraph=True`. Whatever a drafter
-proposes, the output stays the target's own.
+A drafter owns a state (a NamedTuple of tensors), takes in the rows that the target has confirmed (`extend`) and
+proposes a tree (`draft`). Both are pure steps with static shapes. Whatever a drafter proposes, the output stays the
+target's own. Here:
+- `Drafter`, what the loop needs, and `RootOnly`, which proposes nothing: vanilla decoding is its verification;
+- `TreeDrafter`, which grows static or dynamic trees with anything that can score the token after a node.
 
 A drafter may come in presets: trees of different sizes over one state, each compiled. After every cycle `prefer` says
-which is the largest that makes sense for each row, and the host picks among those (autosize.py). A stale or a wrong
-choice costs time and nothing else. A preset that proposes nothing need not keep the drafter's cache up to date: it
-holds what it is handed, up to `hold` cycles, and `catch_up` takes that in before the next draft.
-
-To add one: subclass `Drafter` and enter its loader in `DRAFTERS`.
-Here: `RootOnly`, which proposes nothing; vanilla decoding is its verification.
+which is the largest that makes sense for each row, and the host chooses among those. A wrong choice costs only time.
+To add a drafter: subclass one of the two, and add a case to `make_drafter` (generate.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autosize import ROOT, TreeShape
-from draft_tree import DraftTree, root_tree
+import sampling
+from draft_tree import (
+    Children,
+    DraftTree,
+    DynamicTree,
+    Graft,
+    Level,
+    StaticTree,
+    grow,
+    root_tree,
+)
+from model import Layers, Transformer, Window
+from ops.topk import topk_logsumexp
 
 LARGEST = 1 << 30  # past the last preset of any drafter
-CATCH_UP = 32  # rows that `Drafter.catch_up` takes in at once
 
 
 class Text(NamedTuple):
@@ -41,7 +49,7 @@ class Rows(NamedTuple):
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
     features: Tensor  # [B, R, F], f_j
     count: Tensor  # [B] int64, how many leading rows are real; the rest is padding
-    slots: Tensor | None = None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: rows of a prompt
+    slots: Tensor | None = None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none
 
 
 class Root(NamedTuple):
@@ -60,18 +68,14 @@ class Drafter:
     size: int  # N, nodes of its tree, root included
     width: int  # children of a node at most
     fresh_rows: int = 0  # rows of noise of its own that it samples children with (residual rule)
-    sized: bool = False  # whether the host may choose among the presets by what they bring
-    hold: int = 0  # cycles that preset 0 may put off `extend` for; 0: it does not
+    smaller: tuple[Drafter, ...] = ()  # further presets over the same state, smallest tree first
+    layers: Layers | None = None  # its transformer layers, which an engine may run in one call
+    timed: bool = False  # whether the host chooses among the presets by their measured speed
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
-        """Drafters over the same state, smallest tree first; none has a larger tree than this one."""
-        return (self,)
-
-    @property
-    def shape(self) -> TreeShape | None:
-        """Its tree, where smaller ones of the kind are nested in larger ones."""
-        return None
+        """All presets, smallest tree first; the last is this one."""
+        return (*self.smaller, self)
 
     @property
     def name(self) -> str:
@@ -94,10 +98,6 @@ class Drafter:
         """Take in confirmed rows. Writes: the drafter's own cache."""
         return state
 
-    def catch_up(self, state: Any, text: Text) -> Any:
-        """Take in the first `CATCH_UP` rows that preset 0 has put off. Writes: the drafter's own cache."""
-        return state
-
     def rewind(self, state: Any, length: Tensor) -> Any:
         """Forget all but the first `length` rows ([B] int64); at least one row follows before the next draft."""
         return state
@@ -111,11 +111,152 @@ class RootOnly(Drafter):
     """Proposes nothing, so that every verification decides one token."""
 
     depth, size, width = 0, 1, 0
-    shape, name = ROOT, "none"
+    name = "none"
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         return root_tree(root.token)
 
 
-# `--draft NAME` -> a function of (target, config) that makes the drafter; filled by the files that own them
-DRAFTERS: dict[str, Callable[..., Drafter]] = {"none": lambda target, config: RootOnly()}
+# ------------------------------------------------------------------------------------------ grown trees
+
+
+class DraftVocab(NamedTuple):
+    """Which tokens a drafter scores: all, or some, whose scores are the columns of its logits."""
+
+    size: int  # V, tokens of the target
+    ids: Tensor | None = None  # [N] int64, ascending, the token of each column; None: every token, N = V
+
+    @property
+    def kept(self) -> int:
+        """N, tokens that can be drafted."""
+        return self.size if self.ids is None else len(self.ids)
+
+    def columns(self, x: Tensor | None) -> Tensor | None:
+        """The entries of those tokens: [..., V] -> [..., N]. None stays None."""
+        return x if self.ids is None or x is None else x.index_select(-1, self.ids)
+
+    def tokens(self, column: Tensor) -> Tensor:
+        """Token ids of columns, int64 of any shape."""
+        return column if self.ids is None else self.ids[column]
+
+    def spread(self, q: Tensor) -> Tensor:
+        """Probabilities of all tokens, 0 for those that cannot be drafted: [..., N] -> [..., V]."""
+        if self.ids is None:
+            return q
+        return q.new_zeros(*q.shape[:-1], self.size).index_copy(-1, self.ids, q)
+
+
+class TreeDrafter(Drafter):
+    """Grows static or dynamic trees. Subclasses give `init`, `extend`, and the three methods below.
+
+    A node's children are the top-k of its scores. When sampling, the scores carry the noise by which the target itself
+    will choose at that draw: the likeliest child is the one that the noise favours. A child adds log softmax(c scores)
+    to its path's value; c, the sharpness, is fitted per head.
+    """
+
+    keeps_rows = False  # whether rows that ran while drafting stay in the cache when they are accepted
+
+    def __init__(
+        self, target: Transformer, tree: DynamicTree | StaticTree, rule: sampling.Sampling, children: str = "noise",
+        sharpness: float = 1.0, vocab: DraftVocab | None = None, lookup: Any = None,
+    ):  # fmt: skip
+        """children: how they are picked when sampling. "topk": top-k of the drafter's logits; "noise": top-k of
+        logits + T * the shared noise; "sampled": drawn without replacement from q with noise of their own.
+        vocab: the tokens that it scores; None: the target's
+        lookup: `extras.ngram_draft.Ngram`, whose continuations of the text take the place of the worst nodes
+        """
+        if children == "sampled" and isinstance(tree, DynamicTree):
+            raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
+        self.rule, self.sharpness, self.lookup = rule, sharpness, lookup
+        self.children = children if rule.temperature > 0 else "topk"
+        self.vocab = vocab or DraftVocab(target.config.vocab_size)
+        self.device = target.embedding.weight.device
+        self._take(tree.on(self.device))
+        if tree.width > self.vocab.kept:
+            raise ValueError(
+                f"a node cannot have {tree.width} ranked children of {self.vocab.kept} tokens; lower the rank "
+                "(--tree_topk) or raise --draft_vocab"
+            )
+
+    def _take(self, tree: DynamicTree | StaticTree) -> None:
+        """Use this tree."""
+        self.tree, self.depth, self.size, self.width = tree, tree.depth, tree.size, tree.width
+        self.scratch = sum(tree.widths)  # slots that a draft needs above the root's row
+        self.fresh_rows = 1 + self.scratch if self.children == "sampled" else 0
+        if self.lookup:
+            self.depth, self.width = max(self.depth, self.lookup.tokens), self.width + self.lookup.branches
+            if self.lookup.size >= self.size:
+                raise ValueError(
+                    f"{self.lookup.size - 1} looked-up tokens leave no room in a tree of {self.size} nodes; "
+                    "raise --tree_size"
+                )
+
+    def with_tree(self, tree: DynamicTree | StaticTree) -> TreeDrafter:
+        """A preset with another, smaller tree."""
+        other = copy(self)
+        other._take(tree.on(self.device))
+        return other
+
+    @property
+    def name(self) -> str:
+        return self.tree.name
+
+    def begin(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
+        """The root's output, [B, 1, F], and the first scratch slot, which is the position of its children: [B]."""
+        raise NotImplementedError
+
+    def step(self, state: Any, tokens: Tensor, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+        """Run over nodes of one level. Writes: the cache at `window.slots`.
+
+        tokens, positions: [B, R] int64; out: [B, R, F], outputs of their parents
+        Returns: their outputs, [B, R, F].
+        """
+        raise NotImplementedError
+
+    def logits(self, out: Tensor) -> Tensor:
+        """Scores of the token after each output, of the tokens in `vocab`, here and below V of them: [B, R, V] fp32."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        tree, dynamic = self.tree, isinstance(self.tree, DynamicTree)
+        choice = {"tree": "dynamic" if dynamic else "chain" if tree.width == 1 else "static"}
+        if self.timed:
+            choice = {"tree": "auto", "trees": [preset.name for preset in self.presets]}
+        shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
+        looked_up = self.lookup.facts() if self.lookup else {}
+        return choice | shape | looked_up | {
+            "tree_depth": tree.depth, "children": self.children, "sharpness": self.sharpness
+        }  # fmt: skip
+
+    def draft(self, state: Any, root: Root) -> DraftTree:
+        """Propose a tree. Writes: scratch slots of the cache."""
+        root = root._replace(noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
+        out, free = self.begin(state, root)
+
+        def children(out: Tensor, level: int, k: int) -> Children:
+            return self._sampled(out, level, k, root) if self.children == "sampled" else self._best(out, level, k, root)
+
+        def run(level: Level, out: Tensor) -> Tensor:
+            slots = free[:, None] + level.slot + torch.arange(level.tokens.shape[1], device=free.device)  # [B, R]
+            positions = (free + level.depth - 1)[:, None].expand_as(level.tokens)
+            return self.step(state, level.tokens, out, positions, Window(slots, free, level.seen))
+
+        graft = Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text)) if self.lookup else None
+        tree, places = grow(self.tree, root.token, out, children, run, graft)
+        return tree._replace(slots=places) if self.keeps_rows else tree
+
+    def _best(self, out: Tensor, level: int, k: int, root: Root) -> Children:
+        """The best children by score. out: [B, R, F]."""
+        z = self.logits(out)  # [B, R, V]
+        if self.children == "noise":
+            z = self.rule.temperature * (sampling.process(z, self.rule) + root.noise[:, level, None])
+        best, columns, total = topk_logsumexp(self.sharpness * z, k)  # [B, R, k] twice, [B, R, 1]
+        # no value may exceed its parent's, not even by the rounding of the logarithm
+        return Children(self.vocab.tokens(columns), (best - total).clamp(max=0))
+
+    def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
+        """Children drawn without replacement from q. out: [B, R, F]."""
+        first = 1 + sum(self.tree.widths[: level - 1]) if level else 0  # rows of noise that earlier levels took
+        log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
+        columns = (log_q + root.fresh[:, first : first + out.shape[1]]).topk(k, dim=-1).indices
+        return Children(self.vocab.tokens(columns), log_q.gather(2, columns), self.vocab.spread(log_q.exp()))

@@ -1,11 +1,10 @@
 """The EAGLE draft head (versions 1 and 2 share their weights) and its drafter.
 
-How it works:
 1. Row j of the head pairs the target's feature f_j with the token x_{j+1} and sits at position j. Its output
    predicts f_{j+1}; the target's LM head turns that into the distribution of x_{j+2}.
 2. `extend` feeds the rows that the target has confirmed, padded to a static number; only these stay below the
    cache's length. The last output is kept: it is the root's prediction.
-3. The tree grows on predicted features (grow.py), in scratch slots above the length, which are thrown away.
+3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length, which are thrown away.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858); weights in the SafeAILab layout.
 Trade-off: extending and drafting are separate passes, because features may come from a prefill as well.
@@ -16,33 +15,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import layers_cpu
-from config import GenerateConfig
-from draft_tree import StaticTree
-from draft_vocab import DraftVocab, rows_of, vocab_from
-from drafters import CATCH_UP, DRAFTERS, Drafter, Root, RootOnly, Rows, Text
-from grow import DynamicTree, Grower, children_from, tree_from
+from checkpoint import TensorSource, WeightFiles, read_json
+from draft_tree import DynamicTree, StaticTree
+from drafters import Root, Rows, TreeDrafter
+from hf.config import config_from
+from hf.weights import Storage, layer_names, load_weights
 from model import (
     Block,
     KVCache,
+    Layers,
     Linear,
     ModelConfig,
     Transformer,
     Window,
     causal_window,
-    read_json,
     rope_angles,
     rope_frequencies,
-)
-from quantize import FORMATS, Quantization, QuantLinear, check_group, draft_quantization
+)  # fmt: skip
+from options import GenerateConfig
+from quantize import FORMATS, Quantization, QuantLinear, check_group, saved_quantization
 from sampling import Sampling
-from stand_in import InflatedFiles, Shape, inflate_head
-from weights import Storage, WeightFiles, layer_names, load_weights
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 
@@ -53,7 +50,7 @@ class EagleConfig:
 
     model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layer
     fc_bias: bool = True  # key `bias`; absent means True
-    sharpness: float = 1.0  # key `draft_sharpness` (ours): c above
+    sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
 
     @staticmethod
     def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
@@ -64,7 +61,7 @@ class EagleConfig:
         raw = raw or read_json(path / "config.json")
         try:
             # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
-            model = ModelConfig.from_dict(raw, "LlamaForCausalLM")
+            model = config_from(raw, "LlamaForCausalLM")
         except KeyError as missing:
             raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
         if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
@@ -96,7 +93,7 @@ class EagleHead(nn.Module):
         self.config = config
         dim = config.model.dim
         self.fc = Linear(2 * dim, dim, bias=config.fc_bias)
-        self.layers = nn.ModuleList(EagleLayer(config.model, i == 0) for i in range(config.model.n_layers))
+        self.layers = Layers(EagleLayer(config.model, i == 0) for i in range(config.model.n_layers))
         self.register_buffer("rope_freq", rope_frequencies(config.model), persistent=False)  # [E/2] fp32
 
     def forward(
@@ -110,11 +107,7 @@ class EagleHead(nn.Module):
         """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
         x = self.fc(torch.cat((embedded, features), dim=-1))  # embedding first
         rope = rope_angles(self.rope_freq, positions)
-        if cache is not None and layers_cpu.serves(self.layers, x):
-            return layers_cpu.run(self.layers, x, rope, cache, window)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rope, (cache.k[i], cache.v[i]) if cache is not None else None, window)
-        return x
+        return self.layers(x, rope, cache, window)
 
 
 def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
@@ -127,15 +120,15 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
 
 
 def load_head(
-    path: Path, target: Transformer, quant: Quantization | None = None, files: InflatedFiles | None = None
+    path: Path, target: Transformer, quant: Quantization | None = None, source: TensorSource | None = None
 ) -> EagleHead:
     """Load an official EAGLE-1 or EAGLE-2 head for `target`, in the target's dtype and on its device.
 
-    quant: quantize while loading, unless the head's files are quantized already; files: the stand-in to build instead
+    quant: quantize while loading, unless the files are quantized already; source: tensors that stand for the files
     Raises: ValueError for a head of another version or another target, or broken files.
     """
-    config = EagleConfig.from_dir(path, files.config if files else None)
-    files = files or WeightFiles(path)
+    raw = source.config if source else read_json(path / "config.json")
+    config, files = EagleConfig.from_dir(path, raw), source or WeightFiles(path)
     if "midlayer.hidden_norm.weight" in files.readers or "d2t" in files.readers:
         raise ValueError(f"{path} holds an EAGLE-3 head, which is not supported yet; use an EAGLE-1 or EAGLE-2 head")
     for what, ours, theirs in (
@@ -149,7 +142,7 @@ def load_head(
         head = EagleHead(config)
     # official files repeat the target's embedding
     names, ignored = head_names(config), lambda name: name.endswith(("embed_tokens.weight", "rotary_emb.inv_freq"))
-    storage = Storage(weight.dtype, str(weight.device), config.model.quant or quant)
+    storage = Storage(weight.dtype, str(weight.device), saved_quantization(raw) or quant)
     load_weights(head, files, names, storage, ignored)
     head.rope_freq = rope_frequencies(config.model, weight.device)
     return head.eval()
@@ -164,11 +157,9 @@ class EagleState(NamedTuple):
     cache: KVCache
     length: Tensor  # [B] int64, confirmed rows
     hidden: Tensor  # [B, F], output of the last confirmed row: the root's prediction
-    held: Tensor | None = None  # [B, HOLD, F], features put off, row j at j % HOLD; where the tree's size may change
-    kept: Tensor | None = None  # [B] int64, how many of them
 
 
-class EagleDrafter(Grower):
+class EagleDrafter(TreeDrafter):
     """Drafts static or dynamic trees with an `EagleHead`."""
 
     def __init__(
@@ -177,17 +168,16 @@ class EagleDrafter(Grower):
         target: Transformer,
         tree: DynamicTree | StaticTree,
         rule: Sampling,
-        children: str = "noise",
-        sharpness: float | None = None,
         lm_head: nn.Module | None = None,
-        vocab: DraftVocab | None = None,
+        **options: Any,
     ):
-        """sharpness: None is what the head was fitted with; lm_head: what turns features into drafted tokens, where
-        it is not the target's own; the others as in `Grower`
+        """lm_head: what turns features into drafted tokens, where it is not the target's own
+
+        options: children, sharpness (default: what the head was fitted with), vocab and lookup, as for `TreeDrafter`
         """
-        super().__init__(target, tree, rule, children, head.config.sharpness if sharpness is None else sharpness, vocab)
+        super().__init__(target, tree, rule, **{"sharpness": head.config.sharpness} | options)
         self.head, self.embedding, self.lm_head = head, target.embedding, lm_head or target.lm_head
-        layers_cpu.keep(head.layers)
+        self.layers = head.layers
 
     def init(self, batch: int, slots: int) -> EagleState:
         """An empty state; the cache has room for a draft behind `slots`."""
@@ -195,9 +185,7 @@ class EagleDrafter(Grower):
         cache = KVCache.empty(config, batch, slots + self.scratch, weight.dtype, str(weight.device))
         length = torch.zeros(batch, dtype=torch.long, device=weight.device)
         hidden = torch.zeros(batch, config.dim, dtype=weight.dtype, device=weight.device)
-        if not self.hold:
-            return EagleState(cache, length, hidden)
-        return EagleState(cache, length, hidden, hidden.new_zeros(batch, self.hold, config.dim), length.clone())
+        return EagleState(cache, length, hidden)
 
     def extend(self, state: EagleState, rows: Rows) -> EagleState:
         """Confirm `rows.count` rows. Writes: cache slots length .. length + R - 1 (padding included)."""
@@ -208,20 +196,8 @@ class EagleDrafter(Grower):
         return state._replace(length=state.length + rows.count, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
-        """Forget all but the first `length` rows, and what was put off."""
-        return state._replace(length=length, kept=torch.zeros_like(length) if self.hold else None)
-
-    def resting(self) -> Drafter:
-        return Resting()
-
-    def catch_up(self, state: EagleState, text: Text) -> EagleState:
-        """Confirm rows that were put off. Writes: cache slots length .. length + CATCH_UP - 1."""
-        span = state.length[:, None] + torch.arange(CATCH_UP + 1, device=state.length.device)  # [B, CATCH_UP + 1]
-        tokens = text.tokens.gather(1, span.clamp(max=text.tokens.shape[1] - 1))
-        places = (span[:, :-1] % self.hold)[:, :, None].expand(-1, -1, state.held.shape[2])
-        count = state.kept.clamp(max=CATCH_UP)
-        state = self.extend(state, Rows(tokens, state.held.gather(1, places), count))
-        return state._replace(kept=state.kept - count)
+        """Forget all but the first `length` rows."""
+        return state._replace(length=length)
 
     def begin(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden[:, None], state.length
@@ -233,17 +209,6 @@ class EagleDrafter(Grower):
         return self.lm_head(out)
 
 
-class Resting(RootOnly):
-    """Vanilla decoding beside a head: the features are kept for it, and it does not run."""
-
-    def extend(self, state: EagleState, rows: Rows) -> EagleState:
-        """Put off a row. Writes: state.held."""
-        row = (state.length + state.kept) % state.held.shape[1]  # [B]
-        at = row[:, None, None].expand_as(rows.features)  # [B, 1, F]
-        state.held.scatter_(1, at, rows.features)
-        return state._replace(kept=state.kept + rows.count)
-
-
 def draft_lm_head(target: Transformer, quant: Quantization | None, ids: Tensor | None = None) -> nn.Module:
     """The target's LM head, or a copy of it in the draft's own format or with the rows of some tokens only.
 
@@ -251,30 +216,37 @@ def draft_lm_head(target: Transformer, quant: Quantization | None, ids: Tensor |
     """
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = target.lm_head if ids is None else rows_of(target.lm_head, ids)
-    if quant is None or (
-        isinstance(own, QuantLinear) and own.format == quant.format and own.group_size in (0, quant.group_size)
-    ):
+    rounded = isinstance(own, QuantLinear)
+    if quant is None or (rounded and own.format == quant.format and own.group_size in (0, quant.group_size)):
         return own
     check_group(quant, "the draft's copy of lm_head", own.in_features)
-    weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight
+    weight = own.dequantize() if rounded else own.weight
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
 
 
-def _inflated(target: Transformer, config: GenerateConfig) -> InflatedFiles:
-    path, weight = Path(config.eagle), target.embedding.weight
-    small, shape = EagleConfig.from_dir(path).model, Shape.parse(config.inflate)
-    return inflate_head(path, small, shape, weight.dtype, str(weight.device), config.random_twin)
+def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:
+    """A copy of an LM head that has only the outputs `ids`: the same weights, or codes and scales. ids: [N] int64."""
+    if isinstance(linear, QuantLinear):
+        return linear.rows(ids)
+    rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
+    rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [N, F]
+    return rows
 
 
-def make_drafter(target: Transformer, config: GenerateConfig) -> EagleDrafter:
-    """`--draft eagle` and `eagle+ngram`. Raises: ValueError for a head or a tree that does not fit."""
-    quant = draft_quantization(config)
-    head = load_head(Path(config.eagle), target, quant, _inflated(target, config) if config.inflate else None)
-    tree, vocab = tree_from(config), vocab_from(config, target.config.vocab_size, head.rope_freq.device)
-    lm_head = draft_lm_head(target, head.config.model.quant or quant, vocab.ids)
-    children = children_from(config, tree)
-    drafter = EagleDrafter(head, target, tree, config.sampling, children, config.sharpness or None, lm_head, vocab)
-    return drafter.sized_by_host() if config.tree_shape == "auto" else drafter
+def load_drafter(
+    target: Transformer, config: GenerateConfig, source: TensorSource | None = None, **options: Any
+) -> EagleDrafter:
+    """`--draft eagle`. Raises: ValueError for a head or a tree that does not fit.
 
-
-DRAFTERS["eagle"] = DRAFTERS["eagle+ngram"] = make_drafter
+    source: tensors that stand for the head's files; options: vocab and lookup, as for `TreeDrafter`
+    """
+    path = Path(config.eagle)
+    quant = saved_quantization(source.config if source else read_json(path / "config.json"))
+    quant = quant or Quantization.of(config.quant_draft, config.group_size)
+    head = load_head(path, target, quant, source)
+    vocab = options.get("vocab")
+    lm_head = draft_lm_head(target, quant, vocab.ids if vocab else None)
+    options |= {"sharpness": config.sharpness} if config.sharpness else {}
+    return EagleDrafter(
+        head, target, config.draft_tree, config.sampling, lm_head, children=config.child_rule, **options
+    )

@@ -1,52 +1,34 @@
 """A minimal LLaMA or Mixtral with a static key-value cache.
 
-How it works:
-1. `ModelConfig.from_dir` reads `config.json`; an unknown architecture is an error, not a guess.
-2. `Transformer.forward` turns tokens into features (the hidden state after the final norm);
-   `Transformer.logits` applies the LM head to the rows that need it.
-3. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is
-   given and sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal),
-   decoding (one row), tree verification (ancestors) and the levels of a draft head.
-4. A Mixtral layer sends every token through its best experts (`MoEFeedForward`). Which ones is data, not shape: the
-   grouping happens inside an operator (kernels.py), so that one step serves one token, a tree and a prompt.
-5. The modules say what a layer computes. On a CPU in bf16 an engine runs all layers in one call (layers_cpu.py).
+1. `Transformer.forward` turns tokens into features (the hidden state after the final norm); `Transformer.logits`
+   applies the LM head to the rows that need it.
+2. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is given, and
+   sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal), decoding (one row), tree
+   verification (ancestors) and the levels of a draft head.
+3. These modules are what runs, but for one case: with --compile on a CPU in bf16, `Layers.fused` runs all blocks in
+   one C++ call (ops/cpu/layers.cpp).
 
-RoPE uses the Hugging Face half-rotation, so weights load without a permutation.
-Trade-off: rotary angles are computed per call (once for all layers) instead of read from a table, which
-keeps positions unlimited and costs less than 1 % of a step.
-Not here: reading weights (weights.py), number formats (quantize.py), drafting, sampling.
+RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are computed per call, once
+for all layers, which keeps positions unlimited and costs less than 1 % of a step.
+Not here: config.json and weights (hf/), number formats (quantize.py), operators (ops/), drafting, sampling.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import kernels
-import layers_cpu
-import products
-from quantize import Quantization, saved_quantization
+from ops.attention import compact, rotary, tree_attention
+from ops.cpu.layers import FusedLayers
+from ops.experts import experts_linear, route
+from ops.linear import has_own_product, linear
 
-# architecture in config.json -> bias defaults that its config does not spell out: (qkv bias, o_proj bias)
-ARCHITECTURES = {
-    "LlamaForCausalLM": (None, None),  # `attention_bias` puts a bias on q, k, v and o alike
-    "MistralForCausalLM": (False, False),
-    "Qwen2ForCausalLM": (True, False),
-    "MixtralForCausalLM": (False, False),
-}
-ROPE_TYPES = {  # -> the keys that its scaling needs
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,118 +56,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: how the weights are stored
-    quant: Quantization | None = None  # quantization_config: the files hold codes
     stand_in: str = ""  # (ours) what an inflated model stands for; it is printed with every result
-
-    @staticmethod
-    def from_dir(path: Path, raw: dict | None = None) -> ModelConfig:
-        """Read `path/config.json` (and `generation_config.json` for further end-of-sequence ids).
-
-        raw: what to take for the content of config.json
-        Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type.
-        """
-        raw = raw or read_json(path / "config.json")
-        names = raw.get("architectures") or [raw.get("model_type", "unknown")]
-        if names[0] not in ARCHITECTURES:
-            raise ValueError(
-                f"{path}: architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}"
-            )
-        generation = path / "generation_config.json"
-        extra_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-        try:
-            return ModelConfig.from_dict(raw, names[0], extra_eos)
-        except KeyError as missing:
-            raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
-
-    @staticmethod
-    def from_dict(raw: dict, architecture: str, extra_eos: int | list[int] | None = None) -> ModelConfig:
-        """Translate Hugging Face keys. Raises: KeyError for a missing key, ValueError for a bad value."""
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act must be silu (SwiGLU); config.json says {raw['hidden_act']}")
-        qkv_bias, o_bias = ARCHITECTURES[architecture]
-        bias = bool(raw.get("attention_bias", False))
-        window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-        positions = raw.get("max_position_embeddings", 2048)
-        theta, scaling = rope_parameters(raw)
-        experts, chosen = expert_counts(raw) if architecture == "MixtralForCausalLM" else (0, 0)
-        return ModelConfig(
-            dim=raw["hidden_size"],
-            n_layers=raw["num_hidden_layers"],
-            n_heads=raw["num_attention_heads"],
-            n_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            ffn_dim=raw["intermediate_size"],
-            vocab_size=raw["vocab_size"],
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_context=min(positions, window) if window else positions,
-            qkv_bias=bias if qkv_bias is None else qkv_bias,
-            o_bias=bias if o_bias is None else o_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            n_experts=experts,
-            experts_per_token=chosen,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            bos_id=raw.get("bos_token_id"),
-            eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
-            dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
-            quant=saved_quantization(raw),
-            stand_in=str(raw.get("stand_in", "")),
-        )
-
-
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    ids = [i for v in values if v is not None for i in (v if isinstance(v, list) else [v])]
-    return tuple(dict.fromkeys(ids))
-
-
-def expert_counts(raw: dict) -> tuple[int, int]:
-    """Read how many experts a layer has, and how many of them see a token.
-
-    The weights tell the first again (weights.check_experts); a possible but wrong second cannot be seen in them.
-    Raises: ValueError where that is impossible, KeyError for a missing key.
-    """
-    experts, chosen = raw["num_local_experts"], raw["num_experts_per_tok"]
-    for name, value in (("num_local_experts", experts), ("num_experts_per_tok", chosen)):
-        if type(value) is not int:
-            raise ValueError(f"{name} must be a whole number; it is {value!r}: correct config.json")
-    if not 1 <= chosen <= experts:
-        raise ValueError(
-            f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}: correct config.json"
-        )
-    return experts, chosen
-
-
-def rope_parameters(raw: dict) -> tuple[float, dict | None]:
-    """Read RoPE base and scaling from either generation of Hugging Face keys.
-
-    Returns: (theta, scaling dict with a checked `rope_type`, or None).
-    Raises: ValueError for an unknown type, KeyError for a key that the type needs.
-    """
-    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = params.get("rope_type") or params.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; config.json says {kind}")
-    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    scaling = {key: params[key] for key in ROPE_TYPES[kind]}
-    return theta, {"rope_type": kind, **scaling} if scaling else None
-
-
-def read_json(path: Path) -> dict:
-    """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"no such directory: {path.parent}; for a hub model run: python scripts/download.py {path.parent}"
-        )
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
 
 
 # ---------------------------------------------------------------------------------------------- cache
@@ -212,7 +83,7 @@ class KVCache(NamedTuple):
         path: [B, D+1] int64, slot offset to take for each depth; where it equals its own index nothing moves
         Writes: slots start .. start+D of every buffer.
         """
-        kernels.compact([*self.k, *self.v], self.addresses, start, path)
+        compact([*self.k, *self.v], self.addresses, start, path)
 
 
 class Window(NamedTuple):
@@ -253,7 +124,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 
 def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `kernels.rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
+    """Cosines and sines for `ops.attention.rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
     return angles.cos(), angles.sin()
@@ -274,12 +145,16 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer by the product that serves its dtype and device (kernels.py)."""
+    """A linear layer by the product that serves its dtype and device."""
 
     wide = False  # outputs in fp32
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        return products.linear(x, self.weight, self.bias, self.wide)
+        return linear(x, self.weight, self.bias, self.wide)
+
+    def operands(self) -> tuple[Tensor, None, Tensor | None]:
+        """Weight, scale and bias, as `FusedLayers` takes them."""
+        return self.weight, None, self.bias
 
 
 class LMHead(Linear):
@@ -289,13 +164,13 @@ class LMHead(Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with fused projections; `in_dim` differs from `dim` only in EAGLE-3 heads."""
+    """Grouped-query attention with fused projections."""
 
-    def __init__(self, config: ModelConfig, in_dim: int | None = None):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.wqkv = Linear(in_dim or config.dim, width, bias=config.qkv_bias)
+        self.wqkv = Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
 
     def forward(
@@ -311,7 +186,7 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
-        q, k = kernels.rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+        q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
         v = qkv[:, :, -self.kv_heads :]  # [B, T, Hkv, E]
         if kv is None:
             y = F.scaled_dot_product_attention(
@@ -321,7 +196,7 @@ class Attention(nn.Module):
         rows = torch.arange(B, device=x.device)[:, None]  # [B, 1]
         kv[0][rows, :, window.slots] = k  # [B, T, Hkv, E]
         kv[1][rows, :, window.slots] = v
-        return self.wo(kernels.tree_attention(q, *kv, window.start, window.mask))
+        return self.wo(tree_attention(q, *kv, window.start, window.mask))
 
 
 class FeedForward(nn.Module):
@@ -346,8 +221,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        if products.has_own_product(x, self.weight):
-            return products.linear(x, self.weight, wide=True)
+        if has_own_product(x, self.weight):
+            return linear(x, self.weight, wide=True)
         return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -362,10 +237,14 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.weight, self.in_features = nn.Parameter(torch.empty(experts, outputs, inputs)), inputs
 
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from products.route -> [P, N]
-        return products.experts_linear(x, self.weight, routing)
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from ops.experts.route -> [P, N]
+        return experts_linear(x, self.weight, routing)
+
+    def operands(self) -> tuple[Tensor, None, None]:
+        """Weights, scale and bias, as `FusedLayers` takes them."""
+        return self.weight, None, None
 
 
 class MoEFeedForward(nn.Module):
@@ -380,7 +259,7 @@ class MoEFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
         rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)  # [P, F], P = B T J: a token's experts in order
-        routing = products.route(expert.flatten(), len(self.router.weight))
+        routing = route(expert.flatten(), len(self.router.weight))
         gate, up = self.w13(rows, routing).chunk(2, dim=-1)
         y = self.w2(F.silu(gate) * up, routing)  # [P, F]
         # always summed in the router's order, whichever rows shared an expert
@@ -402,9 +281,39 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
-def call(layer: nn.Module, *inputs: Any) -> Tensor:
-    """Call a layer."""
-    return layer(*inputs)
+def call(block: Block, *inputs: Any) -> Tensor:
+    """Call a block."""
+    return block(*inputs)
+
+
+class Layers(nn.ModuleList):
+    """Blocks, one after the other, of a target or a draft head.
+
+    With --compile on a CPU in bf16 an engine sets `fused` (decode.py), which computes the same in one C++ call. Who
+    changes a block must change ops/cpu/layers.cpp too, or set `fused` to None.
+    """
+
+    fused: FusedLayers | None = None
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, F]
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+        window: Window | None = None,
+        run: Callable[..., Tensor] = call,
+    ) -> Tensor:
+        """Run the blocks over T rows.
+
+        run: calls a block; all of them have the same shapes, so a compiled call compiles once
+        Returns: [B, T, F]. Writes: the cache at `window.slots`.
+        """
+        if self.fused is not None and cache is not None and self.fused.takes(x):
+            return self.fused(x, rope, cache, window)
+        for i, block in enumerate(self):
+            kv = (cache.k[i], cache.v[i]) if cache is not None else None
+            x = run(block, x, rope, kv, window)
+        return x
 
 
 class Transformer(nn.Module):
@@ -415,7 +324,7 @@ class Transformer(nn.Module):
         self.config = config
         # zeros until loaded or initialized: normal_ on the meta device would import all of torch.compile (1 s, 70 MB)
         self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.dim), freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = Layers(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -428,27 +337,14 @@ class Transformer(nn.Module):
         positions: Tensor,  # [B, T] int64, RoPE positions
         cache: KVCache | None = None,
         window: Window | None = None,
-        capture: tuple[int, ...] = (),
         run: Callable[..., Tensor] = call,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers over T rows.
+    ) -> Tensor:
+        """Run the layers over T rows. Writes: the cache at `window.slots`.
 
-        capture: layers whose input hidden state is also wanted (EAGLE-3 fuses three of them)
-        run: calls a layer; all of them have the same shapes, so a compiled one compiles once
-        Returns: features after the final norm, [B, T, F]; captured inputs, len(capture) x [B, T, F].
-        Writes: the cache at `window.slots`.
+        Returns: features after the final norm, [B, T, F].
         """
-        x = self.embedding(tokens)  # [B, T, F]
         rope = rope_angles(self.rope_freq, positions)
-        if cache is not None and not capture and layers_cpu.serves(self.layers, x):
-            return self.norm(layers_cpu.run(self.layers, x, rope, cache, window)), []
-        captured = []
-        for i, layer in enumerate(self.layers):
-            if i in capture:
-                captured.append(x)
-            kv = (cache.k[i], cache.v[i]) if cache is not None else None
-            x = run(layer, x, rope, kv, window)
-        return self.norm(x), captured
+        return self.norm(self.layers(self.embedding(tokens), rope, cache, window, run))
 
     def logits(self, features: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
         return self.lm_head(features)

@@ -101,15 +101,13 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
 
-def choose(logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, noise: Tensor) -> Tensor:
     """The target's own token after each node; ties go to the lowest id.
 
     logits: [B, N, V] fp32
-    noise: [B, N, V] Gumbel noise of each node's draw; None when greedy
+    noise: [B, N, V] Gumbel noise of each node's draw
     Returns: [B, N] int64.
     """
-    if noise is None:
-        return logits.argmax(-1)
     return (process(logits, sampling) + noise).argmax(-1)
 
 

@@ -1,14 +1,12 @@
-"""What a run measured: acceptance, tokens, seconds, memory."""
+"""What a run measured: acceptance, tokens, seconds, memory; the line it ends with, and the rows of its trace."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from decode import Engine
 
 
 @dataclass
@@ -22,54 +20,85 @@ class Stats:
     decode_s: float = 0.0
     draft_s: float = 0.0  # drafting and extending
     verify_s: float = 0.0
-    # preset -> its cycles and their seconds, where the host chooses among several
-    presets: dict[int, tuple[int, float]] = field(default_factory=dict)
-
-    def add_cycle(self, preset: int, seconds: float) -> None:
-        """Count a cycle of a preset."""
-        cycles, total = self.presets.get(preset, (0, 0.0))
-        self.presets[preset] = (cycles + 1, total + seconds)
+    presets: list[tuple[int, float]] = field(default_factory=list)  # per cycle, what ran and its seconds
 
     def add(self, other: Stats) -> None:
         """Add what another session measured."""
-        self.accept_lengths += other.accept_lengths
-        self.live_rows += other.live_rows
-        for name in ("tokens", "prefill_s", "decode_s", "draft_s", "verify_s"):
+        for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for preset, (cycles, seconds) in other.presets.items():
-            mine = self.presets.get(preset, (0, 0.0))
-            self.presets[preset] = (mine[0] + cycles, mine[1] + seconds)
 
-    def summary(self, engine: Engine) -> dict[str, Any]:
-        """The `stats` object of `--json`. tau: emitted tokens per verification, bonus included."""
-        lengths, stand_in = self.accept_lengths, engine.target.config.stand_in
-        named = {"stand_in": stand_in} if stand_in else {}  # its numbers never go without its name
-        if engine.sizer:
-            named["tree_auto"] = [self._preset(engine, number) for number in range(len(engine.cycles))]
-        return named | {
+    def summary(self) -> dict[str, Any]:
+        """The measured part of `--json`'s `stats`. tau: emitted tokens per verification, bonus included."""
+        lengths = self.accept_lengths
+        return {
             "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
             "accept_lengths": lengths,
             "cycles": len(lengths),
             "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
             "decode_s": self.decode_s,
             "prefill_s": self.prefill_s,
-            "compile_s": engine.compile_s,
-            "load_s": engine.load_s,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
-            "peak_memory_bytes": peak_memory_bytes(engine.config.device),
         }
 
-    def _preset(self, engine: Engine, number: int) -> dict[str, Any]:
-        """How often a preset ran, and the time of its cycle, as predicted before the first prompt and as measured."""
-        cycles, seconds = self.presets.get(number, (0, 0.0))
-        return {
-            "tree": engine.drafter.presets[number].name,
-            "cycles": cycles,
-            "expected_tokens": engine.sizer.tokens(number),
-            "predicted_ms": 1e3 * engine.sizer.predicted_s[number],
-            "measured_ms": 1e3 * seconds / cycles if cycles else None,
-        }
+
+def stats_line(stats: dict[str, Any]) -> str:
+    """The line a run ends with."""
+    tokens = round(stats["tokens_per_s"] * stats["decode_s"])
+    line = (
+        f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, tau {stats['tau']:.2f} "
+        f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
+        f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
+    )
+    if "stand_in" in stats:
+        line = f"stand-in, {stats['stand_in']}: {line}"
+    if "tree_auto" in stats:
+        most = max(stats["tree_auto"], key=lambda preset: preset["cycles"])
+        times = (
+            f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted" if most["cycles"] else "unused"
+        )
+        name = "no tree, drafting does not pay here," if most["tree"] == "none" else most["tree"]
+        line += f"; tree auto: {name} in {most['cycles']} of {stats['cycles']} cycles ({times})"
+    if "speedup" in stats:
+        line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
+        if stats["identical"] is not None:
+            line += f", {100 * stats['identical']:.0f} % of sequences identical"
+    return line
+
+
+def trace_row(drawn: list[list], row: int, report: Any) -> dict[str, Any]:
+    """One line of `--trace`.
+
+    drawn: of all rows, the tree's tokens, parents and depths, the accepted path, and the nodes' values if there are any
+    (a padded node's is null)
+    report: `decode.Report` of the row
+    """
+    tokens, parents, depths, path, *values = (x[row] for x in drawn)
+    line = {
+        "row": row,
+        "pos": report.pos,
+        "root": tokens[0],
+        "draft_tokens": tokens[1:],
+        "parents": parents[1:],
+        "depths": depths[1:],
+        "accept_length": report.length,
+        "path": path[1 : report.length + 1],
+        "emitted": report.emitted[: report.length + 1],
+    }
+    for each in values:
+        line["values"] = [v if v > float("-inf") else None for v in each[1:]]
+    return line
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What a measurement depends on."""
+    cuda = device.startswith("cuda")
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def peak_memory_bytes(device: str) -> int:

@@ -5,8 +5,9 @@
     python scripts/bench.py --report bench.jsonl --plots plots
 
 How it works:
-1. A method is who drafts, then after colons a tree, a way to pick children, `residual`, or any option of generate.py:
-   `eagle:dynamic:topk:tree_size=30`. It becomes the command line of generate.py, which refuses what it does not know.
+1. A method is who drafts, then after colons a tree, a way to pick children, `residual`, or any field of GenerateConfig
+   (options.py), also those that are no flags of generate.py: `eagle:dynamic:topk:tree_size=30`. It becomes a command
+   line, which is refused where generate.py would refuse it.
 2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with a trace; that warms
    up, and shows what the draft's confidence was worth (EAGLE-2 Figure 6).
 3. Then all methods decode the same prompts in turn, prompt group by prompt group; who begins changes. A speedup is
@@ -32,17 +33,15 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import _path
+from bench_report import write_report
+from decode import Engine
+from generate import Batch, Entry, encode, load
+from measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path, with_config
+from options import DEMO, GenerateConfig, one_line_errors, option, parse, pick_device, read_jsonl
+from stats import Stats, peak_memory_bytes
 
-from bench_report import write_report  # noqa: E402
-from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from decode import Engine  # noqa: E402
-from generate import Collector, Entry, encode, load, with_config  # noqa: E402
-from measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path  # noqa: E402
-from stats import Stats, peak_memory_bytes  # noqa: E402
-
-EVAL = ROOT / "data" / "eval"
+EVAL = _path.ROOT / "data" / "eval"
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # how a base model is asked, as in its training; chat models get the turns
 BINS = 20  # of confidence, in [0, 1]
 CEILING_RUNS = 5
@@ -152,7 +151,7 @@ def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchCo
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
-    """The options that generate.py would have. It ends the program on those it does not know.
+    """The options that a method stands for. Ends the program on those that GenerateConfig does not know.
 
     Raises: ValueError for a combination that cannot work.
     """
@@ -166,13 +165,13 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
     argv += [] if config.chat is None else [f"--chat={config.chat}"]
     argv += [f"--{one}" for one in config.options.split(",") if one]
     argv += [_flag(method, piece) for piece in pieces]
-    chosen = parse(GenerateConfig, "bench.py", "", argv)
+    chosen = parse(GenerateConfig, "bench.py", "", argv, settings=True)
     chosen.check()
     return chosen
 
 
 def _flag(method: str, piece: str) -> str:
-    """A piece of a method as a flag of generate.py."""
+    """A piece of a method as a flag of GenerateConfig."""
     if "=" in piece:
         return f"--{piece}"
     for f in fields(GenerateConfig):
@@ -216,17 +215,17 @@ def calibration(trace: list[dict]) -> list[list[float]]:
 
 def traced(engine: Engine, prompts: list[list[str]]) -> list[list[float]]:
     """Decode prompts untimed, with a trace. Returns: their calibration."""
-    collector = Collector(replace(engine, config=replace(engine.config, trace="-")), prompts)
-    for group in collector.groups:
-        collector.run(group)
-    return calibration(collector.trace)
+    batch = Batch(replace(engine, config=replace(engine.config, trace="-")), prompts)
+    for group in batch.groups:
+        batch.run(group)
+    return calibration(batch.trace)
 
 
-def run_group(collector: Collector, number: int) -> tuple[dict[str, Any], list[Entry]]:
+def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Entry]]:
     """Decode one group of prompts. Returns: what happened; the decoded turns."""
-    collector.stats, known = Stats(), len(collector.entries)
-    collector.run(collector.groups[number])
-    stats, entries = collector.stats, collector.entries[known:]
+    batch.stats, known = Stats(), len(batch.entries)
+    batch.run(batch.groups[number])
+    stats, entries = batch.stats, batch.entries[known:]
     rows: dict[int, list[int]] = {}  # accept lengths by row
     for row, length in zip((row for live in stats.live_rows for row in live), stats.accept_lengths):
         rows.setdefault(row, []).append(length)
@@ -235,14 +234,14 @@ def run_group(collector: Collector, number: int) -> tuple[dict[str, Any], list[E
     return facts | {"repeated": [repeated(entry.new) for entry in entries]}, entries
 
 
-def run_round(collectors: dict[str, Collector], number: int, repeat: int) -> dict[str, Any]:
+def run_round(batches: dict[str, Batch], number: int, repeat: int) -> dict[str, Any]:
     """Let every method decode the same group of prompts, in turn; who begins changes from round to round."""
-    names = list(collectors)
+    names = list(batches)
     first = (number + repeat) % len(names)
-    done = {name: run_group(collectors[name], number) for name in names[first:] + names[:first]}
+    done = {name: run_group(batches[name], number) for name in names[first:] + names[:first]}
     outcomes = {name: done[name][0] for name in names}
     for name in names:
-        exact = "none" in done and collectors[name].engine.config.accept == "exact"  # the residual rule draws others
+        exact = "none" in done and batches[name].engine.config.accept == "exact"  # the residual rule draws others
         pairs = zip(done[name][1], done["none"][1]) if exact else ()
         outcomes[name]["identical"] = [mine.new == plain.new for mine, plain in pairs]
     return {"group": number, "repeat": repeat, "outcomes": outcomes}
@@ -390,11 +389,11 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
     done = {(r["group"], r["repeat"]) for r in bench.part.rows}
     bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {unit.setting.batch_size}")
     found = {name: traced(engine, task.prompts[: config.traced]) for name, engine in engines.items()}
-    collectors = {name: Collector(engine, task.prompts) for name, engine in engines.items()}
+    batches = {name: Batch(engine, task.prompts) for name, engine in engines.items()}
     for repeat in range(config.repeats):
-        for number in range(len(collectors[methods[0]].groups)):
+        for number in range(len(batches[methods[0]].groups)):
             if (number, repeat) not in done:
-                bench.part.add([label | run_round(collectors, number, repeat)])
+                bench.part.add([label | run_round(batches, number, repeat)])
             bar.update()
     facts = {"prompts": len(task.prompts), "left_out": task.left_out}
     context = {"config": config.fixed, "environment": bench.machine, "ceiling_bytes_per_s": bench.ceiling}
@@ -467,12 +466,10 @@ def main() -> None:
     """The command line."""
     config = parse(BenchConfig, "bench.py", __doc__)
 
-    def body() -> None:
+    with one_line_errors("bench.py"):
         config.check()
         rows = open_log(config.report, "--report").rows if config.report else run(config)
         write_report(rows, config.table, config.plots)
-
-    run_or_fail("bench.py", body)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,25 @@
     python scripts/bench_attention.py --threads 4
 
 Both sides are called in turn, round after round; medians and quartiles, ratios within a round. SDPA is called as
-kernels.py calls it where our operator cannot serve: heads of a group folded into rows, the cache cut to its used part.
+ops/attention.py calls it where our operator cannot serve: heads of a group folded into rows, the cache cut to its
+used part.
 Not here: correctness (tests/test_kernels_cpu.py), CUDA (kernel_bench.py).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-import kernels  # noqa: E402
-import kernels_cpu  # noqa: E402
-from config import option, parse, run_or_fail  # noqa: E402
-from measure import Series, environment  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+import ops.attention
+import ops.cpu.build
+from measure import Series, environment
+from options import one_line_errors, option, parse
 
 SHAPES = ((8, 4, 32, 200), (8, 4, 128, 300), (32, 8, 64, 1000), (32, 32, 128, 700))  # heads, kv heads, width, prefix
 ROWS = (1, 5, 26, 60)
@@ -51,7 +48,7 @@ def bench(config: AttentionConfig) -> None:
         raise ValueError(f"--rounds must be at least 5, for a median with a spread; it is {config.rounds}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    missing = kernels_cpu.load_operators()
+    missing = ops.cpu.build.load_operators()
     if missing:
         raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
@@ -64,7 +61,7 @@ def bench(config: AttentionConfig) -> None:
         for rows in ROWS:
             mask = (torch.rand(1, rows, rows) < 0.3).tril() | torch.eye(rows, dtype=torch.bool)
             inputs = (torch.randn(1, rows, heads, width).bfloat16(), k, v, torch.tensor([prefix]), mask)
-            sides = (torch.ops.gpt_eagle.attention, kernels._tree_attention_torch)
+            sides = (torch.ops.gpt_eagle.attention, ops.attention._tree_attention_torch)
             taken = [[seconds(side, inputs) for side in sides] for _ in range(config.rounds + 2)][2:]  # two warm up
             ours, theirs = (Series.quartiles([pair[i] for pair in taken]) for i in (0, 1))
             ratio = Series.quartiles([b / a for a, b in taken])
@@ -74,7 +71,8 @@ def bench(config: AttentionConfig) -> None:
 
 def main() -> None:
     config = parse(AttentionConfig, "bench_attention.py", __doc__)
-    run_or_fail("bench_attention.py", lambda: bench(config))
+    with one_line_errors("bench_attention.py"):
+        bench(config)
 
 
 if __name__ == "__main__":

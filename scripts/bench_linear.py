@@ -11,20 +11,18 @@ How it works:
 3. Rounds: each measures every contestant at every number of tokens once, in an order that rotates, so that a machine
    that drifts drifts for all of them. Medians and quartiles over rounds.
 
-torch-bf16 is `F.linear`, torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is linear_cpu.cpp, and the
-rest is kernels_cpu.cpp.
+torch-bf16 is `F.linear`, torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is ops/cpu/linear.cpp, and
+the rest is ops/cpu/quantized.cpp.
 Not here: CUDA (gpu_check.py), whole models (bench.py).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,14 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-import kernels_cpu  # noqa: E402
-from config import option, parse, run_or_fail  # noqa: E402
-from generate import write_text  # noqa: E402
-from measure import Series, environment, read_bandwidth  # noqa: E402
-from quantize import FORMATS, PRODUCTS  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+import ops.cpu.build
+from measure import Series, environment, read_bandwidth
+from ops.quantized import PRODUCTS
+from options import one_line_errors, option, parse, write_text
+from quantize import FORMATS
 
 ROTATED_BYTES = 200_000_000
 PEAK_ROUNDS = 1_000_000  # about 0.1 s
@@ -55,6 +51,33 @@ KINDS = {  # name -> (format, group size, product), or None for those of FLOAT
     "int4-32": ("int4", 32, "cpu"),
     "int4-64": ("int4", 64, "cpu"),
     "int4-128": ("int4", 128, "cpu"),
+}
+
+
+class TorchProduct(NamedTuple):
+    """One of PyTorch's own operators with packed weights, for bf16 rows, called as `ops.quantized.Product`."""
+
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    multiply: Callable[..., Tensor]
+
+
+def pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """codes: [N, K] int8; scale: [N, K/G] bf16. Returns: packed codes; scales with their zeros, [K/G, N, 2] bf16."""
+    scale_and_zero = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1), scale_and_zero
+
+
+def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, x.shape[-1] // scale.shape[0], scale)
+
+
+def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+    return torch.ops.aten._weight_int8pack_mm(x, codes, scale)
+
+
+TORCH = {
+    "int8": TorchProduct(lambda codes, scale: (codes, scale.bfloat16()), _torch_int8),
+    "int4": TorchProduct(pack_torch_int4, _torch_int4),
 }
 
 
@@ -96,8 +119,8 @@ class Contestant:
             first = (make(),)
         else:
             format, group, where = KINDS[kind]
-            product = PRODUCTS[format, where]
-            self.apply = lambda x, packed, scale: product.apply(x, packed, scale, n, False)
+            product = TORCH[format] if where == "torch" else PRODUCTS[format, where]
+            self.apply = lambda x, packed, scale: product.multiply(x, packed, scale, n, False)
             first = product.pack(*FORMATS[format].encode(make(), group))
         self.bytes = sum(t.nbytes for t in first)
         copies = max(3, -(-ROTATED_BYTES // self.bytes))
@@ -180,7 +203,7 @@ def bench(config: LinearConfig) -> None:
     config.check()
     if config.threads:
         torch.set_num_threads(config.threads)
-    missing = kernels_cpu.load_operators()
+    missing = ops.cpu.build.load_operators()
     if missing:
         raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
@@ -217,7 +240,8 @@ def bench(config: LinearConfig) -> None:
 
 def main() -> None:
     config = parse(LinearConfig, "bench_linear.py", __doc__)
-    run_or_fail("bench_linear.py", lambda: bench(config))
+    with one_line_errors("bench_linear.py"):
+        bench(config)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Not here: quality, batches, sampling, GPUs for llama.cpp.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,18 +29,25 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from bench import Setting, method_config, read_tasks  # noqa: E402
-from config import DEMO, option, parse, pick_device, run_or_fail  # noqa: E402
-from decode import Engine  # noqa: E402
-from generate import encode, load, with_config, write_text  # noqa: E402
-from llama_cpp_peer import FORMATS, LlamaCpp, decode, write_gguf  # noqa: E402
-from measure import Outcome, Series, environment, in_turn, pass_bytes, read_bandwidth, run_session, shown_path  # noqa: E402, E501
-from model import DTYPES, KVCache, causal_window  # noqa: E402
-from session import Session, common_prefix  # noqa: E402
-from stats import peak_memory_bytes  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from bench import Setting, method_config, read_tasks
+from decode import Engine, Session, common_prefix
+from generate import encode, load
+from llama_cpp_peer import FORMATS, LlamaCpp, decode, write_gguf
+from measure import (
+    Outcome,
+    Series,
+    environment,
+    in_turn,
+    pass_bytes,
+    read_bandwidth,
+    run_session,
+    shown_path,
+    with_config,
+)
+from model import DTYPES, KVCache, causal_window
+from options import DEMO, one_line_errors, option, parse, pick_device, write_text
+from stats import peak_memory_bytes
 
 PEERS = ("transformers", "transformers:lookup", "transformers:assistant", *(f"llama.cpp:{kind}" for kind in FORMATS))
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
@@ -142,7 +148,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
     @torch.inference_mode()
     def logits(ids: list[int]) -> torch.Tensor:
         tokens = torch.tensor([ids], device=device)
-        features, _ = target(tokens, torch.arange(len(ids), device=device)[None])
+        features = target(tokens, torch.arange(len(ids), device=device)[None])
         return target.logits(features)[0].cpu()  # [T, V]
 
     def verify(width: int) -> Callable[[], None]:
@@ -152,7 +158,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
 
         def step(tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
             window = causal_window(start, tokens.shape[1])
-            features, _ = target(tokens, window.slots, cache, window)
+            features = target(tokens, window.slots, cache, window)
             return target.logits(features).argmax(-1)  # [1, M]
 
         with torch.inference_mode():
@@ -406,7 +412,8 @@ def bench(config: PeersConfig) -> None:
 def main() -> None:
     """The command line."""
     config = parse(PeersConfig, "bench_peers.py", __doc__)
-    run_or_fail("bench_peers.py", lambda: bench(config))
+    with one_line_errors("bench_peers.py"):
+        bench(config)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,13 @@ Not here: measuring.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from generate import write_text  # noqa: E402
-from train_demo import replace_file  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from options import write_text
+from train_demo import replace_file
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (

@@ -32,21 +32,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from bench_peers import make_transformers  # noqa: E402
-from config import GenerateConfig, option, parse, pick_device, run_or_fail  # noqa: E402
-from decode import Engine, with_cycles  # noqa: E402
-from drafters import RootOnly  # noqa: E402
-from generate import warm_up  # noqa: E402
-from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session  # noqa: E402
-from model import DTYPES, Transformer  # noqa: E402
-from quantize import Quantization  # noqa: E402
-from session import Session, common_prefix  # noqa: E402
-from stand_in import Shape  # noqa: E402
-from stats import peak_memory_bytes  # noqa: E402
-from weights import load_model  # noqa: E402
+import _path
+from bench_peers import make_transformers
+from decode import Engine, Session, common_prefix, with_cycles
+from drafters import RootOnly
+from extras.stand_in import Shape
+from generate import warm_up
+from hf.weights import load_model
+from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session
+from model import DTYPES, Transformer
+from options import GenerateConfig, one_line_errors, option, parse, pick_device
+from quantize import Quantization
+from stats import peak_memory_bytes
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
 
@@ -156,7 +153,7 @@ def loading_memory(path: Path, quant: str = "none") -> tuple[int, int]:
     """
     child = "import sys, bench_target; print(*bench_target._watch_loading(*sys.argv[1:]))"
     command = [sys.executable, "-c", child, str(path), quant]
-    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=_path.ROOT / "scripts", capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"loading {path} failed: {done.stderr.strip().splitlines()[-1]}")
     peak_bytes, model_bytes = map(int, done.stdout.split())
@@ -319,7 +316,8 @@ def bench(config: BenchConfig) -> None:
 def main() -> None:
     """The command line."""
     config = parse(BenchConfig, "bench_target.py", __doc__)
-    run_or_fail("bench_target.py", lambda: bench(config))
+    with one_line_errors("bench_target.py"):
+        bench(config)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+import _path
 import measure
-from config import DEMO, option, parse, pick_device, read_jsonl, run_or_fail
 from decode import Engine
-from generate import Collector, environment, load, with_config
+from generate import Batch, load
+from options import DEMO, one_line_errors, option, parse, pick_device, read_jsonl
 from stats import Stats
 
 PUBLISHED_TAU = 4.65  # EAGLE-2 (arXiv 2406.16858), T = 0, mean of its tasks: LLaMA2-Chat 7B 4.64, Vicuna 7B 4.68
@@ -42,7 +43,7 @@ class TreesConfig:
     quant: str = option("none", "none, int8 or int4", ("none", "int8", "int4"))
     static: bool = option(False, "also EAGLE-1's static tree")
     random_twin: bool = option(False, "random weights instead; vanilla only")
-    prompts: str = option(str(measure.ROOT / "data" / "eval" / "demo.jsonl"), "JSONL with `turns`")
+    prompts: str = option(str(_path.ROOT / "data" / "eval" / "demo.jsonl"), "JSONL with `turns`")
     limit: int = option(5, "prompts")
     max_new_tokens: int = option(128, "tokens per prompt")
     temperature: float = option(0.0, "0 is greedy")
@@ -52,17 +53,14 @@ class TreesConfig:
 
 
 class Always(NamedTuple):
-    """A sizer that stays with one preset."""
+    """Chooses one preset, or the largest below it that makes sense."""
 
     preset: int
 
-    def next(self, limit: int) -> tuple[int, bool]:
-        return min(self.preset, limit), False
+    def next(self, limit: int) -> int:
+        return min(self.preset, limit)
 
-    def begin(self) -> None:
-        pass
-
-    def observe(self, *seen: Any) -> None:
+    def observe(self, preset: int, accepted: float, seconds: float) -> None:
         pass
 
 
@@ -71,14 +69,14 @@ def methods_of(engine: Engine, config: TreesConfig) -> dict[str, Engine]:
     if config.random_twin:
         return {"vanilla": engine}
     names = [preset.name for preset in engine.drafter.presets]
-    fixed = {name: replace(engine, sizer=Always(number)) for number, name in enumerate(names)}
+    fixed = {name: replace(engine, chooser=Always(number)) for number, name in enumerate(names)}
     methods = {"vanilla": fixed.pop("none"), **fixed, "auto": engine}
     if config.static:
-        methods["static"] = with_config(engine, replace(engine.config, tree="static"))
+        methods["static"] = measure.with_config(engine, replace(engine.config, tree="static"))
     return methods
 
 
-def row_of(engine: Engine, method: str, done: Collector, vanilla: list[list[int]], bandwidth: float) -> dict[str, Any]:
+def row_of(engine: Engine, method: str, done: Batch, vanilla: list[list[int]], bandwidth: float) -> dict[str, Any]:
     """What one method measured, over all prompts."""
     stats = done.stats
     cycles = len(stats.live_rows)
@@ -97,7 +95,7 @@ def row_of(engine: Engine, method: str, done: Collector, vanilla: list[list[int]
         "at_tau_4.65": PUBLISHED_TAU * cycles / stats.decode_s if method != "vanilla" else None,
     }
     if method == "auto":
-        row["tree_auto"] = stats.summary(engine)["tree_auto"]
+        row["tree_auto"] = engine.chooser.table(stats.presets)
     return row
 
 
@@ -117,11 +115,11 @@ def bench(config: TreesConfig) -> None:
     facts = {"part": "models"} | asdict(config)
     facts |= {name: measure.shown_path(facts[name]) for name in ("checkpoint", "eagle", "prompts", "json")}
     facts |= {"stand_in": engine.target.config.stand_in, "bandwidth_bytes_per_s": bandwidth}
-    facts |= {"load_s": engine.load_s, "compile_s": engine.compile_s} | environment(engine)
+    facts |= {"load_s": engine.load_s, "compile_s": engine.compile_s} | measure.environment(device)
     print(f"# {facts}", flush=True)
-    methods = {name: (each, Collector(each, prompts)) for name, each in methods_of(engine, config).items()}
+    methods = {name: (each, Batch(each, prompts)) for name, each in methods_of(engine, config).items()}
     for name, (_, done) in methods.items():  # a round that does not count: the first of everything is slow
-        if name != "auto":  # whose first trials count
+        if name != "auto":  # whose first choices count
             done.run(done.groups[0])
             done.stats, done.entries, done.trace = Stats(), [], []
     seconds = {name: [] for name in methods}  # per token, of each prompt
@@ -141,7 +139,8 @@ def bench(config: TreesConfig) -> None:
 
 def main() -> None:
     config = parse(TreesConfig, "bench_trees.py", __doc__)
-    run_or_fail("bench_trees.py", lambda: bench(config))
+    with one_line_errors("bench_trees.py"):
+        bench(config)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import kernel_bench  # noqa: E402
-from config import option, parse, read_jsonl, run_or_fail  # noqa: E402
-from generate import compare, environment, load  # noqa: E402
+import _path
+import kernel_bench
+from generate import compare, load
+from measure import environment
+from options import one_line_errors, option, parse, read_jsonl
 
 TREES = ({"tree": "chain"}, {"tree": "static"}, {"tree": "dynamic"})
 DEMO_RUNS = [  # dtype, quant, temperature, who drafts
@@ -49,7 +49,7 @@ MODEL_RUNS = [  # flags of bench_trees.py
     "--inflate llama2-7b --quant int8",
     "--inflate llama3-8b",
     "--inflate llama3-8b --quant int8",
-    f"--inflate mixtral-8x7b --quant int4 --checkpoint {ROOT / 'checkpoints' / 'demo-moe'}",
+    f"--inflate mixtral-8x7b --quant int4 --checkpoint {_path.ROOT / 'checkpoints' / 'demo-moe'}",
 ]
 
 
@@ -71,7 +71,7 @@ def append(config: CheckConfig, row: dict) -> None:
 def run_tests(config: CheckConfig) -> bool:
     """Run the tests. Returns: whether they passed."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"]
-    status = subprocess.run(command, cwd=ROOT).returncode
+    status = subprocess.run(command, cwd=_path.ROOT).returncode
     append(config, {"part": "tests", "exit_status": status})
     return status == 0
 
@@ -82,7 +82,7 @@ def run_kernels(config: CheckConfig) -> bool:
     start = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
     well = True
     for form in kernel_bench.FORMATS + kernel_bench.CYCLE:
-        command = [sys.executable, ROOT / "scripts" / "kernel_bench.py", "--format", form, "--json", out]
+        command = [sys.executable, _path.ROOT / "scripts" / "kernel_bench.py", "--format", form, "--json", out]
         status = subprocess.run(command).returncode
         append(config, {"part": "kernels", "format": form, "exit_status": status})
         well &= status == 0
@@ -94,7 +94,7 @@ def run_kernels(config: CheckConfig) -> bool:
 
 def run_demo(config: CheckConfig) -> bool:
     """Decode with every tree. Returns: True; what differs from vanilla is in the rows."""
-    prompts = [row["turns"] for row in read_jsonl(ROOT / "data" / "eval" / "demo.jsonl", "prompts")]
+    prompts = [row["turns"] for row in read_jsonl(_path.ROOT / "data" / "eval" / "demo.jsonl", "prompts")]
     for dtype, quant, temperature, drafted in DEMO_RUNS:
         engine = load(
             device="cuda", dtype=dtype, quant=quant, temperature=temperature, compile=True, **drafted,
@@ -104,7 +104,7 @@ def run_demo(config: CheckConfig) -> bool:
         stats = {k: v for k, v in result.stats.items() if k != "accept_lengths"}
         row = {"part": "demo", "dtype": dtype, "quant": quant, "temperature": temperature}
         row |= {"draft": engine.config.draft} | engine.drafter.facts() | stats | outcome
-        append(config, row | environment(engine))
+        append(config, row | environment(engine.config.device))
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return True
 
@@ -119,7 +119,7 @@ def run_models(config: CheckConfig) -> bool:
         elif time.monotonic() - began > 60 * config.minutes:
             reason = f"{config.minutes:g} minutes are over"
         else:
-            command = [sys.executable, ROOT / "scripts" / "bench_trees.py", *flags.split(), "--json", config.out]
+            command = [sys.executable, _path.ROOT / "scripts" / "bench_trees.py", *flags.split(), "--json", config.out]
             well &= subprocess.run([*command, "--device", "cuda"]).returncode == 0
             continue
         print(f"note: left out, since {reason}: {flags}", flush=True)
@@ -151,7 +151,8 @@ def check(config: CheckConfig) -> None:
 
 def main() -> None:
     config = parse(CheckConfig, "gpu_check.py", __doc__)
-    run_or_fail("gpu_check.py", lambda: check(config))
+    with one_line_errors("gpu_check.py"):
+        check(config)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,17 @@
     python scripts/inflate.py --checkpoint checkpoints/demo-moe --shape mixtral-tiny --out stand-ins/mixtral
 
 How it works:
-1. stand_in.py computes one tensor after the other; they are written in shards, so that no more than one shard is in
-   memory. `config.json` carries the stand-in's name, and everything that is printed from it says so.
+1. extras/stand_in.py computes one tensor after the other; they are written in shards, so that no more than one shard
+   is in memory. `config.json` carries the stand-in's name, and everything that is printed from it says so.
 2. checkpoint.py writes them: whole or not at all. A run that was killed is started again.
 
 The result is a Hugging Face directory like any other. Without the disk: `generate.py --inflate SHAPE`.
-Not here: the maths, and what a stand-in is good for (stand_in.py).
+Not here: the maths, and what a stand-in is good for (extras/stand_in.py).
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,12 +24,12 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from checkpoint import SHARD_BYTES, check_out, write_checkpoint  # noqa: E402
-from config import DEMO, option, parse, run_or_fail  # noqa: E402
-from eagle_draft import EagleConfig  # noqa: E402
-from model import DTYPES, read_json  # noqa: E402
-from stand_in import SHAPES, InflatedFiles, Shape, inflate_head, inflate_target  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from checkpoint import SHARD_BYTES, check_out, read_json, write_checkpoint
+from eagle_draft import EagleConfig
+from extras.stand_in import SHAPES, InflatedFiles, Shape, inflate_head, inflate_target
+from model import DTYPES
+from options import DEMO, one_line_errors, option, parse
 
 SIZES = tuple(f.name for f in fields(Shape) if f.name != "name")
 
@@ -124,7 +123,8 @@ def run(config: InflateConfig) -> None:
 
 def main() -> None:
     config = parse(InflateConfig, "inflate.py", __doc__)
-    run_or_fail("inflate.py", lambda: run(config))
+    with one_line_errors("inflate.py"):
+        run(config)
 
 
 if __name__ == "__main__":

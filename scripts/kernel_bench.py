@@ -30,7 +30,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -39,15 +38,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import kernels  # noqa: E402
-import products
-from config import option, parse, run_or_fail  # noqa: E402
-from model import KVCache, ModelConfig  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+import ops.attention
+import ops.cuda.layout
+import ops.experts
+import ops.quantized
+import ops.topk
+from model import KVCache, ModelConfig
+from options import one_line_errors, option, parse
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
 LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
-PRODUCTS = {"int4": (products.w4a16, products.w4a16_reference), "int8": (products.w8a16, products.w8a16_reference)}
+PRODUCTS = {
+    "int4": (ops.quantized.w4a16, ops.quantized.w4a16_reference),
+    "int8": (ops.quantized.w8a16, ops.quantized.w8a16_reference),
+}
 CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 LENGTHS = (128, 512, 2048, 4096)  # slots of the prefix
@@ -91,8 +96,8 @@ def words(*shape: int, dtype: torch.dtype) -> Tensor:
 def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
     """Random words and scales, as the operators of int4 or int8 take them."""
     scale = torch.rand(N, K // group, device="cuda") * 0.01
-    packed = words(-(-K * (4 if form == "int4" else 8) // 1024), N, products.COLUMNS, dtype=torch.int16)
-    return packed, products.pack_scale(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
+    packed = words(-(-K * (4 if form == "int4" else 8) // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16)
+    return packed, ops.cuda.layout.pack_scales(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
 
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
@@ -224,16 +229,16 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
     copies = max(2, -(-rotate_bytes // read_bytes))
     caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(copies)]
     methods = {
-        "ours": [lambda k=k, v=v: kernels.tree_attention(q, k, v, start, mask) for k, v in caches],
-        "masked": [lambda k=k, v=v: kernels._tree_attention_masked(q, k, v, start, mask) for k, v in caches],
-        "cut": [lambda k=k, v=v: kernels._attend(q, k[:, :, :used], v[:, :, :used], visible) for k, v in caches],
+        "ours": [lambda k=k, v=v: ops.attention.tree_attention(q, k, v, start, mask) for k, v in caches],
+        "masked": [lambda k=k, v=v: ops.attention._tree_attention_masked(q, k, v, start, mask) for k, v in caches],
+        "cut": [lambda k=k, v=v: ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible) for k, v in caches],
     }
 
     def error() -> float:
         k, v = (t.clone() for t in caches[0])
-        want = kernels.tree_attention_reference(q.float(), k, v, start, mask)
+        want = ops.attention.tree_attention_reference(q.float(), k, v, start, mask)
         k[:, :, used:] = v[:, :, used:] = float("nan")
-        return relative_error(kernels.tree_attention(q, k, v, start, mask), want)
+        return relative_error(ops.attention.tree_attention(q, k, v, start, mask), want)
 
     return Contest(read_bytes, methods, error)
 
@@ -247,7 +252,7 @@ def compact_contest(kv_heads: int) -> Contest:
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
         buffer.normal_()
-    loop = torch.compile(kernels.compact_reference, fullgraph=True, dynamic=False)
+    loop = torch.compile(ops.attention.compact_reference, fullgraph=True, dynamic=False)
     methods = {
         "ours": [lambda s=s: cache.compact(s, path) for s in starts],
         "torch": [lambda s=s: loop(buffers, s, path) for s in starts],
@@ -255,7 +260,7 @@ def compact_contest(kv_heads: int) -> Contest:
 
     def error() -> float:
         want = [b.clone() for b in buffers]
-        kernels.compact_reference(want, starts[1], path)
+        ops.attention.compact_reference(want, starts[1], path)
         cache.compact(starts[1], path)
         return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
 
@@ -268,13 +273,13 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     copies = max(2, -(-rotate_bytes // read_bytes))
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
-        "ours": [lambda s=s: kernels.topk_logsumexp(s, 10) for s in scores],
-        "torch": [lambda s=s: kernels.topk_logsumexp_reference(s, 10) for s in scores],
+        "ours": [lambda s=s: ops.topk.topk_logsumexp(s, 10) for s in scores],
+        "torch": [lambda s=s: ops.topk.topk_logsumexp_reference(s, 10) for s in scores],
     }
 
     def error() -> float:
-        values, index, total = kernels.topk_logsumexp(scores[0], 10)
-        best, _, logsumexp = kernels.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
+        values, index, total = ops.topk.topk_logsumexp(scores[0], 10)
+        best, _, logsumexp = ops.topk.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
         pairs = ((values, best), (scores[0].gather(-1, index), best), (total, logsumexp))
         return max(relative_error(*pair) for pair in pairs)
 
@@ -284,7 +289,7 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
 class Stack(NamedTuple):
     """The weights of a layer's experts, and how rows are multiplied by them."""
 
-    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from products.route -> [P, N]
+    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from ops.experts.route -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
     every: Callable[[Tensor, Tensor], Tensor] | None  # [P, K] bfloat16, [P] int64 -> [P, N], by torch
     expert_bytes: int
@@ -295,8 +300,8 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
     if form == "bf16":
         w = torch.randn(EXPERTS, N, K, dtype=torch.bfloat16, device="cuda")
         return Stack(
-            lambda x, routing: products.experts_linear(x, w, routing), lambda x, e: x @ w[e].float().T,
-            lambda x, expert: products.experts_linear_reference(x, w, expert), w[0].nbytes,
+            lambda x, routing: ops.experts.experts_linear(x, w, routing), lambda x, e: x @ w[e].float().T,
+            lambda x, expert: ops.experts.experts_linear_reference(x, w, expert), w[0].nbytes,
         )  # fmt: skip
     parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
     packed, scale = (torch.stack(both) for both in zip(*parts))
@@ -317,15 +322,15 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     read_bytes = len(expert.unique()) * first.expert_bytes
     copies = max(2, -(-rotate_bytes // read_bytes))
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    methods = {"ours": [lambda s=s: s.product(x, products.route(expert, EXPERTS)) for s in stacks]}
+    methods = {"ours": [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]}
     if first.every is not None:
         methods["torch"] = [lambda s=s: s.every(x, expert) for s in stacks]
 
     def error() -> float:
         want = x.new_empty(len(x), N, dtype=torch.float32)
-        for e, rows in products.rows_by_expert(expert):
+        for e, rows in ops.experts.rows_by_expert(expert):
             want[rows] = first.reference(x[rows].float(), e)
-        return relative_error(first.product(x, products.route(expert, EXPERTS)), want)
+        return relative_error(first.product(x, ops.experts.route(expert, EXPERTS)), want)
 
     return Contest(read_bytes, methods, error)
 
@@ -433,7 +438,8 @@ def bench(config: BenchConfig) -> None:
 
 def main() -> None:
     config = parse(BenchConfig, "kernel_bench.py", __doc__)
-    run_or_fail("kernel_bench.py", lambda: bench(config))
+    with one_line_errors("kernel_bench.py"):
+        bench(config)
 
 
 if __name__ == "__main__":

@@ -27,22 +27,23 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from config import fail, option, parse, run_or_fail  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from options import fail, one_line_errors, option, parse
 
 try:
     import triton
 except ModuleNotFoundError:
     fail("kernel_report.py", "Triton is not installed; pip install triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
 
-import attention_triton  # noqa: E402
-import compact_triton  # noqa: E402
-import experts_triton  # noqa: E402
-import kernels_triton  # noqa: E402
-import topk_triton  # noqa: E402
-from kernels_triton import Device, Plan  # noqa: E402
+import ops.cuda.attention
+import ops.cuda.compact
+import ops.cuda.experts
+import ops.cuda.products
+import ops.cuda.topk
+from ops.cuda.experts import plan_experts
+from ops.cuda.products import Device, ProductPlan, plan_product
 
 # multiprocessors and shared memory of a block: CUDA C++ programming guide, table of compute capabilities
 TARGETS = {
@@ -121,10 +122,10 @@ def bits_and_group(form: str) -> tuple[int, int]:
     return 4, int(form.removeprefix("int4-"))
 
 
-def product_source(case: Case) -> tuple[Source, Plan]:
+def product_source(case: Case) -> tuple[Source, ProductPlan]:
     """A product, as its launcher would cut it on the target."""
-    (bits, group), kernel = bits_and_group(case.form), experts_triton if case.experts else kernels_triton
-    cut = kernel.plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
+    (bits, group), plan = bits_and_group(case.form), plan_experts if case.experts else plan_product
+    cut = plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
@@ -135,26 +136,26 @@ def product_source(case: Case) -> tuple[Source, Plan]:
     multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
     if not case.experts:
         types = x | {"packed_ptr": "*i16"} | scale | {"y_ptr": y, "M": "i32"} | sizes
-        return Source(kernels_triton.matmul_kernel, types, constants, cut.warps, multiples), cut
+        return Source(ops.cuda.products.matmul_kernel, types, constants, cut.warps, multiples), cut
     weight = {"weight_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
     types = x | weight | scale | {"lists_ptr": "*i32", "y_ptr": y, "P": "i32"} | sizes
     constants |= {"EXPERTS": case.experts} | ({"scale_ptr": None} if bits == 16 else {})
-    return Source(experts_triton.experts_kernel, types, constants, cut.warps, multiples), cut
+    return Source(ops.cuda.experts.experts_kernel, types, constants, cut.warps, multiples), cut
 
 
-def attention_source(case: CycleCase) -> tuple[Source, attention_triton.Plan]:
+def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.AttentionPlan]:
     """Attention over splits of a cache, as its launcher would cut it on the target."""
     rows = case.T * case.heads // case.kv_heads
-    cut = attention_triton.plan(rows, case.E, DTYPES[case.dtype], TARGETS[case.target])
-    split = case.T <= attention_triton.SPLIT_TOKENS
+    cut = ops.cuda.attention.plan_attention(rows, case.E, DTYPES[case.dtype], TARGETS[case.target])
+    split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}")
     pointers |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": "*fp32" if split else f"*{case.dtype}"}
     types = pointers | {"stats_ptr": "*fp32"} | dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
-    constants = attention_triton.constants_of(case.E) | {
+    constants = ops.cuda.attention.constants_of(case.E) | {
         "H": case.heads, "KV_HEADS": case.kv_heads, "SPLIT": split,
         "ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages,
     }  # fmt: skip
-    return Source(attention_triton.attention_kernel, types, constants, cut.warps), cut
+    return Source(ops.cuda.attention.attention_kernel, types, constants, cut.warps), cut
 
 
 def cycle_source(case: CycleCase) -> Source:
@@ -163,25 +164,25 @@ def cycle_source(case: CycleCase) -> Source:
         return attention_source(case)[0]
     if case.kernel == "combine":
         types = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "start_ptr": "*i64", "y_ptr": f"*{case.dtype}"}
-        parts = attention_triton.splits_of(case.T, 10**6, case.T)  # the most
-        constants = attention_triton.constants_of(case.E) | {"PARTS": parts, "ROWS": attention_triton.COMBINED}
-        return Source(attention_triton.combine_kernel, types | {"rows": "i32", "W": "i32"}, constants, 4)
+        parts = ops.cuda.attention.splits_of(case.T, 10**6, case.T)  # the most
+        constants = ops.cuda.attention.constants_of(case.E) | {"PARTS": parts, "ROWS": ops.cuda.attention.COMBINED}
+        return Source(ops.cuda.attention.combine_kernel, types | {"rows": "i32", "W": "i32"}, constants, 4)
     if case.kernel == "compact":
-        cut = compact_triton.plan(case.T, case.E * DTYPES[case.dtype].itemsize)
+        cut = ops.cuda.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
         types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64") | {"S": "i32", "steps": "i32"}
         constants = {"WORDS": cut.words, "WIDTH": cut.width, "STEPS": cut.steps}
-        return Source(compact_triton.compact_kernel, types, constants, cut.warps)
+        return Source(ops.cuda.compact.compact_kernel, types, constants, cut.warps)
     if case.kernel == "lists":
-        constants = {"EXPERTS": case.experts, "BLOCK": experts_triton.LISTED}
+        constants = {"EXPERTS": case.experts, "BLOCK": ops.cuda.experts.LISTED}
         types = {"expert_ptr": "*i64", "lists_ptr": "*i32", "P": "i32"}
-        return Source(experts_triton.lists_kernel, types, constants, 4)
+        return Source(ops.cuda.experts.lists_kernel, types, constants, 4)
     types = {"keys_ptr": "*i64", "stats_ptr": "*fp32"}
     if case.kernel == "block":
         types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32"}
-        return Source(topk_triton.block_kernel, types, {"BLOCK": topk_triton.BLOCK}, 4)
+        return Source(ops.cuda.topk.block_kernel, types, {"BLOCK": ops.cuda.topk.BLOCK}, 4)
     types |= {"values_ptr": "*fp32", "index_ptr": "*i64", "total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
-    cut = topk_triton.plan(case.V, case.k)
-    return Source(topk_triton.row_kernel, types, {"CANDIDATES": cut.candidates, "BLOCKS": cut.width}, cut.warps)
+    cut = ops.cuda.topk.plan_topk(case.V, case.k)
+    return Source(ops.cuda.topk.row_kernel, types, {"CANDIDATES": cut.candidates, "BLOCKS": cut.width}, cut.warps)
 
 
 def compile_for(target: str, source: Source) -> CompiledKernel:
@@ -234,7 +235,7 @@ def resources(target: str, source: Source) -> Resources:
     return Resources(registers, stack, local, kernel.metadata.shared, tensor_core or "none", len(main_loop(code)))
 
 
-def per_weight(case: Case, loop: int, cut: Plan) -> float:
+def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
     """Instructions of all threads in the main loop of a product, per weight that it takes in."""
     return loop * 32 * cut.warps / (cut.rows * 1024 // bits_and_group(case.form)[0])
 
@@ -325,7 +326,8 @@ def report(config: ReportConfig) -> None:
 
 def main() -> None:
     config = parse(ReportConfig, "kernel_report.py", __doc__)
-    run_or_fail("kernel_report.py", lambda: report(config))
+    with one_line_errors("kernel_report.py"):
+        report(config)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """llama.cpp on the weights of a Hugging Face directory: a GGUF writer, and a greedy decoder around its C interface.
 
-1. `write_gguf` reads one tensor at a time, as weights.py does, and writes it in one format: bf16, f16, q8_0 or q4_0.
+1. `write_gguf` reads one tensor at a time, as hf/weights.py does, and writes it in one format: bf16, f16, q8_0 or q4_0.
    llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k are reordered.
    The file has no vocabulary: ids go in and out.
 2. `LlamaCpp` feeds ids at a position and reads logits. Rows behind a position are forgotten first, which is how a
@@ -13,7 +13,6 @@ more bits. Packages: scripts/requirements-peers.txt. Not here: sampling, batches
 from __future__ import annotations
 
 import ctypes
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from model import ModelConfig  # noqa: E402
-from weights import WeightFiles, weight_names  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from checkpoint import WeightFiles
+from hf.config import read_config
+from hf.weights import weight_names
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 NAMES = {  # of Hugging Face -> of GGUF
@@ -59,7 +57,7 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     """
     import gguf
 
-    config, files = ModelConfig.from_dir(checkpoint), WeightFiles(checkpoint)
+    config, files = read_config(checkpoint), WeightFiles(checkpoint)
     if config.qkv_bias or config.o_bias or config.mlp_bias or config.rope_scaling:
         raise ValueError(f"{checkpoint}: biases and scaled RoPE are not written to GGUF; leave llama.cpp out")
     partial = Path(f"{file}.tmp")

@@ -19,19 +19,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from model import Transformer  # noqa: E402
-from session import Session  # noqa: E402
-from stats import Stats  # noqa: E402
+import _path
+import stats
+from decode import Engine, Session, with_cycles
+from generate import make_drafter, warm_up
+from hf.config import resolve_draft
+from model import Transformer
+from options import GenerateConfig
 
 CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
 
@@ -65,6 +67,18 @@ class Series(NamedTuple):
 # ------------------------------------------------------------------------------------------------ turns
 
 
+def with_config(engine: Engine, config: GenerateConfig) -> Engine:
+    """The loaded target under other options of drafting, sampling and batching, warmed up. The target is shared.
+
+    config: checked, with the engine's checkpoint, device, dtype and context
+    Raises: ValueError for a draft that does not fit.
+    """
+    if engine.config.quant != "none":  # as it was loaded
+        config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)
+    config = resolve_draft(config, Path(config.checkpoint))
+    return warm_up(with_cycles(replace(engine, config=config, drafter=make_drafter(engine.target, config))))
+
+
 class Outcome(NamedTuple):
     """One run of one prompt."""
 
@@ -75,11 +89,10 @@ class Outcome(NamedTuple):
 
 def run_session(session: Session, prompt: list[int]) -> Outcome:
     """Continue a prompt with our runtime; what the session has cached of it stays cached."""
-    session.stats = Stats()
+    session.stats = seen = stats.Stats()
     tokens = [token for new in session.run([prompt]) for token in new[0]]
-    stats = session.stats
-    assert stats.tokens == len(tokens) - 1, (stats.tokens, len(tokens))
-    return Outcome(tokens, stats.prefill_s, stats.decode_s / stats.tokens if stats.tokens else 0.0)
+    assert seen.tokens == len(tokens) - 1, (seen.tokens, len(tokens))
+    return Outcome(tokens, seen.prefill_s, seen.decode_s / seen.tokens if seen.tokens else 0.0)
 
 
 def in_turn(contestants: dict[str, Callable[[], Any]], runs: int, title: str) -> dict[str, list[Any]]:
@@ -101,7 +114,7 @@ def read_bandwidth(device: str, runs: int) -> Series:
     """Bytes per second of summing up a large buffer, in a process of its own."""
     child = "import sys, measure; print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
     command = [sys.executable, "-c", child, device, str(runs), str(torch.get_num_threads())]
-    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=_path.ROOT / "scripts", capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the bandwidth of {device} cannot be measured: {done.stderr.strip().splitlines()[-1]}")
     return Series.of([float(x) for x in done.stdout.split()])
@@ -133,24 +146,39 @@ def pass_bytes(target: Transformer, cached: float, experts: float | None = None)
     return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
 
 
+def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    """Run a target, and note what each of its blocks is given.
+
+    inputs: of `Transformer.forward`. Returns: the features, [B, T, F]; the inputs of the blocks, [B, T, F] each.
+    """
+    given: list[Tensor] = []
+    hooks = [block.register_forward_pre_hook(lambda _, args: given.append(args[0])) for block in target.layers]
+    try:
+        features = target(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(given) == len(target.layers), "the blocks ran in one call (Layers.fused); load without --compile"
+    return features, given
+
+
 def _nbytes(module: nn.Module) -> int:
     return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:
-    """What a measurement depends on. packages: importable names whose versions matter too."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    """What a measurement depends on: `stats.environment`, and what a log over weeks and machines needs besides.
+
+    packages: importable names whose versions matter too
+    """
+    git = ["git", "-C", str(_path.ROOT), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         commit = ""
-    return {
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name(),
-        "torch": torch.__version__,
-        **{name: __import__(name).__version__ for name in packages},
-        "commit": commit or "unknown",
-        "threads": torch.get_num_threads(),
-    }
+    versions = {name: __import__(name).__version__ for name in packages}
+    named = {} if device.startswith("cuda") else {"device": _cpu_name()}
+    return stats.environment(device) | named | versions | {"commit": commit or "unknown"}
 
 
 def _cpu_name() -> str:
@@ -162,8 +190,8 @@ def _cpu_name() -> str:
 
 def shown_path(path: str) -> str:
     """A path for a record: relative to the project where it lies inside, so that records hold no machine's paths."""
-    inside = path and Path(path).resolve().is_relative_to(ROOT)
-    return str(Path(path).resolve().relative_to(ROOT)) if inside else path
+    inside = path and Path(path).resolve().is_relative_to(_path.ROOT)
+    return str(Path(path).resolve().relative_to(_path.ROOT)) if inside else path
 
 
 # ------------------------------------------------------------------------------------------------- logs

@@ -5,7 +5,7 @@
 How it works:
 1. Real prompts are decoded with trees of several sizes, and with chains, each with a trace.
 2. Every tree of the trace goes through the target once more, behind the text it was drafted for. The inputs of all
-   layers are captured, and every layer's attention and router are asked what the feed-forward was given.
+   layers are noted, and every layer's attention and router are asked what the feed-forward was given.
 3. Counted are the different experts of a tree in a layer. Were routes independent and even, m nodes would touch
    E (1 - (1 - J/E)^m) of E experts, J to a token. Quartiles are over trees, of their means over layers.
 4. A pass reads the experts that are touched, and everything else once. `most` is tau over the bytes of a pass, in those
@@ -19,7 +19,6 @@ Not here: times (bench.py).
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,18 +28,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from bench import BenchConfig, fitting, read_tasks  # noqa: E402
-from bench_report import COLORS  # noqa: E402
-from config import GenerateConfig, option, parse, run_or_fail  # noqa: E402
-from decode import Engine  # noqa: E402
-from draft_tree import MAX_NODES, build_tree  # noqa: E402
-from generate import Collector, load, with_config, write_text  # noqa: E402
-from measure import Series, environment, pass_bytes, shown_path  # noqa: E402
-from model import KVCache, Transformer, Window, causal_window, rope_angles  # noqa: E402
-from train_demo import replace_file  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from bench import BenchConfig, fitting, read_tasks
+from bench_report import COLORS
+from decode import Engine
+from draft_tree import MAX_NODES, build_tree
+from generate import Batch, load
+from measure import Series, block_inputs, environment, pass_bytes, shown_path, with_config
+from model import KVCache, Transformer, Window, causal_window, rope_angles
+from options import GenerateConfig, one_line_errors, option, parse, write_text
+from train_demo import replace_file
 
 MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the router's logits
 
@@ -103,7 +100,7 @@ class Routes(NamedTuple):
 
 def routes_of(target: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache, window: Window) -> Routes:
     """Run rows through the target and ask every router. tokens, positions: [1, N]. Writes: `cache` at the slots."""
-    _, inputs = target(tokens, positions, cache, window, capture=tuple(range(target.config.n_layers)))
+    _, inputs = block_inputs(target, tokens, positions, cache, window)
     rope, experts, margins = rope_angles(target.rope_freq, positions), [], []
     for layer, x, kv in zip(target.layers, inputs, zip(cache.k, cache.v)):
         # the layer's first half once more: it writes what is in the cache already
@@ -152,18 +149,18 @@ def tree_config(config: GenerateConfig, shape: str, nodes: int) -> GenerateConfi
 
 def measure(engine: Engine, shape: str, prompts: list[list[str]]) -> dict[str, Any]:
     """Decode with one tree and replay it. Returns: a line of the result."""
-    collector = Collector(engine, prompts)
-    for group in collector.groups:
-        collector.run(group)
+    batch = Batch(engine, prompts)
+    for group in batch.groups:
+        batch.run(group)
     found: list[Routes] = []
-    for number, entry in enumerate(collector.entries):
-        cycles = [row for row in collector.trace if row["row"] == number]
+    for number, entry in enumerate(batch.entries):
+        cycles = [row for row in batch.trace if row["row"] == number]
         found += replay(engine.target, entry.prompt + entry.new, cycles)
     if not found:
         raise ValueError("every prompt ended with its first token; give other prompts with --tasks")
     c, nodes = engine.target.config, engine.drafter.size
     touched = torch.stack([routes.touched() for routes in found])  # [cycles, L]
-    tau = collector.stats.summary(engine)["tau"]
+    tau = batch.stats.summary()["tau"]
     share = pass_bytes(engine.target, 0, float(touched.mean())) / pass_bytes(engine.target, 0)
     margins = torch.cat([routes.margin.flatten() for routes in found])
     return {
@@ -266,7 +263,8 @@ def run(config: ExpertsConfig) -> None:
 def main() -> None:
     """The command line."""
     config = parse(ExpertsConfig, "plot_experts.py", __doc__)
-    run_or_fail("plot_experts.py", lambda: run(config))
+    with one_line_errors("plot_experts.py"):
+        run(config)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,13 @@ Not here: times (a trace holds none; see bench.py), and the prompt, of which a t
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from config import DEMO, option, parse, read_jsonl, run_or_fail  # noqa: E402
-from generate import write_text  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from hf.tokenizer import Tokenizer
+from options import DEMO, one_line_errors, option, parse, read_jsonl, write_text
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACEHOLDER = "{{data}}"
@@ -105,7 +101,8 @@ def plot(config: PlotConfig) -> None:
 def main() -> None:
     """The command line."""
     config = parse(PlotConfig, "plot_trace.py", __doc__)
-    run_or_fail("plot_trace.py", lambda: plot(config))
+    with one_line_errors("plot_trace.py"):
+        plot(config)
 
 
 if __name__ == "__main__":

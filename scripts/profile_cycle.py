@@ -31,21 +31,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from config import GenerateConfig, option, parse, run_or_fail  # noqa: E402
-from decode import Engine  # noqa: E402
-from generate import check_prompt, first_ids, load, read_prompts, write_text  # noqa: E402
-from measure import Series, environment, shown_path  # noqa: E402
-from session import Session  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from decode import Engine, Session
+from generate import first_ids, load
+from measure import Series, environment, shown_path
+from options import GenerateConfig, one_line_errors, option, parse, read_prompts, write_text
 
 CYCLE, STAMP = "profile_cycle", "gpt_eagle::stamp"  # a cycle in the trace; what begins its steps and ends the last
 STEPS = ("", "draft", "verify", "extend", "")  # by how many stamps there were
@@ -267,7 +263,7 @@ def run(config: ProfileConfig) -> None:
     prompt = read_prompts(config)[0]
     engine = load(config)
     config = engine.config
-    ids = check_prompt(engine, first_ids(engine, prompt))
+    ids = first_ids(engine, prompt)
     pairs = list(rounds(engine, ids, config))
     found = summary(pairs, config)
     print(
@@ -286,7 +282,8 @@ def run(config: ProfileConfig) -> None:
 
 def main() -> None:
     config = parse(ProfileConfig, "profile_cycle.py", __doc__)
-    run_or_fail("profile_cycle.py", lambda: run(config))
+    with one_line_errors("profile_cycle.py"):
+        run(config)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@
 
 How it works:
 1. The text is cut into sequences that the model reads whole. The reference is the checkpoint's own dtype.
-2. Each format is loaded as generate.py loads it. "int8 activations" is what a CPU runs (kernels_cpu.cpp); "16-bit
-   activations" is what CUDA computes, here with the dequantized weights in the model's dtype; "torch" is PyTorch's
-   operators, which serve where no compiler is.
+2. Each format is loaded as generate.py loads it. "int8 activations" is what a CPU runs (ops/quantized.py); "16-bit
+   activations" is what CUDA computes, here with the dequantized weights in the model's dtype.
 3. "plain" rounds int4 by the largest magnitude of a group, without the search of quantize.py.
 
 KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the same best token.
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +26,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from config import DEMO, option, parse, run_or_fail  # noqa: E402
-from generate import write_text  # noqa: E402
-from measure import environment, shown_path  # noqa: E402
-from model import Linear, LMHead, ModelConfig, Transformer  # noqa: E402
-from quantize import FORMATS, GROUP_SIZES, PRODUCTS, Quantization, QuantLinear  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
-from weights import load_model  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+from hf.config import read_config
+from hf.tokenizer import Tokenizer
+from hf.weights import load_model
+from measure import environment, shown_path
+from model import Linear, LMHead, Transformer
+from options import DEMO, GROUP_SIZES, one_line_errors, option, parse, write_text
+from quantize import FORMATS, Quantization, QuantLinear
 
 BATCH = 8  # sequences read together
 
@@ -73,8 +69,8 @@ def rows() -> Iterator[Row]:
     yield Row("", 0, "reference")
     for format in FORMATS:
         for group in GROUP_SIZES if format == "int4" else (0,):
-            kinds = ("int8 activations", "16-bit activations", "torch")
-            yield from (Row(format, group, runs) for runs in (*kinds, *(["plain"] if format == "int4" else [])))
+            kinds = ("int8 activations", "16-bit activations", *(["plain"] if format == "int4" else []))
+            yield from (Row(format, group, runs) for runs in kinds)
 
 
 # ------------------------------------------------------------------------------------------------- texts
@@ -132,19 +128,14 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
     model = load_model(path, quant=Quantization(row.format, row.group_size or 128))
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-    bits = 8 * sum(layer.size_bytes() for layer in layers.values()) / weights
+    bits = 8 * sum(layer.packed.nbytes + layer.scale.nbytes for layer in layers.values()) / weights
     original = load_model(path) if row.runs == "plain" else None
     for name, layer in layers.items():
         if original is not None:
             layer.packed, layer.scale = layer.product.pack(
                 *plain_int4(original.get_submodule(name).weight, row.group_size)
             )
-        if row.runs == "torch":
-            layer.product, (layer.packed, layer.scale) = (
-                PRODUCTS[row.format, "torch"],
-                PRODUCTS[row.format, "torch"].pack(*layer.codes_and_scale()),
-            )
-        elif row.runs != "int8 activations":
+        if row.runs != "int8 activations":
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, as_linear(layer, model.embedding.weight.dtype))
     return model, bits
@@ -156,7 +147,7 @@ def compare(reference: Transformer, model: Transformer, texts: list[Tensor]) -> 
     loss = divergence = agreement = 0.0
     for ids in texts:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
-        p, q = (m.logits(m(ids, positions)[0]).log_softmax(-1) for m in (reference, model))  # [B, T, V]
+        p, q = (m.logits(m(ids, positions)).log_softmax(-1) for m in (reference, model))  # [B, T, V]
         loss -= q[:, :-1].gather(2, ids[:, 1:, None]).sum().item()
         divergence += (p.exp() * (p - q)).sum().item()
         agreement += (p.argmax(-1) == q.argmax(-1)).sum().item()
@@ -171,7 +162,7 @@ def run(config: QualityConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     path = Path(config.checkpoint)
-    if ModelConfig.from_dir(path).n_experts:
+    if read_config(path).n_experts:
         raise ValueError(f"{path} is a mixture of experts, and only dense models are taken apart here; name another")
     tokenizer = Tokenizer.load(path)
     texts = {name: batches(documents, tokenizer, config) for name, documents in read_texts(config).items()}
@@ -199,7 +190,8 @@ def run(config: QualityConfig) -> None:
 
 def main() -> None:
     config = parse(QualityConfig, "quant_quality.py", __doc__)
-    run_or_fail("quant_quality.py", lambda: run(config))
+    with one_line_errors("quant_quality.py"):
+        run(config)
 
 
 if __name__ == "__main__":

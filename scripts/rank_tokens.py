@@ -13,30 +13,26 @@ How it works:
 
 Source: FR-Spec (arXiv 2502.14856), which counts a million texts of SlimPajama.
 Trade-off: one list for everything. What is frequent in one language or in code is rare in another: rank what you serve.
-Not here: keeping N of them (draft_vocab.py), and what that costs in tau (bench.py, as
+Not here: keeping N of them (extras/draft_vocab.py), and what that costs in tau (bench.py, as
 `--methods eagle:dynamic,eagle:dynamic:draft_vocab=1024`). Rank no prompts that you evaluate on.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from config import DEMO, option, parse, run_or_fail  # noqa: E402
-from draft_vocab import RANKS  # noqa: E402
-from generate import write_text  # noqa: E402
-from model import ModelConfig  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
-from train_demo import TrainConfig, read_python, read_sums  # noqa: E402
-from train_eagle import read_dialogues  # noqa: E402
+import _path
+from extras.draft_vocab import RANKS
+from hf.config import read_config
+from hf.tokenizer import Tokenizer
+from options import DEMO, one_line_errors, option, parse, write_text
+from train_demo import TrainConfig, read_python, read_sums
+from train_eagle import read_dialogues
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def read_texts(config: RankConfig) -> list[str]:
     if not config.data:
         if Path(config.checkpoint).resolve() != Path(DEMO).resolve():
             raise ValueError("--data is missing; only the demo has training text of its own")
-        return read_python()["train"] + read_sums(ROOT / TrainConfig.sums)["train"]
+        return read_python()["train"] + read_sums(_path.ROOT / TrainConfig.sums)["train"]
     texts = []
     for name in config.data.split(","):
         if name.endswith(".jsonl"):
@@ -92,7 +88,7 @@ def coverage(ranks: list[int], counts: Counter[int]) -> dict[int, float]:
 def run(config: RankConfig) -> None:
     """Count, write, and say what the list covers."""
     out, path = config.target_file(), Path(config.checkpoint)
-    model, tokenizer = ModelConfig.from_dir(path), Tokenizer.load(path)
+    model, tokenizer = read_config(path), Tokenizer.load(path)
     counts: Counter[int] = Counter()
     for text in tqdm(read_texts(config), unit="text"):
         counts.update(tokenizer.encode(text, bos=False))
@@ -108,7 +104,8 @@ def run(config: RankConfig) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config = parse(RankConfig, "rank_tokens.py", __doc__, argv)
-    run_or_fail("rank_tokens.py", lambda: run(config))
+    with one_line_errors("rank_tokens.py"):
+        run(config)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import math
 import os
 import random
 import re
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -44,10 +43,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from config import option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from model import ModelConfig, Router, Transformer, rope_angles  # noqa: E402
-from weights import export_weights, weight_names  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+import experts_gradient  # noqa: F401  (what a mixture needs to be trained)
+from hf.weights import export_weights, weight_names
+from model import ModelConfig, Router, Transformer, rope_angles
+from options import one_line_errors, option, parse, pick_device, read_jsonl, write_text
 
 BOS, EOS = 1, 2
 EXPERTS_PER_TOKEN = 2  # Mixtral's
@@ -221,7 +221,7 @@ class Stream:
 def loss_of(model: Transformer, batch: Tensor) -> Tensor:
     """Mean cross-entropy (nats per token) of a [rows, length + 1] batch."""
     positions = torch.arange(batch.shape[1] - 1, device=batch.device).expand(batch.shape[0], -1)
-    features, _ = model(batch[:, :-1], positions)
+    features = model(batch[:, :-1], positions)
     return F.cross_entropy(model.logits(features).flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -326,6 +326,22 @@ def resume_file(out: Path, resume: bool) -> Path:
     return file
 
 
+def save_state(file: Path, module: torch.nn.Module, optimizers: list, step: int, curve: list[dict]) -> None:
+    """Keep what a stopped run needs to go on. Writes: `file`."""
+    state = {"weights": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    state["curve"] = json.dumps(curve)
+    replace_file(file, lambda path: torch.save(state, path))
+
+
+def load_state(file: Path, module: torch.nn.Module, optimizers: list, device: str) -> tuple[int, list[dict]]:
+    """The inverse of `save_state`. Returns: the steps done; the curve so far. Writes: the module, the optimizers."""
+    state = torch.load(file, map_location=device, weights_only=True)
+    module.load_state_dict(state["weights"])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    return state["step"], json.loads(state["curve"])
+
+
 def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
     """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
     out, c = Path(config.out), model.config
@@ -343,8 +359,8 @@ def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None
         "mlp_bias": False, "bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16",
     }  # fmt: skip
     replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
-    replace_file(out / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
-    replace_file(out / "training.json", lambda p: p.write_text(json.dumps(info, indent=1) + "\n"))
+    write_text(str(out / "config.json"), json.dumps(raw, indent=2))
+    write_text(str(out / "training.json"), json.dumps(info, indent=1))
 
 
 def plot_curve(info: dict, path: Path) -> None:
@@ -417,11 +433,7 @@ def train(config: TrainConfig) -> None:
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters()), "curve": []}
     first = 0
     if config.resume:
-        state = torch.load(state_file, map_location=config.device, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        first, info["curve"] = state["step"], json.loads(state["curve"])
+        first, info["curve"] = load_state(state_file, model, optimizers, config.device)
     stream.seek(first, config.batch_tokens)
     compiled = torch.compile(partial(balanced_loss, weight=config.balance) if config.moe else loss_of)
     bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
@@ -447,9 +459,7 @@ def train(config: TrainConfig) -> None:
             info["curve"].append(row)
             recent = []
             bar.write(json.dumps({k: round(v, 4) for k, v in row.items()}))
-            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done}
-            state["curve"] = json.dumps(info["curve"])
-            replace_file(state_file, lambda p, state=state: torch.save(state, p))
+            save_state(state_file, model, optimizers, done, info["curve"])
             save_checkpoint(model, config, info)
             replace_file(out / "curve.png", lambda p: plot_curve(info, p))
     state_file.unlink(missing_ok=True)
@@ -458,7 +468,8 @@ def train(config: TrainConfig) -> None:
 
 def main() -> None:
     config = parse(TrainConfig, "train_demo.py", __doc__)
-    run_or_fail("train_demo.py", lambda: train(replace(config, device=pick_device(config.device))))
+    with one_line_errors("train_demo.py"):
+        train(replace(config, device=pick_device(config.device)))
 
 
 if __name__ == "__main__":

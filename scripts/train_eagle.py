@@ -21,7 +21,6 @@ to end and split at `seq_len`, so that nothing is padding (a row may see the end
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,17 +32,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_demo  # noqa: E402
-from config import DEMO, GenerateConfig, option, parse, pick_device, read_jsonl, run_or_fail  # noqa: E402
-from decode import Engine, with_cycles  # noqa: E402
-from drafters import RootOnly  # noqa: E402
-from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head  # noqa: E402
-from generate import generate  # noqa: E402
-from model import DTYPES, KVCache, Transformer, Window  # noqa: E402
-from session import Session, common_prefix  # noqa: E402
-from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, chat_template  # noqa: E402
-from weights import export_weights, load_model  # noqa: E402
+import _path  # noqa: F401  (finds the project)
+import train_demo
+from decode import Engine, Session, common_prefix, with_cycles
+from drafters import RootOnly
+from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head
+from generate import generate
+from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template
+from hf.tokenizer import Tokenizer
+from hf.weights import export_weights, load_model
+from model import DTYPES, KVCache, Transformer, Window
+from options import DEMO, GenerateConfig, one_line_errors, option, parse, pick_device, read_jsonl, write_text
 
 INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
@@ -309,7 +308,7 @@ class Chains:
         self.head, self.target, self.tokens, self.kind = head, target, tokens, kind
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
-        self.features, _ = target(tokens, steps[None])
+        self.features = target(tokens, steps[None])
         dtype = head.fc.weight.dtype  # the target's may be another
         self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), dtype, str(tokens.device))
 
@@ -409,8 +408,8 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "draft_sharpness": head.config.sharpness, "draft_inputs": config.inputs,
     }  # fmt: skip
     train_demo.replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
-    train_demo.replace_file(out / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
-    train_demo.replace_file(out / "training.json", lambda p: p.write_text(json.dumps(info, indent=1) + "\n"))
+    write_text(str(out / "config.json"), json.dumps(raw, indent=2))
+    write_text(str(out / "training.json"), json.dumps(info, indent=1))
     train_demo.replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], p))
 
 
@@ -456,17 +455,14 @@ def make_engine(config: TrainConfig, target: Transformer) -> Engine:
     return with_cycles(Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template))
 
 
-def train(config: TrainConfig) -> None:
-    """Run the recipe. Writes: `config.out`."""
-    config.check()
-    out, path = Path(config.out), Path(config.checkpoint)
-    state_file = train_demo.resume_file(out, config.resume)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    target = load_model(path, torch.float32 if config.device == "cpu" else None, config.device)
+def prepare(config: TrainConfig, target: Transformer) -> tuple[list[Example], list[tuple[int, list[int]]]]:
+    """Read the data, and let the target continue the prompts that are held out. Writes: the directory `config.out`.
+
+    Returns: training examples; sequences, as from `own_sequences`
+    Raises: ValueError when there is nothing to evaluate with.
+    """
     engine = make_engine(config, target)
-    out.mkdir(parents=True, exist_ok=True)
+    Path(config.out).mkdir(parents=True, exist_ok=True)  # it keeps the answers that the target writes
     examples, prompts = load_data(config, engine)
     prompts = [p for p in prompts if len(p) + OWN_TOKENS < engine.context]
     if not prompts:
@@ -475,19 +471,27 @@ def train(config: TrainConfig) -> None:
     sequences = [s for s in own_sequences(fitting, prompts, OWN_TOKENS) if len(s[1]) >= s[0] + ALPHAS + 2]
     if not sequences:
         raise ValueError(f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; is --chat right?")
+    return examples, sequences
+
+
+def train(config: TrainConfig) -> None:
+    """Run the recipe. Writes: `config.out`."""
+    config.check()
+    state_file = train_demo.resume_file(Path(config.out), config.resume)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    target = load_model(Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device)
+    examples, sequences = prepare(config, target)
     head = make_head(config, target)
     optimizers = train_demo.make_optimizers(head, config, lambda name: True)
     schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in head.parameters()), "curve": []}
     first, began = 0, time.time()
     if config.resume:
-        state = torch.load(state_file, map_location=config.device, weights_only=True)
-        head.load_state_dict(state["head"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        first, info["curve"] = state["step"], json.loads(state["curve"])
+        first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype])
-    look, loss_of = torch.compile(lambda tokens, steps: target(tokens, steps)[0]), torch.compile(eagle_loss)
+    look, loss_of = torch.compile(lambda tokens, steps: target(tokens, steps)), torch.compile(eagle_loss)
     steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
     generator = torch.Generator(config.device)
     feed, recent = batches(examples, config, first), []
@@ -516,21 +520,20 @@ def train(config: TrainConfig) -> None:
             info["curve"].append(row)
             alphas = " ".join(f"{a:.3f}" for a in row["alpha"])
             tqdm.write(f"step {done}: SmoothL1 {each[0]:.4f}, CE {each[1]:.3f}; alpha {alphas}; tau {row['tau']:.3f}")
-            state = {"head": head.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done}
-            state["curve"] = json.dumps(info["curve"])
-            train_demo.replace_file(state_file, lambda p, state=state: torch.save(state, p))
+            train_demo.save_state(state_file, head, optimizers, done, info["curve"])
             if done == config.steps:
                 sharpness = fit_sharpness(head, target, sequences, config.inputs)
                 head.config = replace(head.config, sharpness=sharpness)
                 tqdm.write(f"sharpness {sharpness}")
             save_head(head, config, info)
     state_file.unlink(missing_ok=True)
-    print(f"wrote {out}")
+    print(f"wrote {config.out}")
 
 
 def main() -> None:
     config = parse(TrainConfig, "train_eagle.py", __doc__)
-    run_or_fail("train_eagle.py", lambda: train(replace(config, device=pick_device(config.device))))
+    with one_line_errors("train_eagle.py"):
+        train(replace(config, device=pick_device(config.device)))
 
 
 if __name__ == "__main__":

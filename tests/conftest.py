@@ -1,11 +1,14 @@
 """Settings of the whole suite."""
 
+import os
+
 import numpy
 import pytest
 import torch
 
-# the models are tiny: a second thread costs more than it brings, and far more on a busy machine
+# the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

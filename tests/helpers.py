@@ -16,14 +16,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import products
-from config import GenerateConfig
-from decode import Engine, with_cycles
+import ops.cuda.layout
+import ops.experts
+import ops.quantized
+from decode import Engine, Session, with_cycles
+from draft_tree import StaticTree
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
+from hf.weights import load_model
 from model import Transformer
-from session import Session
-from weights import load_model
+from options import GenerateConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -77,7 +79,7 @@ def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | Non
 
 def run_in_interpreter(cases: str, passed: str) -> None:
     """Run tests/`cases` in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parent / cases]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", Path(__file__).parent / cases]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env)
     assert result.returncode == 0 and re.search(passed, result.stdout), result.stdout + result.stderr
@@ -121,12 +123,12 @@ class Quantized(NamedTuple):
 
     def reference(self, x: Tensor) -> Tensor:
         """The product in the plainest way."""
-        product = products.w4a16_reference if self.group else products.w8a16_reference
+        product = ops.quantized.w4a16_reference if self.group else ops.quantized.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
-        return (products.w4a16 if self.group else products.w8a16)(x, self.packed, self.scale)
+        return (ops.quantized.w4a16 if self.group else ops.quantized.w8a16)(x, self.packed, self.scale)
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
@@ -137,8 +139,10 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     codes = torch.randint(-top - (group > 0), top + 1, (N, K), generator=g, device=device, dtype=torch.int8)
     scale = torch.rand(N, K // group if group else 1, generator=g, device=device) * 0.1 + 0.01
     if group:
-        return Quantized(group, products.pack_int4(codes), products.pack_scale(scale.bfloat16(), group))
-    return Quantized(0, products.pack_int8(codes), scale[:, 0])
+        return Quantized(
+            group, ops.cuda.layout.pack_int4_planes(codes), ops.cuda.layout.pack_scales(scale.bfloat16(), group)
+        )
+    return Quantized(0, ops.cuda.layout.pack_int8_planes(codes), scale[:, 0])
 
 
 class QuantizedExperts(NamedTuple):
@@ -151,15 +155,17 @@ class QuantizedExperts(NamedTuple):
     def reference(self, x: Tensor, expert: Tensor) -> Tensor:
         """The product in the plainest way."""
         y = x.new_empty(len(x), self.weight.shape[-2])
-        for e, rows in products.rows_by_expert(expert):
+        for e, rows in ops.experts.rows_by_expert(expert):
             y[rows] = self.parts[e].reference(x[rows]) if self.parts else x[rows] @ self.weight[e].to(x.dtype).T
         return y
 
     def operator(self, x: Tensor, routing: Tensor) -> Tensor:
         """The product by the operator."""
         if not self.parts:
-            return products.experts_linear(x, self.weight, routing)
-        return (products.w4a16 if self.parts[0].group else products.w8a16)(x, self.weight, self.scale, routing)
+            return ops.experts.experts_linear(x, self.weight, routing)
+        return (ops.quantized.w4a16 if self.parts[0].group else ops.quantized.w8a16)(
+            x, self.weight, self.scale, routing
+        )
 
 
 def quantized_experts(form: str, experts: int, N: int, K: int, device: str = "cpu") -> QuantizedExperts:
@@ -172,6 +178,17 @@ def quantized_experts(form: str, experts: int, N: int, K: int, device: str = "cp
 
 
 # ----------------------------------------------------------------------------------------------- tools
+
+
+def order_of(tree: StaticTree) -> list[tuple[int, ...]]:
+    """Paths by node number."""
+    return [path for level in tree.levels for path in level]
+
+
+def parents_of(tree: StaticTree) -> list[int]:
+    """Parent's node number per node."""
+    order = order_of(tree)
+    return [order.index(path[:-1]) for path in order]
 
 
 class Call(NamedTuple):

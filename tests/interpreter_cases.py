@@ -7,10 +7,10 @@ the interpreter computes nonsense in bf16, and has no inline assembly (which is 
 import pytest
 import torch
 
-import kernels_triton
-import products
+import ops.cuda.layout
+import ops.cuda.products
 from helpers import quantized
-from kernels_triton import Device, Plan
+from ops.cuda.products import Device, ProductPlan
 
 FORMATS = ["int4-128", "int4-64", "int4-32", "int8"]
 TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: tokens per block; 70 makes two blocks
@@ -19,8 +19,8 @@ TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: to
 def run(x, weights, splits=1):
     """The product, cut as it would be for 16-bit activations."""
     tokens = TOKENS[x.shape[0]]
-    cut = Plan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return kernels_triton.run(x, weights.packed, weights.scale, cut)
+    cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
+    return ops.cuda.products.run_product(x, weights.packed, weights.scale, cut)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_product(form, rows):
 def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
-    y = kernels_triton.run(x, weights.packed, weights.scale, Plan(16, 64, 1, 4, 4))
+    y = ops.cuda.products.run_product(x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4))
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
@@ -79,12 +79,12 @@ def test_the_whole_path():
     for form in FORMATS:
         weights = quantized(form, 135, 1024)
         x = torch.randn(3, 1024)
-        y = kernels_triton.matmul(x, weights.packed, weights.scale, device)
+        y = ops.cuda.products.matmul(x, weights.packed, weights.scale, device)
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
 
 
 def test_negative_zero_is_zero():
     """A sign without a magnitude, which pack_int8 never writes."""
-    packed = torch.full((1, 64, products.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
-    y = kernels_triton.run(torch.randn(2, 128), packed, torch.ones(64), Plan(16, 64, 1, 2, 4))
+    packed = torch.full((1, 64, ops.cuda.layout.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
+    y = ops.cuda.products.run_product(torch.randn(2, 128), packed, torch.ones(64), ProductPlan(16, 64, 1, 2, 4))
     assert (y == 0).all()

@@ -6,12 +6,12 @@ As interpreter_cases.py, in fp32 and in a process of their own; compaction, whic
 import pytest
 import torch
 
-import attention_triton
-import compact_triton
-import kernels
-import topk_triton
-from kernels_triton import Device
+import ops.attention
+import ops.cuda.attention
+import ops.cuda.compact
+import ops.cuda.topk
 from model import KVCache, ModelConfig
+from ops.cuda.products import Device
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -31,12 +31,14 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
 
 
 def attend(*args):
-    return attention_triton.tree_attention(*args, DEVICE)
+    return ops.cuda.attention.tree_attention(*args, DEVICE)
 
 
 def check(q, k, v, start, mask):
     got, clean = attend(q, k, v, start, mask), (t.nan_to_num() for t in (k, v))
-    torch.testing.assert_close(got, kernels.tree_attention_reference(q, *clean, start, mask), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        got, ops.attention.tree_attention_reference(q, *clean, start, mask), atol=2e-6, rtol=2e-6
+    )
 
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -45,8 +47,12 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 # ----------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (10, 50)])
-@pytest.mark.parametrize("heads", HEADS)
+SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]
+FEW = [("gqa", 1, 1), ("gqa", 1, 12), ("gqa", 10, 50), ("mha", 7, 7), ("mqa", 7, 7), ("mqa", 1, 1)]
+MORE = [(heads, *shape) for heads in HEADS for shape in SHAPES if (heads, *shape) not in FEW]
+
+
+@pytest.mark.parametrize("heads,rows,window", [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_attention(heads, rows, window):
     """Rows of different lengths: in one chunk, in two, at the edge of one, and an empty prefix."""
     check(*inputs(heads, [37, 300, 256, 0], rows, window))
@@ -57,7 +63,7 @@ def test_head_widths(E):
     check(*inputs("gqa", [270, 33], 7, 9, E))
 
 
-@pytest.mark.parametrize("rows", [64, 65, 70])
+@pytest.mark.parametrize("rows", [64, 65, pytest.param(70, marks=pytest.mark.slow)])
 def test_many_rows(rows):
     """Several tiles; split up to 64 rows."""
     check(*inputs("gqa", [290], rows, rows, 16))
@@ -86,7 +92,9 @@ def test_q_by_strides():
     check(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, start, mask)
 
 
-@pytest.mark.parametrize("heads,start", [("mha", 0), ("gqa", 30), ("mqa", 250), ("gqa", 500)])
+@pytest.mark.parametrize(
+    "heads,start", [("mha", 0), ("gqa", 30), ("mqa", 250), pytest.param("gqa", 500, marks=pytest.mark.slow)]
+)
 def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     """Its rows, one at a time, with the prefix grown up to them; in a batch; and with a window that nobody uses."""
     q, k, v, _, _ = inputs(heads, [start], 20, 20, 16)
@@ -113,7 +121,7 @@ def best(scores, k):
 
 
 def check_topk(scores, k):
-    got, want = topk_triton.topk_logsumexp(scores, k), best(scores, k)
+    got, want = ops.cuda.topk.topk_logsumexp(scores, k), best(scores, k)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
 
@@ -127,7 +135,7 @@ def test_ties_go_to_the_lowest_index():
     check_topk(torch.randint(-2, 3, (4, 5000)).float(), 16)
     zeros = torch.zeros(1, 4100)
     zeros[:, ::2] = -0.0
-    assert topk_triton.topk_logsumexp(zeros, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
+    assert ops.cuda.topk.topk_logsumexp(zeros, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_infinite_scores():
@@ -140,7 +148,7 @@ def test_infinite_scores():
 
 
 def test_scores_by_strides_and_the_largest_k():
-    check_topk(torch.randn(300, 4).T, topk_triton.MOST)
+    check_topk(torch.randn(300, 4).T, ops.cuda.topk.MOST)
 
 
 # ---------------------------------------------------------------------------------------- compaction
@@ -163,8 +171,8 @@ def check_compaction(cache, starts, paths):
     """Every slot of every buffer, bit for bit."""
     start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
     want = bits(buffers)
-    kernels.compact_reference(want, start, path)
-    compact_triton.compact(buffers, cache.addresses, start, path)
+    ops.attention.compact_reference(want, start, path)
+    ops.cuda.compact.compact(buffers, cache.addresses, start, path)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
 
 
@@ -180,7 +188,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_compaction(name, batch):
     """Rows of different lengths, one of them exactly full."""
     check_compaction(filled_cache(2, 32, batch, 45), [7, 0, 12][:batch], PATHS[name][:batch])
@@ -197,7 +205,7 @@ def test_rows_that_stay_are_not_touched():
     memory = torch.randn(3, 2, 4, 16)  # the buffer lies in the middle
     before, buffer = memory.clone(), memory[1:2]
     path = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
-    compact_triton.compact([buffer], torch.tensor([buffer.data_ptr()]), torch.tensor([2]), path)
+    ops.cuda.compact.compact([buffer], torch.tensor([buffer.data_ptr()]), torch.tensor([2]), path)
     before[1, :, 2] = before[1, :, 3]
     assert torch.equal(memory, before)
 

@@ -6,13 +6,16 @@ As interpreter_cases.py, in fp32 and in a process of their own.
 import pytest
 import torch
 
-import experts_triton
-import products
+import model
+import ops.cuda.experts
+import ops.experts
 from helpers import quantized_experts
-from kernels_triton import Device, Plan
 from model import ModelConfig, MoEFeedForward
+from ops.cuda.products import Device, ProductPlan
+from ops.library import lib
+from ops.quantized import PRODUCTS
 from quantize import FORMATS as KINDS
-from quantize import PRODUCTS, QuantExperts
+from quantize import QuantExperts
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int8"]
 DEVICE = Device(8, 232448, 90)  # few processors, few splits
@@ -27,14 +30,20 @@ ROUTINGS = {  # how rows may be spread over eight experts
 }
 
 
+def product(x, weight, scale, lists=None):
+    return ops.cuda.experts.experts_product(x, weight, scale, lists, DEVICE)
+
+
+for name in ("w4a16", "w8a16"):
+    lib.impl(name, product, "CPU")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def run(x, weights, expert, tokens=16, splits=1):
     """The product, cut as it would be for 16-bit activations."""
-    lists = experts_triton.expert_lists(expert, len(weights.weight))
-    cut = Plan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return experts_triton.run(x, weights.weight, weights.scale, lists, cut)
+    lists = ops.cuda.experts.expert_lists(expert, len(weights.weight))
+    cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
+    return ops.cuda.experts.run_experts(x, weights.weight, weights.scale, lists, cut)
 
 
 def check(x, weights, expert, **options):
@@ -48,29 +57,39 @@ def check(x, weights, expert, **options):
 @pytest.mark.parametrize("expert", [*ROUTINGS.values(), [1] * 63, [0, 7] * 100], ids=len)
 def test_lists(expert):
     expert = torch.tensor(expert)
-    got = experts_triton.expert_lists(expert, 8)
-    assert got.dtype == torch.int32 and torch.equal(got, products.expert_lists_reference(expert, 8))
+    got = ops.cuda.experts.expert_lists(expert, 8)
+    assert got.dtype == torch.int32 and torch.equal(got, ops.experts.expert_lists_reference(expert, 8))
 
 
 @pytest.mark.parametrize("experts", [1, 3, 60, 64, 128])
 def test_lists_of_other_numbers_of_experts(experts):
     expert = torch.randint(experts, (150,))
-    assert torch.equal(experts_triton.expert_lists(expert, experts), products.expert_lists_reference(expert, experts))
+    assert torch.equal(
+        ops.cuda.experts.expert_lists(expert, experts), ops.experts.expert_lists_reference(expert, experts)
+    )
 
 
 # ------------------------------------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("form", FORMATS)
+FORMS_AND_ROUTINGS = [  # tiles are found in the same way for every format
+    pytest.param(form, routing, marks=() if form == "float" or routing in ("one token", "uneven") else pytest.mark.slow)
+    for form in FORMATS for routing in ROUTINGS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form,routing", FORMS_AND_ROUTINGS)
 def test_product(form, routing):
     """N and K are multiples of no tile, and tiles are part full."""
     expert = torch.tensor(ROUTINGS[routing])
     check(torch.randn(len(expert), 384), quantized_experts(form, 8, 70, 384), expert)
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 64])
-@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
+@pytest.mark.parametrize("form,tokens", [
+    ("float", 16), ("float", 64), ("int4-128", 32), ("int4-128", 64), ("int8", 32),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("float", 32), ("int4-128", 16), ("int8", 16),
+                                                               ("int8", 64))),
+])  # fmt: skip
 def test_tiles_and_splits(form, tokens):
     expert = torch.tensor(ROUTINGS["uneven"])
     check(torch.randn(80, 896), quantized_experts(form, 8, 135, 896), expert, tokens=tokens, splits=3)
@@ -101,8 +120,11 @@ def test_idle_experts_are_not_read(form):
     assert torch.equal(run(x, weights, expert), want)
 
 
-@pytest.mark.parametrize("form,splits", [("float", 1), ("int8", 1), *((form, 3) for form in FORMATS)])
-def test_a_row_has_the_same_bits_in_any_company(in_order, form, splits):
+@pytest.mark.parametrize("form,splits", [
+    ("float", 1), ("int8", 1), ("float", 3), ("int4-32", 3), ("int8", 3),
+    *(pytest.param(form, 3, marks=pytest.mark.slow) for form in ("int4-128", "int4-64")),
+])  # fmt: skip
+def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     """Alone, among a tree's, in another place and behind others of its expert, in tiles of every height."""
     weights, expert = quantized_experts(form, 4, 33, 640), torch.randint(4, (40,))
     x = torch.randn(40, 640)
@@ -128,8 +150,8 @@ def test_x_and_weights_by_strides():
 def test_the_whole_path(form):
     """Plan and format from the tensors alone, as the operators do it."""
     weights, expert = quantized_experts(form, 8, 70, 640), torch.tensor(ROUTINGS["idle ends"])
-    x, lists = torch.randn(len(expert), 640), experts_triton.expert_lists(expert, 8)
-    y = experts_triton.experts_product(x, weights.weight, weights.scale, lists, DEVICE)
+    x, lists = torch.randn(len(expert), 640), ops.cuda.experts.expert_lists(expert, 8)
+    y = ops.cuda.experts.experts_product(x, weights.weight, weights.scale, lists, DEVICE)
     torch.testing.assert_close(y, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
 
 
@@ -149,7 +171,7 @@ def test_a_layer(monkeypatch, format):
     ours, made = MoEFeedForward(config).requires_grad_(False), []
     ours.load_state_dict(plain.state_dict())
     if format != "none":
-        monkeypatch.setattr("quantize.product_of", lambda format, device: PRODUCTS[format, "cuda"])
+        monkeypatch.setitem(PRODUCTS, (format, "cpu"), PRODUCTS[format, "cuda"])
         kind = KINDS[format]
         for name in ("w13", "w2"):
             stack = QuantExperts(kind, (kind.encode(w, 32) for w in getattr(plain, name).weight), 4)
@@ -159,15 +181,10 @@ def test_a_layer(monkeypatch, format):
     want = plain(x)
 
     def route(expert, experts):
-        made.append(experts_triton.expert_lists(expert, experts))
+        made.append(ops.cuda.experts.expert_lists(expert, experts))
         return made[-1]
 
-    def product(x, weight, scale, lists=None):
-        return experts_triton.experts_product(x, weight, scale, lists, DEVICE)
-
-    monkeypatch.setattr(products, "route", route)
-    monkeypatch.setattr(products, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists))
-    for name in ("w4a16", "w8a16"):
-        monkeypatch.setattr(products, name, product)
+    monkeypatch.setattr(model, "route", route)
+    monkeypatch.setattr(model, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists))
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

@@ -1,5 +1,5 @@
-"""Which tree runs: nesting against trees that were really grown, choices on simulated machines, and that switching
-between trees, resting included, changes no token and compiles nothing anew."""
+"""Which tree runs: choices on simulated machines, and that switching between trees, idling included, changes no token
+and compiles nothing anew."""
 
 from __future__ import annotations
 
@@ -10,66 +10,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autosize import MEMORY, MISS, Autosizer, TreeShape, Verdict, accepted_of, best_first, miss_of, nested
-from decode import make_steps
-from draft_tree import StaticTree
+from decode import Cycle, Session
+from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from generate import load, warm_up
-from grow import DynamicTree
+from extras.autosize import MISS, Autosizer, TreeShape, accepted_of, shape_of, with_smaller_trees
+from extras.model_draft import ModelDrafter
+from extras.ngram_draft import Ngram, NgramDrafter
+from generate import load, summary, warm_up
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
-from model_draft import ModelDrafter
-from ngram_draft import Ngram, NgramDrafter
 from sampling import Sampling
-from session import Session
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
-HOLD = 12  # short, so that tests reach it
 
 
-def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST, hold: int = HOLD):
+def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST):
     target = golden_target()
     if kind == "model":
-        drafter = ModelDrafter(noisy_copy(target, 0.02), target, largest, rule).sized_by_host()
-    else:
-        drafter = EagleDrafter(golden_head("models/head_eagle12_mha"), target, largest, rule).sized_by_host()
-    drafter.hold = hold
-    return drafter
-
-
-# --------------------------------------------------------------------------------------------- nesting
-
-
-def paths(tokens: list[int], parents: list[int]) -> dict[int, tuple[int, ...]]:
-    """Node -> the tokens from the root's child to it."""
-    found = {0: ()}
-    for node in range(1, len(tokens)):
-        found[node] = (*found[parents[node]], tokens[node])
-    return found
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_smaller_trees_are_nested_as_they_would_have_grown(temperature):
-    rule = Sampling(temperature)
-    large = drafter_of("eagle", rule, DynamicTree(depth=5, topk=8, size=40))
-    shapes = [TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(5, 4, 16), TreeShape(2, 3, 9), TreeShape(5, 8, 12)]
-    engine = engine_for(golden_target(), large, temperature=temperature, max_new_tokens=30, ignore_eos=True)
-    session, steps = Session(engine, [(0, 0)]), make_steps(engine, large)
-    compared = 0
-    for _ in session.run([PROMPTS[0]]):
-        tree, _ = steps.draft(session.state)
-        verdict = Verdict(tree.values[0].tolist(), tree.parents[0].tolist(), [])
-        whole = paths(tree.tokens[0].tolist(), verdict.parents)
-        for shape in shapes:
-            small = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
-            grower = EagleDrafter(large.head, golden_target(), small, rule)
-            grown, _ = make_steps(engine, grower).draft(session.state)
-            kept = grown.valid[0].tolist()
-            own = {p for n, p in paths(grown.tokens[0].tolist(), grown.parents[0].tolist()).items() if kept[n] and n}
-            assert {whole[n] for n in nested(verdict, best_first(verdict), shape)} == own & set(whole.values()), shape
-            compared += len(own)
-    assert compared > 100
+        return with_smaller_trees(ModelDrafter(noisy_copy(target, 0.02), target, largest, rule))
+    return with_smaller_trees(EagleDrafter(golden_head("models/head_eagle12_mha"), target, largest, rule))
 
 
 # ------------------------------------------------------------------------------------ simulated machines
@@ -83,38 +43,30 @@ MACHINES = {  # seconds of a cycle, mean accepted tokens
 }
 
 
-def drawn(shape: TreeShape, accepted: int) -> Verdict:
-    """A tree of this shape that is mostly a chain, of which some was accepted."""
-    chain = [(-0.3 * d, max(d - 1, 0)) for d in range(shape.size)]
-    values, parents = zip(*chain)
-    return Verdict(list(values), list(parents), list(range(1, accepted + 1)))
-
-
-def run_machine(name: str, cycles: int, pace=lambda i: 1.0, noise=0.1, shapes=None):
+def run_machine(name: str, cycles: int, pace=lambda i: 1.0, noise=0.1, shapes=SHAPES):
     """Let a sizer decode on a machine with noise. Returns: tokens per second, relative to every preset alone."""
     rng = random.Random(0)
     costs, means = MACHINES[name]
-    sizer = Autosizer([None] * len(costs) if shapes is None else shapes, costs)
+    sizer = Autosizer(shapes, costs)
     tokens = seconds = 0.0
     for i in range(cycles):
-        preset, trial = sizer.next(len(costs) - 1)
+        preset = sizer.next(len(costs) - 1)
         accepted = sum(rng.random() < means[preset] / 6 for _ in range(6))
         spent = costs[preset] * pace(i) * (1 + noise * rng.random() + 3 * (rng.random() < 0.02))
         sizer.observe(preset, accepted, spent)
-        if trial and shapes is not None:
-            sizer.judge(preset, [drawn(SHAPES[preset], accepted)])
         tokens, seconds = tokens + accepted + 1, seconds + spent
     average = (1 + noise / 2 + 0.06) * sum(map(pace, range(cycles))) / cycles
     return [tokens / seconds / ((1 + m) / c / average) for c, m in zip(costs, means)], sizer
 
 
+@pytest.mark.parametrize("shapes", [SHAPES, [None] * len(SHAPES)], ids=["trees", "without a shape"])
 @pytest.mark.parametrize("name", MACHINES)
-def test_it_finds_the_fastest_preset(name):
-    shares, sizer = run_machine(name, 3000)
+def test_it_finds_the_fastest_preset(name, shapes):
+    shares, sizer = run_machine(name, 3000, shapes=shapes)
     assert min(shares) > 0.95, shares
     costs, means = MACHINES[name]
     best = max(range(len(costs)), key=lambda p: (1 + means[p]) / costs[p])
-    assert (1 + means[sizer.choice]) / costs[sizer.choice] > 0.97 * (1 + means[best]) / costs[best]
+    assert (1 + means[sizer.best]) / costs[sizer.best] > 0.97 * (1 + means[best]) / costs[best]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +76,10 @@ def test_it_finds_the_fastest_preset(name):
 )
 def test_what_larger_trees_bring_is_guessed_from_a_chain(measured):
     shapes = [(3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
-    miss = miss_of(TreeShape(5, 1, 6), measured[1] - 1)
+    miss = min((m / 1000 for m in range(1001)), key=lambda m: abs(accepted_of(TreeShape(5, 1, 6), m) - measured[1] + 1))
     guessed = [1 + accepted_of(TreeShape(*shape), miss) for shape in shapes]
     assert guessed == pytest.approx(measured, rel=0.08)
     assert accepted_of(TreeShape(0, 0, 1), miss) == 0
-    assert miss_of(TreeShape(6, 10, 60), 0.0) == 1 and miss_of(TreeShape(6, 10, 60), 6.0) < 1e-3
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -137,24 +88,23 @@ def test_the_first_cycle_is_no_waste(name):
     costs, _ = MACHINES[name]
     sizer = Autosizer(SHAPES, costs)
     usual = [(1 + accepted_of(shape, MISS)) / cost for shape, cost in zip(SHAPES, costs)]
-    assert sizer.next(4) == (usual.index(max(usual)), sizer.choice > 0)
-    assert sizer.choice > 0 or name == "a slow draft"
+    assert sizer.next(4) == usual.index(max(usual)) == sizer.best
+    assert sizer.best > 0 or name == "a slow draft"
 
 
 def test_a_broken_head_is_left_alone_within_a_few_cycles():
-    _, sizer = run_machine("a broken head", 40, shapes=SHAPES)
-    assert sizer.choice == 0
-    shares, sizer = run_machine("a broken head", 1000, shapes=SHAPES)
-    assert sizer.choice == 0
+    _, sizer = run_machine("a broken head", 40)
+    assert sizer.best == 0
+    shares, sizer = run_machine("a broken head", 1000)
+    assert sizer.best == 0
     assert shares[0] > 0.95, "vanilla"
 
 
 def test_a_machine_that_slows_down_changes_nothing():
     _, steady = run_machine("every node costs", 2000, noise=0.0)
     _, drifting = run_machine("every node costs", 2000, pace=lambda i: 1 + (i // 300) % 3, noise=0.0)
-    assert steady.choice == drifting.choice
-    for a, b in zip(steady.costs, drifting.costs):
-        assert b.value == pytest.approx(a.value, rel=0.25)
+    assert steady.best == drifting.best
+    assert drifting.costs == pytest.approx(steady.costs, rel=0.25)
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.7])
@@ -163,14 +113,12 @@ def test_timed_in_another_mood_of_the_machine(factor):
     costs, means = MACHINES["a broken head"]
     sizer, rng, trees = Autosizer(SHAPES, [factor * cost for cost in costs]), random.Random(0), 0
     for _ in range(60):
-        preset, trial = sizer.next(4)
+        preset = sizer.next(4)
         accepted = int(rng.random() < means[preset])
         sizer.observe(preset, accepted, costs[preset] * (1 + 0.05 * rng.random()))
-        if trial:
-            sizer.judge(preset, [drawn(SHAPES[preset], accepted)])
         trees += preset > 0
-    assert sizer.choice == 0 and trees < 20  # of 60, trials included
-    ratios = [mean.value / cost for mean, cost in zip(sizer.costs, costs)]
+    assert sizer.best == 0 and trees < 20  # of 60, probes included
+    ratios = [estimate / cost for estimate, cost in zip(sizer.costs, costs)]
     assert max(ratios) < 1.05 * min(ratios)
 
 
@@ -178,34 +126,38 @@ def test_it_follows_the_text():
     """A head that is useless at first and good later is used later, within some hundred cycles."""
     sizer, rng = Autosizer(SHAPES, MACHINES["verification is free"][0]), random.Random(0)
     for i in range(1500):
-        preset, trial = sizer.next(4)
+        preset = sizer.next(4)
         accepted = 0 if i < 1000 or preset == 0 else rng.choice((2, 3))
         sizer.observe(preset, accepted, MACHINES["verification is free"][0][preset])
-        if trial:
-            sizer.judge(preset, [drawn(SHAPES[preset], accepted)])
         if i == 999:
-            assert sizer.choice == 0
-    assert sizer.choice > 0
+            assert sizer.best == 0
+    assert sizer.best > 0
 
 
 def test_only_what_makes_sense_is_run():
-    """With `limit` 0 the root alone is verified, and no trial is spent on it."""
+    """With `limit` 0 the root alone is verified, and no probe is spent on it."""
     sizer = Autosizer([TreeShape(0, 0, 1), None], [1.0, 1.2])
-    assert [sizer.next(0) for _ in range(20)] == [(0, False)] * 20
-    assert sizer.next(1)[0] == 1
+    assert [sizer.next(0) for _ in range(20)] == [0] * 20
+    assert sizer.next(1) == 1
     for limit in (0, 1) * 10:  # where a tree makes sense again, it runs at once
-        preset, _ = sizer.next(limit)
+        preset = sizer.next(limit)
         sizer.observe(preset, 4.0 * preset, [1.0, 1.2][preset])
         assert preset == limit
 
 
-def test_cycles_without_a_choice_do_not_pile_up():
+def test_cycles_without_a_choice_are_learned_from():
     sizer = Autosizer([TreeShape(0, 0, 1), None], [1.0, 1.2])
     for _ in range(1000):
-        assert sizer.next(0) == (0, False)
+        assert sizer.next(0) == 0
         sizer.observe(0, 0.0, 3.0)
-        assert len(sizer.unread) < MEMORY
-    assert sizer.pace.value == pytest.approx(3, rel=0.01), "they are learned from"
+    assert sizer.pace == pytest.approx(3, rel=0.01)
+
+
+def test_shapes():
+    drafter = drafter_of("eagle", Sampling(), DynamicTree())
+    shapes = [tuple(shape_of(preset)) for preset in drafter.presets]
+    assert shapes == [(0, 0, 1), (3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
+    assert [shape_of(preset) for preset in NgramDrafter(Ngram()).presets] == [TreeShape(0, 0, 1), None]
 
 
 # ------------------------------------------------------------------------------- switching between trees
@@ -217,21 +169,15 @@ class Script:
     def __init__(self, order: list[int]):
         self.order, self.ran = itertools.cycle(order), []
 
-    def next(self, limit: int) -> tuple[int, bool]:
+    def next(self, limit: int) -> int:
         self.ran.append(min(next(self.order), limit))
-        return self.ran[-1], self.ran[-1] == limit
-
-    def begin(self) -> None:
-        pass
+        return self.ran[-1]
 
     def observe(self, *args) -> None:
         pass
 
-    def judge(self, preset: int, verdicts: list[Verdict]) -> None:
-        assert all(v.values[0] == 0 and len(v.values) == len(v.parents) for v in verdicts)
 
-
-ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * (HOLD + 3) + [1] + [0] * 5}
+ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * 15 + [1] + [0] * 5}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -246,68 +192,65 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     assert [p.name for p in engine.drafter.presets] == ["none", "chain 3", "dynamic 4/5/20"]
     for lag in (0, 1):
         script = Script(ORDERS[order])
-        session = Session(replace(engine, sizer=script, captured=captured), [(i, 0) for i in range(batch)], lag)
+        session = Session(replace(engine, chooser=script, captured=captured), [(i, 0) for i in range(batch)], lag)
         list(session.run(PROMPTS[:batch]))
         assert session.history == plain.history
         assert set(script.ran) == {0, 1, 2}
         again = [h[:20] for h in session.history]  # a second turn over the same buffers
         list(session.run(again))
-        assert [h[:20] for h in session.history] == again and session.put_off <= HOLD
+        assert [h[:20] for h in session.history] == again
 
 
-@pytest.mark.parametrize("hold", [HOLD, 256])
 @pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_after_a_rest_the_drafter_knows_what_it_would_have_known(kind, hold):
-    """The tree drafted after resting cycles is the one that a session drafts which has just read the whole text."""
-    drafter = drafter_of(kind, Sampling(), hold=hold)
-    engine = engine_for(golden_target(), drafter, max_new_tokens=80, ignore_eos=True)
-    steps = make_steps(engine, engine.drafter.presets[-1])
-    for rests in (1, 5, HOLD, HOLD + 7, 70):
-        session = Session(replace(engine, sizer=Script([0])), [(0, 0)])
+def test_while_idle_the_drafter_takes_in_what_is_decided(kind):
+    """The tree drafted after cycles without one is that of a session which has just read the whole text."""
+    engine = engine_for(golden_target(), drafter_of(kind, Sampling()), max_new_tokens=80, ignore_eos=True)
+    cycle = Cycle(engine, engine.drafter.presets[-1])
+    for idle in (1, 5, 70):
+        session = Session(replace(engine, chooser=Script([0])), [(0, 0)])
         decoding = session.run([PROMPTS[0]])
-        for _ in range(rests + 1):
+        for _ in range(idle + 1):
             next(decoding)
-        session.catch_up()
-        tree, _ = steps.draft(session.state)
+        tree, _ = cycle.draft(session.state)
         fresh = Session(engine, [(0, 0)])
         next(fresh.run([session.history[0][:-1]]))
-        want, _ = steps.draft(fresh.state)
+        want, _ = cycle.draft(fresh.state)
         assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
         torch.testing.assert_close(tree.values, want.values, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_switching_compiles_nothing(captured):
-    """Once warm, no preset, prompt length or turn compiles a step again."""
+def test_switching_compiles_nothing():
+    """Once warm, no preset, prompt length or turn compiles a step again; over fixed buffers too, as on CUDA."""
     drafter = drafter_of("eagle", Sampling(), DynamicTree(depth=3, topk=3, size=8))
     options = {"compile": True, "max_new_tokens": 40, "ignore_eos": True}
-    engine = replace(
-        warm_up(engine_for(golden_target(), drafter, **options)), captured=captured, sizer=Script([0, 1, 2])
-    )
+    engine = warm_up(engine_for(golden_target(), drafter, **options))
     plain = engine_for(golden_target(), RootOnly(), max_new_tokens=40, ignore_eos=True)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
-        for prompt in PROMPTS:
-            assert decode(engine, prompt).history == decode(plain, prompt).history
+        for captured, prompt in itertools.product((False, True), PROMPTS):
+            scripted = replace(engine, captured=captured, chooser=Script([0, 1, 2]), pool=[])
+            assert decode(scripted, prompt).history == decode(plain, prompt).history
 
 
 def test_by_default_a_head_is_sized_and_says_so():
-    engine = load(max_new_tokens=64)
+    engine = load(max_new_tokens=64, device="cpu")
     assert engine.config.tree == "" and engine.drafter.facts()["tree"] == "auto"
-    session = Session(engine, [(0, 0)])
-    list(session.run([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
-    rows = session.stats.summary(engine)["tree_auto"]
-    assert [row["tree"] for row in rows] == engine.drafter.facts()["trees"]
-    assert sum(row["cycles"] for row in rows) == session.stats.summary(engine)["cycles"]
-    assert all(row["predicted_ms"] > 0 for row in rows)
-    assert all((row["measured_ms"] is None) == (row["cycles"] == 0) for row in rows)
+    for _ in range(2):  # the second run counts its own cycles only
+        session = Session(engine, [(0, 0)])
+        list(session.run([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
+        stats = summary(engine, session.stats)
+        rows = stats["tree_auto"]
+        assert [row["tree"] for row in rows] == engine.drafter.facts()["trees"]
+        assert sum(row["cycles"] for row in rows) == stats["cycles"]
+        assert all(row["predicted_ms"] > 0 for row in rows)
+        assert all((row["measured_ms"] is None) == (row["cycles"] == 0) for row in rows)
 
 
 def test_lookup_whose_matches_are_wrong_is_given_up():
     """A text that repeats, and a target that does not go on as before: matches everywhere, and none is right."""
     engine = engine_for(golden_target(), NgramDrafter(Ngram(8, 2, 2, 1)), temperature=1.0, max_new_tokens=150)
-    sizer = Autosizer([p.shape for p in engine.drafter.presets], [1.0, 1.6])
-    session = Session(replace(engine, sizer=sizer), [(0, 0)])
+    sizer = Autosizer([shape_of(p) for p in engine.drafter.presets], [1.0, 1.6])
+    session = Session(replace(engine, chooser=sizer), [(0, 0)])
     list(session.run([PROMPTS[1] * 6]))
-    accepted = sizer.accepted[1].value
-    assert accepted < 0.5, "the case is what it is meant to be"
-    assert session.stats.presets[0][0] > 5 * session.stats.presets[1][0]
+    assert sizer.accepted[1] < 0.5, "the case is what it is meant to be"
+    ran = [preset for preset, _ in session.stats.presets]
+    assert ran.count(0) > 5 * ran.count(1)

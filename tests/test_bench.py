@@ -19,13 +19,13 @@ import plot_trace
 from bench import BenchConfig, Setting, acceptance, calibration, method_config
 from bench_peers import TokenClock
 from bench_report import DRAWINGS
-from config import DEMO
 from generate import generate, load
 from helpers import golden_case
+from hf.config import read_config
+from hf.weights import load_model, weight_names
 from llama_cpp_peer import FORMATS, LlamaCpp, gguf_name, interleaved, write_gguf
 from measure import Log, Series
-from model import ModelConfig
-from weights import load_model, weight_names
+from options import DEMO
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -361,7 +361,7 @@ def test_interleaved_rows_rotate_neighbours():
 
 
 def test_every_weight_has_a_gguf_name():
-    theirs = [name for stacked in weight_names(ModelConfig.from_dir(Path(DEMO))).values() for name in stacked]
+    theirs = [name for stacked in weight_names(read_config(Path(DEMO))).values() for name in stacked]
     assert len({gguf_name(name) for name in theirs}) == len(theirs) == 8 * 9 + 3
     assert gguf_name("model.layers.3.mlp.up_proj.weight") == "blk.3.ffn_up.weight"
 
@@ -373,7 +373,7 @@ def test_llama_cpp_computes_the_same_function(tmp_path, kind):
     ids = torch.randint(3, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
     target = load_model(Path(DEMO), torch.float32)
     with torch.inference_mode():
-        logits = target.logits(target(ids, torch.arange(24)[None])[0])[0]  # [T, V]
+        logits = target.logits(target(ids, torch.arange(24)[None]))[0]  # [T, V]
     write_gguf(Path(DEMO), tmp_path / "demo.gguf", kind)
     peer = LlamaCpp(tmp_path / "demo.gguf", 64, 1, 32)
     theirs = torch.from_numpy(peer.feed(ids[0].tolist(), 0, every=True).copy())

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels
-from capture import HostCopy, Replay, leaves, store
-from decode import make_steps, run_cycle
-from draft_tree import StaticTree
+import model
+import ops.attention
+from decode import Cycle, Session
+from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from grow import DynamicTree
+from extras.autosize import with_smaller_trees
+from extras.model_draft import ModelDrafter
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
-from model_draft import ModelDrafter
+from runtime import HostCopy, Replay, leaves, store
 from sampling import Sampling
-from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten
@@ -48,7 +47,7 @@ class NoWaiting(TorchDispatchMode):
 def sized_engine(temperature: float, **options):
     drafter = EagleDrafter(golden_head(), golden_target(), DynamicTree(4, 5, 20), Sampling(temperature))
     options = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True, **options}
-    return engine_for(golden_target(), drafter.sized_by_host(), **options)
+    return engine_for(golden_target(), with_smaller_trees(drafter), **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -60,7 +59,6 @@ def test_no_step_of_a_cycle_waits(temperature):
         for cycle in engine.cycles:
             state, _ = cycle(session.work.cache, session.state)
             store(session.state, state)
-        engine.catch_up(session.state)
 
 
 def test_waiting_is_noticed():
@@ -96,14 +94,14 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     target, tree, prompts = golden_target(), StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))), [PROMPT, PROMPT[::-1]]
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
-    moved, reference = [], kernels.compact_reference
+    moved, reference = [], ops.attention.compact_reference
 
     def compact(buffers, start, path):
         moved.append(tuple(b.data_ptr() for b in buffers))
         reference(buffers, start, path)
 
-    monkeypatch.setattr(kernels, "compact_reference", compact)
-    monkeypatch.setattr(kernels, "compact", torch.ops.gpt_eagle.compact)
+    monkeypatch.setattr(ops.attention, "compact_reference", compact)
+    monkeypatch.setattr(model, "compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree, Sampling())
     session = decode(engine_for(target, drafter, compile=True, **options), *prompts)
     assert session.history == want
@@ -136,8 +134,8 @@ def test_compiling_by_layer_changes_no_token():
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPT]))
     config = replace(engine.config, compile=True)
-    steps = make_steps(replace(engine, config=config), engine.drafter.presets[-1], by_layer=True)
-    compiled = replace(engine, config=config, cycles=(partial(run_cycle, steps),), captured=True, pool=[])
+    cycle = Cycle(engine, engine.drafter.presets[-1]).compiled_by_layer()
+    compiled = replace(engine, config=config, cycles=(cycle,), captured=True, pool=[])
     again = Session(compiled, [(0, 0)], lag=1)
     list(again.run([PROMPT]))
     assert again.history == session.history

@@ -11,21 +11,24 @@ from draft_tree import (
     EAGLE1_PATHS,
     Accepted,
     Candidates,
+    Children,
+    DynamicTree,
+    Graft,
     StaticTree,
     accept,
+    best_nodes,
     build_tree,
     compaction,
-    expand,
-    first_level,
-    graft,
+    grow,
     path_to,
-    pool_size,
-    rerank,
     root_tree,
-)
-from eagle_draft import DynamicTree, EagleDrafter
+    tree_of,
+)  # fmt: skip
+from eagle_draft import EagleDrafter
+from extras.ngram_draft import add_chain
 from helpers import golden_case, golden_head, golden_target
 from model import KVCache, ModelConfig
+from options import read_tree
 from sampling import Sampling
 
 INF = float("inf")
@@ -71,7 +74,7 @@ def random_trees(rng, batch, size, vocab):
     return tokens, parents, valid, choice
 
 
-def tree_of(tokens, parents, valid=None):
+def tree_from(tokens, parents, valid=None):
     """A tree of one row."""
     valid = [True] * len(tokens) if valid is None else valid
     return build_tree(*(torch.tensor([x]) for x in (tokens, parents, valid)), depth=len(tokens))
@@ -79,7 +82,7 @@ def tree_of(tokens, parents, valid=None):
 
 def accepted_row(tokens, parents, choice, valid=None, depth=4):
     """Returns: path and emitted tokens of one row, cut to their length."""
-    accepted = accept(tree_of(tokens, parents, valid), torch.tensor([choice]), depth)
+    accepted = accept(tree_from(tokens, parents, valid), torch.tensor([choice]), depth)
     end = accepted.length.item() + 1
     assert accepted.path.shape == accepted.emitted.shape == (1, depth + 1)
     assert not accepted.path[0, end:].any()
@@ -232,33 +235,58 @@ def random_scores(rng, shape, cut=0.0):
     return values.masked_fill(gone, -INF).sort(dim=-1, descending=True).values
 
 
-def grow(rng, batch, depth, K, by="value", cut=0.0):
-    """Grow pools, and the same in plain Python. Returns: the pool, per row (tokens, values, parents)."""
-    tokens = torch.tensor([[rng.randrange(50) for _ in range(K)] for _ in range(batch)])
-    scores = random_scores(rng, (batch, K), cut)
-    pool, frontier = first_level(tokens, scores)
-    plain = [(t, v, [-1] * K) for t, v in zip(tokens.tolist(), scores.tolist())]
-    expected = [list(range(K)) for _ in range(batch)]  # flat indices of the frontier
-    for _ in range(depth - 1):
-        assert frontier.index.tolist() == expected
-        tokens = torch.tensor([rng.randrange(50) for _ in range(batch * K * K)]).view(batch, K, K)
-        scores = random_scores(rng, (batch, K, K), cut)
-        previous, (pool, frontier) = expected, expand(pool, frontier, tokens, scores, by)
-        expected = []
-        for b, (t, v, p) in enumerate(plain):
-            begin, keys = len(t), []
-            for parent, row, steps in zip(previous[b], tokens[b].tolist(), scores[b].tolist()):
-                t += row
-                v += [v[parent] + step for step in steps]
-                p += [parent] * K
-                keys += steps
-            keys = v[begin:] if by == "value" else keys
-            order = sorted(range(K * K), key=lambda i: (-keys[i], i))[:K]  # noqa: B023
-            expected.append([begin + i for i in order])
-            assert frontier.tokens[b].tolist() == [t[i] for i in expected[b]]
-            assert frontier.values[b].tolist() == [v[i] for i in expected[b]]
-            assert [previous[b][rank] for rank in frontier.parent_rank[b]] == [p[i] for i in expected[b]]
-    return pool, plain
+def grown(shape, root, tokens, scores):
+    """Grow a tree whose children are told: tokens, scores: per level [B, R, k].
+
+    Returns: the tree; the pool; per level below the root, the tokens of the nodes that ran; the places of all nodes.
+    """
+    pools, ran = [], []
+
+    def run(level, out):
+        ran.append(level.tokens)
+        return out
+
+    graft = Graft(0, lambda pool: pools.append(pool) or pool)
+    children = lambda out, level, k: Children(tokens[level], scores[level])  # noqa: E731
+    tree, places = grow(shape, root, torch.zeros(len(root), 1, 1), children, run, graft)
+    return tree, pools[0], ran, places
+
+
+def pool_size(depth, K):
+    return K + (depth - 1) * K * K
+
+
+@pytest.mark.parametrize("depth, K, size", [(1, 10, 10), (6, 10, 510), (4, 4, 52)])
+def test_pool_size(depth, K, size):
+    assert pool_size(depth, K) == size == DynamicTree(depth, K, size + 1).size - 1
+    with pytest.raises(ValueError, match=f"give {size} "):
+        DynamicTree(depth, K, size + 2)
+
+
+def random_levels(rng, batch, depth, K, cut=0.0):
+    """Children's tokens and scores, per level."""
+    shapes = [(batch, 1 if level == 0 else K, K) for level in range(depth)]
+    tokens = [torch.tensor([rng.randrange(50) for _ in range(torch.Size(s).numel())]).view(s) for s in shapes]
+    return tokens, [random_scores(rng, s, cut) for s in shapes]
+
+
+def plain_pool(tokens, scores, K, by="value"):
+    """The same in plain Python, for one row. Returns: tokens, values, parents of the pool; the tokens that run."""
+    t, v, p, ran = [], [], [], []
+    frontier, above = [-1], {-1: 0.0}
+    for level, (names, steps) in enumerate(zip(tokens, scores)):
+        begin, keys = len(t), []
+        for parent, row, step in zip(frontier, names, steps):
+            t += row
+            v += [above.get(parent, v[parent] if parent >= 0 else 0.0) + s for s in step]
+            p += [parent] * K
+            keys += step
+        keys = v[begin:] if by == "value" else keys
+        order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))[:K]
+        frontier = [begin + i for i in order]
+        if level + 1 < len(tokens):
+            ran.append([t[i] for i in frontier])
+    return t, v, p, ran
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.3, 0.9])
@@ -266,42 +294,63 @@ def grow(rng, batch, depth, K, by="value", cut=0.0):
 @pytest.mark.parametrize("depth, K", [(1, 4), (2, 1), (2, 3), (4, 4)])
 def test_pool_and_rerank(depth, K, by, cut):
     rng = random.Random(depth)
-    pool, plain = grow(rng, 40, depth, K, by, cut)
-    assert pool.tokens.shape[1] == pool_size(depth, K)
-    assert pool.tokens.tolist() == [t for t, _, _ in plain]
-    assert pool.values.tolist() == [v for _, v, _ in plain]
-    assert pool.parents.tolist() == [p for _, _, p in plain]
+    tokens, scores = random_levels(rng, 40, depth, K, cut)
+    plain = [plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), K, by) for b in range(40)]
     roots = torch.arange(40)
     for size in {2, K + 1, pool_size(depth, K) // 2 + 1, pool_size(depth, K) + 1}:
-        tree = rerank(roots, pool, size, depth)
-        for b, row in enumerate(plain):
-            tokens, parents, valid = rerank_reference(b, *row, size)
-            assert tree.tokens[b].tolist() == tokens
+        tree, pool, ran, places = grown(DynamicTree(depth, K, size, expand_by=by), roots, tokens, scores)
+        assert pool.tokens.shape[1] == pool_size(depth, K)
+        assert [x.tolist() for x in pool] == [[row[i] for row in plain] for i in range(3)]
+        assert [x.tolist() for x in ran] == [[row[3][level] for row in plain] for level in range(depth - 1)]
+        for b, (names, values, above, frontiers) in enumerate(plain):
+            want, parents, valid = rerank_reference(b, names, values, above, size)
+            assert tree.tokens[b].tolist() == want
             assert tree.parents[b].tolist() == parents
             assert tree.valid[b].tolist() == valid
             assert tree.depths[b].tolist() == [len(ancestors(parents, n)) - 1 for n in range(size)]
             assert all(valid[parents[n]] or not valid[n] for n in range(size))  # invalid nodes have no valid child
+            every = [want[0], *(token for level in frontiers for token in level)]
+            at = places[b].tolist()
+            assert at[0] == 0 and all(every[place] == want[n] for n, place in enumerate(at) if place)
+            assert all(at[n] for n in range(1, size) if n in parents and valid[n]), "who has children ran"
 
 
-def test_pool_size():
-    assert [pool_size(1, 10), pool_size(6, 10), pool_size(4, 4)] == [10, 510, 52]
+def test_what_a_level_sees():
+    """A node sees the scratch slots of its ancestors and its own."""
+    tokens, scores = random_levels(random.Random(7), 5, 4, 3)
+    levels, lines = [], {}
+    run = lambda level, out: levels.append(level) or out  # noqa: E731
+    children = lambda out, level, k: Children(tokens[level], scores[level])  # noqa: E731
+    grow(DynamicTree(4, 3, 10), torch.arange(5), torch.zeros(5, 1, 1), children, run)
+    plain = [plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)]
+    assert [(level.depth, level.slot, level.seen.shape) for level in levels] == [
+        (n + 1, 3 * n, (5, 3, 9)) for n in range(3)
+    ]
+    for b, (_, values, above, _) in enumerate(plain):
+        begin, frontier = 0, []
+        for n, level in enumerate(levels):
+            size = 3 if n == 0 else 9
+            order = sorted(range(size), key=lambda i: (-values[begin + i], i))[:3]  # noqa: B023
+            frontier = [begin + i for i in order]
+            for row, flat in enumerate(frontier):
+                lines[flat] = {3 * n + row} | lines.get(above[flat], set())
+                assert set(level.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
+            begin += size
+        lines.clear()
 
 
 def test_rerank_with_every_score_equal():
     """Of equal values the first stay, so that parents come before their children."""
-    zeros = torch.zeros(1, 3)
-    pool, frontier = first_level(torch.tensor([[4, 5, 6]]), zeros)
-    pool, _ = expand(pool, frontier, torch.arange(9).view(1, 3, 3), zeros[:, None].expand(1, 3, 3), "value")
-    tree = rerank(torch.tensor([0]), pool, 6, 2)
+    tokens = [torch.tensor([[[4, 5, 6]]]), torch.arange(9).view(1, 3, 3)]
+    tree, *_ = grown(DynamicTree(2, 3, 6), torch.tensor([0]), tokens, [torch.zeros(x.shape) for x in tokens])
     assert tree.tokens.tolist() == [[0, 4, 5, 6, 0, 1]]
     assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
 
 
 def test_rerank_pads_with_invalid_nodes():
-    pool, frontier = first_level(torch.tensor([[4, 5]]), torch.tensor([[-0.5, -INF]]))
-    steps = torch.tensor([[[-0.1, -INF], [-0.1, -0.2]]])
-    pool, _ = expand(pool, frontier, torch.tensor([[[7, 8], [9, 3]]]), steps, "value")
-    tree = rerank(torch.tensor([0]), pool, 7, 2)
+    scores = [torch.tensor([[[-0.5, -INF]]]), torch.tensor([[[-0.1, -INF], [-0.1, -0.2]]])]
+    tokens = [torch.tensor([[[4, 5]]]), torch.tensor([[[7, 8], [9, 3]]])]
+    tree, *_ = grown(DynamicTree(2, 2, 7), torch.tensor([0]), tokens, scores)
     assert tree.valid.tolist() == [[True, True, False, True, False, False, False]]
     accepted = accept(tree, torch.tensor([[5, 0, 9, 0, 0, 0, 0]]), 2)
     assert accepted.length.item() == 0  # node 2 holds token 5, yet is none
@@ -309,12 +358,12 @@ def test_rerank_pads_with_invalid_nodes():
 
 def test_whole_levels():
     """Without re-ranking the first candidates are taken, level by level."""
-    pool, plain = grow(random.Random(5), 6, 3, 3)
+    tokens, scores = random_levels(random.Random(5), 6, 3, 3)
     for size in (3, 6, 13):
-        tree = rerank(torch.arange(6), pool, size, 3, by_value=False)
-        for b, (tokens, _, parents) in enumerate(plain):
-            assert tree.tokens[b].tolist() == [b, *tokens[: size - 1]]
-            assert tree.parents[b].tolist() == [0] + [p + 1 for p in parents[: size - 1]]
+        tree, pool, *_ = grown(DynamicTree(3, 3, size, rerank=False), torch.arange(6), tokens, scores)
+        for b in range(6):
+            assert tree.tokens[b].tolist() == [b, *pool.tokens[b, : size - 1].tolist()]
+            assert tree.parents[b].tolist() == [0] + (pool.parents[b, : size - 1] + 1).tolist()
 
 
 def values_by_path(tokens, values, parents):
@@ -333,17 +382,15 @@ def test_graft():
     siblings = lambda *shape: torch.stack([torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())])  # noqa: E731
     torch.manual_seed(0)
     for empty in [True] * 5 + [False] * 20:
-        B, none = 8, torch.zeros(8, 0)
-        pool, frontier = first_level(siblings(B), random_scores(rng, (B, 2), 0.2))
-        pool, frontier = expand(
-            pool, frontier, siblings(B, 2).view(B, 2, 2), random_scores(rng, (B, 2, 2), 0.2), "value"
-        )
-        pool, _ = expand(pool, frontier, siblings(B, 2).view(B, 2, 2), random_scores(rng, (B, 2, 2), 0.2), "value")
-        pool = Candidates(none.long(), none, none.long()) if empty else pool
+        B, shapes = 8, [(8, 1, 2), (8, 2, 2), (8, 2, 2)]
+        tokens = [siblings(*s[:2]).view(s) for s in shapes]
+        scores = [random_scores(rng, s, 0.2) for s in shapes]
+        _, pool, *_ = grown(DynamicTree(3, 2, 6), torch.arange(B), tokens, scores)
+        pool = Candidates.none(torch.arange(B)) if empty else pool
         want = [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))]
         for value in (0.0, -0.5):
             tokens, values = torch.randint(5, (B, 4)), random_scores(rng, (B, 4), 0.1) + value
-            pool = graft(pool, tokens, values)
+            pool = add_chain(pool, tokens, values)
             for b, row in enumerate(want):
                 for n, v in enumerate(values[b].tolist(), 1):
                     path = tuple(tokens[b, :n].tolist())
@@ -353,19 +400,29 @@ def test_graft():
                     if v > -INF:
                         row[path] = max(v, row.get(path, -INF))
         assert [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))] == want
-        ours = rerank(torch.arange(B), pool, 6, 7)
+        ours, _ = tree_of(torch.arange(B), pool, best_nodes(pool.values, 5), 7)
         for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
             tree = rerank_reference(b, tokens, values, parents, 6)
             assert (ours.tokens[b].tolist(), ours.parents[b].tolist(), ours.valid[b].tolist()) == tree
     assert min(met.values()) > 50, met
 
 
-def test_compiled_rerank():
-    pool, _ = grow(random.Random(6), 3, 3, 3, cut=0.2)
-    root = torch.tensor([1, 2, 3])
-    compiled = torch.compile(rerank, fullgraph=True, dynamic=False)(root, pool, 10, 3)
-    for ours, eager in zip(compiled[:5], rerank(root, pool, 10, 3)):
-        assert torch.equal(ours, eager)
+def test_compiled_growth():
+    tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
+    for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu")):
+
+        def growth(root, tokens, scores, shape=shape):
+            def children(out, level, k):
+                rows = out.shape[1]
+                return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
+
+            return grow(shape, root, torch.zeros(len(root), 1, 1), children, lambda level, out: out)
+
+        inputs = torch.tensor([1, 2, 3]), tokens, scores
+        (ours, places), (eager, want) = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs), growth(*inputs)
+        assert torch.equal(places, want)
+        for x, y in zip(ours[:5], eager):
+            assert torch.equal(x, y)
 
 
 def test_a_tree_larger_than_its_pool():
@@ -383,20 +440,35 @@ def test_children_of_a_dynamic_tree_are_not_sampled():
 # ------------------------------------------------------------------------------------------ static trees
 
 
+def order(tree):
+    """Paths by node number."""
+    return [path for level in tree.levels for path in level]
+
+
+def parents_of(tree):
+    """Parent's node number per node, as the tree has it that grows."""
+    rows = [1, *tree.widths]
+    tokens = [torch.arange(rows[level] * tree.ranks(level)).view(1, rows[level], -1) for level in range(tree.depth)]
+    made, *_ = grown(tree.on("cpu"), torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens])
+    assert made.valid.all() and made.values[0].tolist() == [-float(len(path)) for path in order(tree)]
+    return made.parents[0].tolist()
+
+
 def test_order_is_by_depth_then_path():
     tree = StaticTree(((1,), (0, 1), (0,), (1, 0), (2,), (0, 1, 3)))
-    assert tree.order == [(), (0,), (1,), (2,), (0, 1), (1, 0), (0, 1, 3)]
-    assert tree.parents == [0, 0, 0, 0, 1, 2, 4]
-    assert (tree.depth, tree.size) == (3, 7)
-    assert tree.inner == [[0], [1, 2], [4]]
-    assert tree.children(1) == [(4, 0, 1), (5, 1, 0)]
+    assert order(tree) == [(), (0,), (1,), (2,), (0, 1), (1, 0), (0, 1, 3)]
+    assert parents_of(tree) == [0, 0, 0, 0, 1, 2, 4]
+    assert (tree.depth, tree.size, tree.width, tree.widths) == (3, 7, 4, [2, 1])
+    assert tree.inner == [[()], [(0,), (1,)], [(0, 1)]]
     assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
+    # level 0 has 3 candidates, level 1 2 x 2: those of row 0, then of row 1; level 2 has 4
+    assert [x.tolist() for x in tree.on("cpu").places] == [[[0, 1]], [[1]], [[0, 1, 2, 4, 5, 10]]]
 
 
 def test_chain():
     tree = StaticTree.chain(3)
-    assert tree.order == [(), (0,), (0, 0), (0, 0, 0)]
-    assert tree.parents == [0, 0, 1, 2]
+    assert order(tree) == [(), (0,), (0, 0), (0, 0, 0)]
+    assert parents_of(tree) == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -409,9 +481,9 @@ def test_chain():
 )
 def test_official_static_trees(name, tree):
     official = golden_case(name)["static_tree"]
-    assert tree.parents == [0, *official["parents"][1:]]
-    assert [len(p) for p in tree.order] == official["tree_position_ids"]
-    assert [list(p) for p in tree.order[1:]] == sorted(official["tree_choices"], key=lambda p: (len(p), p))
+    assert parents_of(tree) == [0, *official["parents"][1:]]
+    assert [len(p) for p in order(tree)] == official["tree_position_ids"]
+    assert [list(p) for p in order(tree)[1:]] == sorted(official["tree_choices"], key=lambda p: (len(p), p))
 
 
 def saved(folder, text):
@@ -422,10 +494,10 @@ def saved(folder, text):
 
 def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
-    tree = StaticTree.from_file(saved(tmp_path, json.dumps(paths)))
+    tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
     wide = [[rank] for rank in range(draft_tree.MAX_NODES - 1)]
-    assert StaticTree.from_file(saved(tmp_path, json.dumps(wide))).size == 64
+    assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 
 @pytest.mark.parametrize(
@@ -448,10 +520,10 @@ def test_tree_file(tmp_path):
 )
 def test_tree_file_errors(tmp_path, text, message):
     with pytest.raises(ValueError, match="--tree_file: .*" + message):
-        StaticTree.from_file(saved(tmp_path, text))
+        read_tree(saved(tmp_path, text))
 
 
 def test_missing_tree_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(ValueError, match=f"--tree_file: cannot read {path}"):
-            StaticTree.from_file(path)
+            read_tree(path)

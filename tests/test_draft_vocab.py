@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import rank_tokens
-from config import DEMO, GenerateConfig
-from draft_tree import EAGLE1_PATHS, StaticTree
-from draft_vocab import RANKS, DraftVocab, read_ranks, rows_of, vocab_from
-from eagle_draft import EagleDrafter, draft_lm_head
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
+from drafters import DraftVocab
+from eagle_draft import EagleDrafter, draft_lm_head, rows_of
+from extras.draft_vocab import RANKS, read_ranks, vocab_from
 from generate import generate, load
-from grow import DynamicTree
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
+from hf.tokenizer import Tokenizer
+from hf.weights import load_model
+from model import ModelConfig, Transformer
+from options import DEMO, GenerateConfig
 from quantize import FORMATS, Quantization, quantize_directory
 from sampling import Sampling
-from tokenizer import Tokenizer
-from weights import load_model
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {
@@ -33,7 +34,6 @@ TREES = {
     "dynamic": DynamicTree(depth=4, topk=6, size=30),
 }
 KEPT = torch.tensor(sorted(torch.randperm(97, generator=torch.Generator().manual_seed(0))[:40].tolist()))
-CPU = torch.device("cpu")
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden target
 
 
@@ -54,7 +54,7 @@ class Masked(nn.Module):
 
 def run(tree: str, rule: Sampling, children: str, lm_head: nn.Module, vocab: DraftVocab | None):
     target, accept = golden_target(), "residual" if children == "sampled" else "exact"
-    drafter = EagleDrafter(golden_head(), target, TREES[tree], rule, children, lm_head=lm_head, vocab=vocab)
+    drafter = EagleDrafter(golden_head(), target, TREES[tree], rule, lm_head, children=children, vocab=vocab)
     options = rule._asdict() | {"accept": accept, "max_new_tokens": 40, "ignore_eos": True, "batch_size": 2, "seed": 3}
     return decode(engine_for(target, drafter, **options), *PROMPTS)
 
@@ -132,17 +132,19 @@ def test_trimming_and_rounding_combine(held, quant):
 
 
 def test_a_trimmed_lm_head_is_smaller():
-    sizes = [FORMATS["int4"].from_float(torch.randn(512, 256)).rows(torch.arange(n)).size_bytes() for n in (512, 128)]
+    layer = FORMATS["int4"].from_float(torch.randn(512, 256))
+    sizes = [sum(part.nbytes for part in layer.rows(torch.arange(n)).buffers()) for n in (512, 128)]
     assert sizes[1] * 4 == sizes[0]
 
 
 # ------------------------------------------------------------------------------------------------ lists
 
 
-def options_for(path: Path, count: int) -> GenerateConfig:
-    return GenerateConfig(
-        eagle=str(path.parent), token_ranks="" if path.name == RANKS else str(path), draft_vocab=count
-    )
+def kept_of_8(path: Path, count: int) -> DraftVocab:
+    """What a list comes to for a target of 8 tokens."""
+    target = Transformer(ModelConfig(4, 1, 1, 1, 4, 4, vocab_size=8))
+    ranks = "" if path.name == RANKS else str(path)
+    return vocab_from(GenerateConfig(eagle=str(path.parent), token_ranks=ranks, draft_vocab=count), target)
 
 
 def test_the_most_frequent_are_kept_in_the_order_of_their_ids(tmp_path):
@@ -150,9 +152,8 @@ def test_the_most_frequent_are_kept_in_the_order_of_their_ids(tmp_path):
     torch.save([7, 0, 3, 5], tmp_path / "freq_4.pt")
     torch.save(torch.tensor([7, 0, 3, 5]), tmp_path / "tensor.pt")
     for name in (RANKS, "freq_4.pt", "tensor.pt"):
-        assert vocab_from(options_for(tmp_path / name, 3), 8, CPU).ids.tolist() == [0, 3, 7]
-        assert vocab_from(options_for(tmp_path / name, 4), 8, CPU).ids.tolist() == [0, 3, 5, 7]
-    assert vocab_from(options_for(tmp_path / RANKS, 0), 8, CPU) == DraftVocab(8)
+        assert kept_of_8(tmp_path / name, 3).ids.tolist() == [0, 3, 7]
+        assert kept_of_8(tmp_path / name, 4).ids.tolist() == [0, 3, 5, 7]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_the_most_frequent_are_kept_in_the_order_of_their_ids(tmp_path):
 def test_lists_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "ranks.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        vocab_from(options_for(tmp_path / "ranks.json", 4), 8, CPU)
+        kept_of_8(tmp_path / "ranks.json", 4)
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x02}q\x00."])
@@ -198,6 +199,7 @@ def test_the_demo_with_a_quarter_of_its_vocabulary(quant):
     for count in (0, 1024):
         engine = load(draft_vocab=count, tree="dynamic", **options)
         assert engine.drafter.lm_head.out_features == (count or 4096)
+        assert engine.drafter.vocab == DraftVocab(4096) if count == 0 else len(engine.drafter.vocab.ids) == count
         result = generate(engine, prompt)
         assert result.tokens == vanilla.tokens
         taus.append(result.stats["tau"])
@@ -206,7 +208,7 @@ def test_the_demo_with_a_quarter_of_its_vocabulary(quant):
 
 def test_a_stand_in_uses_the_small_models_list():
     shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"
-    options = {"draft_vocab": 1024, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True}
+    options = {"draft_vocab": 1024, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True, "tree": "dynamic"}
     small, large = load(**options), load(inflate=shape, **options)
     assert torch.equal(small.drafter.vocab.ids, large.drafter.vocab.ids) and large.drafter.vocab.size == 4224
     runs = [generate(engine, ["def read_lines(path):"]) for engine in (small, large)]

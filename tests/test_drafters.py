@@ -13,17 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import DEMO
-from decode import make_steps
-from draft_tree import EAGLE1_PATHS, StaticTree
+from decode import Cycle, Session
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import Root, RootOnly, Text
 from eagle_draft import EagleDrafter
-from grow import DynamicTree
+from extras.model_draft import ModelDrafter, check_same_tokens
+from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
-from model_draft import ModelDrafter, check_same_tokens
-from ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
+from options import DEMO
 from sampling import Sampling
-from session import Session
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
@@ -182,7 +180,9 @@ def model_engine(tree: str, scale: float, **options):
     options = {"max_new_tokens": 40, "ignore_eos": True, **options}
     rule = Sampling(options.get("temperature", 0.0))
     children = options.pop("children", "noise")
-    return engine_for(target, ModelDrafter(noisy_copy(target, scale), target, TREES[tree], rule, children), **options)
+    return engine_for(
+        target, ModelDrafter(noisy_copy(target, scale), target, TREES[tree], rule, children=children), **options
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -211,11 +211,11 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         fresh = Session(engine, [(0, 0), (1, 0)])
         row, pos = line["row"], line["pos"]
         texts = [session.history[b][:pos] if b == row else None for b in range(2)]
-        fresh.state = fresh.state._replace(draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0))
+        fresh.work.state = fresh.state._replace(draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0))
         next(fresh.run(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = make_steps(engine, engine.drafter).draft(fresh.state)
+        tree_again, _ = Cycle(engine, engine.drafter).draft(fresh.state)
         assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 
@@ -226,7 +226,7 @@ def test_a_chain_runs_no_more_rows_than_it_must(monkeypatch):
     calls = record(monkeypatch, engine.drafter.model, "forward")
     session = decode(engine, PROMPTS[0])
     rows = [call.args[0].shape[1] for call in calls]
-    assert rows == [len(PROMPTS[0])] + [2, 1, 1, 1, 1] * session.stats.summary(engine)["cycles"]
+    assert rows == [len(PROMPTS[0])] + [2, 1, 1, 1, 1] * session.stats.summary()["cycles"]
 
 
 def short_draft(context: int, tree: str = "chain", **options):
@@ -293,9 +293,9 @@ def test_another_tokenizer(tmp_path):
 
 
 def grafted_engine(ngram: Ngram | None, **options):
-    tree = DynamicTree(depth=4, topk=4, size=24, graft=ngram)
+    tree = DynamicTree(depth=4, topk=4, size=24)
     rule = Sampling(options.get("temperature", 0.0))
-    drafter = EagleDrafter(golden_head(), golden_target(), tree, rule)
+    drafter = EagleDrafter(golden_head(), golden_target(), tree, rule, lookup=ngram)
     return engine_for(golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options})
 
 
@@ -329,8 +329,8 @@ def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
 
 
 def test_grafted_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match="20 looked-up tokens leave no room in a tree of 20 nodes; lower --ngram_to"):
-        DynamicTree(depth=3, topk=4, size=20, graft=Ngram())
+    with pytest.raises(ValueError, match="20 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size"):
+        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), Sampling(), lookup=Ngram())
     with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
         Ngram(max=2, min=3)
     with pytest.raises(ValueError, match="--ngram_tokens 32 times --ngram_branches 2 must be below 64"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import generate as cli
-from config import DEMO, GenerateConfig
+import runtime
 from generate import generate, load, main, stream
 from helpers import GOLDEN
+from options import DEMO, GenerateConfig
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 IDS = ["--checkpoint", TARGET, "--prompt_ids", "5,17,3,40", "--max_new_tokens", "20", "--ignore_eos", "--device", "cpu"]
@@ -116,7 +117,7 @@ def test_demo_streams_text_and_ends_with_statistics(capsys):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--draft", "ngram", "--ngram_branches", "1"),
+        ("--draft", "ngram"),
         ("--draft", "model", "--draft_checkpoint", TARGET),
         ("--draft", "model", "--draft_checkpoint", TARGET, "--tree", "dynamic", "--tree_size", "8", "--tree_topk", "4"),
         ("--draft", "eagle+ngram", "--eagle", HEAD),
@@ -130,7 +131,7 @@ def test_other_drafters(capsys, tmp_path, argv):
     run(capsys, *IDS, "--draft", "none", "--temperature", "1", "--json", file)
     assert drafted["tokens"] == json.loads(Path(file).read_text())["tokens"]
     config = drafted["config"]
-    assert config["draft"] == argv[1] and config["ngram_branches"] == (1 if argv[1] == "ngram" else 2)
+    assert config["draft"] == argv[1] and config["ngram_branches"] == 2
     if argv[1] == "model":
         assert config["tree"] == ("dynamic" if "--tree" in argv else "chain") and drafted["stats"]["tau"] > 4
 
@@ -218,14 +219,16 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     assert stop.value.code == 0
     shown = " ".join(text.split())
     for f in fields(GenerateConfig):
-        assert f"--{f.name}" in shown and " ".join(f.metadata["help"].split()) in shown, f.name
+        there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
+        assert there == f.metadata["flag"], f.name
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 36
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no C++ compiler found\nlong story")
 
-    monkeypatch.setattr(cli, "_probe", broken)
+    monkeypatch.setattr(runtime, "_probe", broken)
     out, err = run(capsys, *IDS, "--compile", "--json", "-")
     assert err.startswith("note: torch.compile does not work here") and "running eagerly" in err
     assert len(json.loads(out)["tokens"][0]) == 20
@@ -270,12 +273,6 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--eagle", HEAD, "--tree", "static", "--tree_topk", "3"], "--tree_topk belongs to --tree dynamic"),
         ([*IDS, "--eagle", HEAD, "--tree", "static", "--tree_depth", "3"], "--tree_depth"),
         ([*IDS, "--eagle", HEAD, "--tree_file", "nowhere.json"], "cannot read nowhere.json"),
-        ([*IDS, "--eagle", HEAD, "--children", "sampled", "--temperature", "1"], "lossy"),
-        (
-            [*IDS, "--eagle", HEAD, "--children", "sampled", "--accept", "residual", "--temperature", "1"],
-            "lossy; use --tree static",
-        ),
-        ([*IDS, "--eagle", HEAD, "--children", "noise", "--accept", "residual", "--temperature", "1"], "does not read the target's noise"),
         ([*IDS, "--draft", "model"], "--draft model needs --draft_checkpoint"),
         ([*IDS, "--draft_checkpoint", TARGET], "--draft_checkpoint belongs to --draft model"),
         ([*IDS, "--draft", "none", "--draft_checkpoint", TARGET], "--draft_checkpoint needs a draft"),
@@ -285,7 +282,6 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--eagle does nothing with --draft model"),
         ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--eagle does nothing with --draft ngram"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "-1"], "--draft_vocab must be positive, or 0 for all tokens; it is -1"),
-        ([*IDS, "--eagle", HEAD, "--token_ranks", "x"], "--token_ranks has no effect alone; add --draft_vocab N"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "98"], "--draft_vocab must be at most the 97 tokens of the vocabulary; it is 98; lower it"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
         (["--prompt", "a", "--draft_vocab", "9"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
@@ -296,22 +292,14 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--draft", "ngram", "--draft_vocab", "9"], "--draft_vocab does nothing with --draft ngram"),
         ([*IDS, "--draft", "ngram", "--tree", "chain"], "--tree does nothing with --draft ngram"),
         ([*IDS, "--draft", "ngram", "--tree_size", "9"], "--tree_size does nothing with --draft ngram"),
-        ([*IDS, "--draft", "ngram", "--ngram_min", "4"], "--ngram_min 4 is above --ngram_max 3"),
-        ([*IDS, "--draft", "ngram", "--ngram_tokens", "32"], "must be below 64"),
-        ([*IDS, "--draft", "ngram", "--ngram_branches", "0"], "--ngram_branches must be at least 1"),
-        ([*IDS, "--eagle", HEAD, "--ngram_max", "2"], "--ngram_max belongs to --draft ngram"),
-        ([*IDS, "--draft", "none", "--ngram_max", "2"], "--ngram_max needs a draft"),
         ([*IDS, "--draft", "eagle+ngram"], "--draft eagle+ngram needs a head"),
         ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree", "chain"], "grafts onto a re-ranked dynamic tree"),
-        ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--no_rerank"], "grafts onto a re-ranked dynamic tree"),
         ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree_size", "12"], "leave no room"),
         (["--interactive", "--batch_size", "2"], "--interactive"),
         (["--interactive", "--trace", "t"], "--interactive"),
         ([*IDS, "--tree", "static"], "--tree needs a draft"),
         ([*IDS, "--draft", "none", "--tree_file", "x"], "--tree_file needs a draft"),
         ([*IDS, "--top_p", "0.9"], "--top_p has no effect at temperature 0"),
-        ([*IDS, "--eagle", HEAD, "--children", "topk"], "--children has no effect at temperature 0"),
-        ([*IDS, "--eagle", HEAD, "--tree", "static", "--sharpness", "2"], "--sharpness belongs to --tree dynamic"),
         ([*IDS, "--eagle", HEAD, "--tree", "chain", "--tree_depth", "64"], "--tree_depth must be below 64"),
         ([*IDS[:2], "--prompt_ids", ""], "numbers like 5,17,3"),
         ([*IDS[:2], "--prompt_ids=--5"], "numbers like 5,17,3"),
@@ -324,6 +312,32 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, argv, message):
     assert message in failure(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"children": "sampled", "temperature": 1.0}, "lossy"),
+        ({"children": "sampled", "accept": "residual", "temperature": 1.0}, "lossy; use --tree static"),
+        ({"children": "noise", "accept": "residual", "temperature": 1.0}, "does not read the target's noise"),
+        ({"children": "topk"}, "--children has no effect at temperature 0"),
+        ({"token_ranks": "x"}, "--token_ranks has no effect alone; add --draft_vocab N"),
+        ({"tree": "static", "sharpness": 2.0}, "--sharpness belongs to --tree dynamic"),
+        ({"random_twin": True}, "--random_twin needs a shape"),
+        ({"ngram_max": 2}, "--ngram_max belongs to --draft ngram"),
+        ({"draft": "none", "eagle": "", "ngram_max": 2}, "--ngram_max needs a draft"),
+        ({"draft": "ngram", "eagle": "", "ngram_min": 4}, "--ngram_min 4 is above --ngram_max 3"),
+        ({"draft": "ngram", "eagle": "", "ngram_tokens": 32}, "must be below 64"),
+        ({"draft": "ngram", "eagle": "", "ngram_branches": 0}, "--ngram_branches must be at least 1"),
+        ({"draft": "eagle+ngram", "no_rerank": True}, "grafts onto a re-ranked dynamic tree"),
+        ({"tree": "auto", "no_rerank": True}, "--no_rerank needs a tree of one size"),
+        ({"tree": "auto", "expand_by": "confidence"}, "--expand_by needs a tree of one size"),
+    ],
+)
+def test_settings_that_cannot_work(settings, message):
+    """Fields without a flag, for Python callers and bench.py."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -7,21 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kernels
-import products
+import experts_gradient  # noqa: F401  (registers the gradients)
+import ops.attention
+import ops.experts
+import ops.topk
 import sampling
-from config import GenerateConfig
-from decode import Engine, with_cycles
-from draft_tree import EAGLE1_PATHS, StaticTree
+from decode import Engine, Session, with_cycles
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import RootOnly
-from eagle_draft import DynamicTree, EagleDrafter, load_head
+from eagle_draft import EagleDrafter, load_head
+from extras.autosize import Autosizer, with_smaller_trees
 from generate import generate, load, warm_up
 from helpers import GOLDEN, decode, quantized, quantized_experts
+from hf.weights import load_model
 from model import KVCache, ModelConfig, MoEFeedForward
+from options import GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
-from session import Session
-from weights import load_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,9 +59,9 @@ def test_tree_attention(poisoned, E, dtype, heads):
     for rows, window in ((1, 1), (7, 7), (10, 50), (60, 60), (64, 64), (256, 256)):
         for starts in ([0], [300, 17], [255, 256, 4096]):
             q, k, v, start, mask = attention_inputs(heads, starts, rows, window, dtype, E)
-            got = kernels.tree_attention(q, k, v, start, mask)
+            got = ops.attention.tree_attention(q, k, v, start, mask)
             clean = (t.nan_to_num().float() for t in (k, v))
-            want = kernels.tree_attention_reference(q.float(), *clean, start, mask)
+            want = ops.attention.tree_attention_reference(q.float(), *clean, start, mask)
             assert got.dtype == dtype and got.shape == want.shape
             error = (got.float() - want).norm() / want.norm()
             assert error < ATTENTION_ERRORS[dtype], (rows, starts, float(error))
@@ -69,24 +71,24 @@ def test_tree_attention(poisoned, E, dtype, heads):
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4)], ids=str)
 @pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
 def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
-    """What attention_triton.py says of a row's bits: lone rows, other numbers of rows, a batch, an unused window."""
+    """What `plan_attention` says of a row's bits: single rows, other numbers of rows, a batch, an unused window."""
     q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
     causal = torch.ones(60, 60, device="cuda").tril().bool()[None]
     at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
-    chain = kernels.tree_attention(q, k, v, at(start), causal)
+    chain = ops.attention.tree_attention(q, k, v, at(start), causal)
     for t in (0, 1, 5, 30, 59):
-        alone = kernels.tree_attention(q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1])
+        alone = ops.attention.tree_attention(q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1])
         assert torch.equal(alone, chain[:, t : t + 1]), t
     for rows in (2, 16, 17, 33):
         assert torch.equal(
-            kernels.tree_attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]), chain[:, :rows]
+            ops.attention.tree_attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]), chain[:, :rows]
         )
     wide = torch.nn.functional.pad(causal, (0, 4))
     k, v = k.nan_to_num(), v.nan_to_num()
-    assert torch.equal(kernels.tree_attention(q, k, v, at(start), wide), chain)
+    assert torch.equal(ops.attention.tree_attention(q, k, v, at(start), wide), chain)
     q, k, v = (torch.cat((torch.randn_like(x), x)) for x in (q, k, v))
     starts = torch.tensor([start // 2, start], device="cuda")
-    assert torch.equal(kernels.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain)
+    assert torch.equal(ops.attention.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain)
 
 
 @pytest.mark.parametrize("rows", [1, 60])
@@ -96,10 +98,10 @@ def test_captured_attention_reads_the_length_from_the_device(rows):
     want = {}
     for length in (0, 100, 777, 2000):
         start.fill_(length)
-        want[length] = kernels.tree_attention(q, k, v, start, mask)
+        want[length] = ops.attention.tree_attention(q, k, v, start, mask)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = kernels.tree_attention(q, k, v, start, mask)
+        y = ops.attention.tree_attention(q, k, v, start, mask)
     for length in (*want, *reversed(want)) * 5:
         y.fill_(float("nan"))
         start.fill_(length)
@@ -119,7 +121,7 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
 def compact_by_reference(cache, start, path):
     """What the buffers hold after compaction; the cache itself stays as it is."""
     want = [b.clone() for b in (*cache.k, *cache.v)]
-    kernels.compact_reference(want, start, path)
+    ops.attention.compact_reference(want, start, path)
     return want
 
 
@@ -146,7 +148,7 @@ def test_compaction(dtype, kv_heads, E):
         for steps in (1, 2, 7, 33, 64) * 10:
             start, path = torch.randint(700 - 64, (batch,), device="cuda"), random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
-            kernels.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            ops.attention.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
 
 
@@ -191,7 +193,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # what top-p leaves
     scores[0, 4] = float("-inf")
-    values, index, total = kernels.topk_logsumexp(scores, k)
+    values, index, total = ops.topk.topk_logsumexp(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     assert torch.equal(index, order[..., :k]) if k <= 64 else torch.equal(scores.gather(-1, index), values)
@@ -221,7 +223,7 @@ def test_quantized_product(poisoned, form, dtype, N, K):
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
-    """A verified tree and a lone token compute the same function, in 16 bits too."""
+    """A verified tree and a single token compute the same function, in 16 bits too."""
     weights = quantized(form, N, K, "cuda")
     x = torch.randn(200, K, device="cuda").to(dtype)
     whole = weights.operator(x)
@@ -269,9 +271,9 @@ ROUTINGS = {  # how pairs of a token and an expert may be spread over eight expe
 def test_lists_of_experts(poisoned, experts):
     for P in (1, 2, 55, 120, 1000):
         expert = torch.randint(experts, (P,), device="cuda")
-        lists = products.route(expert, experts)
-        assert torch.equal(lists, products.expert_lists_reference(expert, experts))
-        assert torch.equal(products.expert_of(lists, experts), expert)
+        lists = ops.experts.route(expert, experts)
+        assert torch.equal(lists, ops.experts.expert_lists_reference(expert, experts))
+        assert torch.equal(ops.experts.expert_of(lists, experts), expert)
 
 
 def expert_weights(form, N, K, dtype):
@@ -289,7 +291,7 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
     for name, spread in ROUTINGS.items():
         expert = torch.tensor(spread, device="cuda")
         x = torch.randn(len(expert), K, device="cuda").to(dtype)
-        got, want = weights.operator(x, products.route(expert, 8)), weights.reference(x.float(), expert)
+        got, want = weights.operator(x, ops.experts.route(expert, 8)), weights.reference(x.float(), expert)
         assert got.dtype == dtype and got.shape == want.shape
         error = (got.float() - want).norm() / want.norm()
         assert error < ERRORS[dtype], (name, float(error))
@@ -298,20 +300,20 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
 @pytest.mark.parametrize("N,K", [(4096, 1792), (3584, 4096)])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("form", ["float", *FORMATS])
-def test_a_row_has_the_same_bits_in_any_company(form, dtype, N, K):
+def test_a_row_has_the_same_bits_beside_any_others_of_its_expert(form, dtype, N, K):
     """Alone, in tiles of 16, 32 and 64 rows, at other places in them, and all with one expert."""
     weights = expert_weights(form, N, K, dtype)
     expert = torch.randint(8, (300,), device="cuda")
     x = torch.randn(300, K, device="cuda").to(dtype)
-    whole = weights.operator(x, products.route(expert, 8))
+    whole = weights.operator(x, ops.experts.route(expert, 8))
     for rows in (1, 2, 5, 16, 32, 33, 120, 128, 129):
         for part in (slice(rows), slice(-rows, None)):
-            got = weights.operator(x[part], products.route(expert[part], 8))
+            got = weights.operator(x[part], ops.experts.route(expert[part], 8))
             assert torch.equal(got, whole[part]), rows
     order = torch.randperm(300, device="cuda")
-    assert torch.equal(weights.operator(x[order], products.route(expert[order], 8)), whole[order])
+    assert torch.equal(weights.operator(x[order], ops.experts.route(expert[order], 8)), whole[order])
     for e in range(8):
-        crowded = weights.operator(x, products.route(torch.full_like(expert, e), 8))
+        crowded = weights.operator(x, ops.experts.route(torch.full_like(expert, e), 8))
         assert torch.equal(crowded[expert == e], whole[expert == e]), e
 
 
@@ -368,7 +370,7 @@ def test_gradients_of_experts_are_those_of_the_cpu():
     x, weight = torch.randn(80, 96), torch.randn(8, 70, 96)
     for device in ("cpu", "cuda"):
         leaves = [t.to(device).requires_grad_() for t in (x, weight)]
-        y = products.experts_linear(*leaves, products.route(expert.to(device), 8))
+        y = ops.experts.experts_linear(*leaves, ops.experts.route(expert.to(device), 8))
         (y**2).sum().backward()
         grads.append([leaf.grad.cpu() for leaf in leaves])
     for ours, theirs in zip(*grads):
@@ -398,16 +400,16 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     options = {"device": "cuda", "temperature": temperature, "batch_size": batch, "max_new_tokens": 100}
     config = GenerateConfig(**options, ignore_eos=True, seed=7)
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
-    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling).sized_by_host()
+    drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling))
     engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
-    assert engine.captured and engine.sizer
+    assert engine.captured and isinstance(engine.chooser, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))
         next(decoding)
         for preset in range(len(engine.cycles)):
-            session.rehearse(preset)  # captured by now, whichever the sizer preferred
+            session.time_cycle(preset)  # captured by now, whichever the chooser preferred
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))
         next(decoding)

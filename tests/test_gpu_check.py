@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import bench_trees
-import config
 import generate
 import gpu_check
 import kernel_bench
-import kernels
-import products
+import model
+import ops.experts
+import options
 
 
 def timed(form, layer, M, time_us, share):
@@ -99,7 +99,7 @@ def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, mon
     assert "| compaction, 2 layers of 3 heads | 7 | 2.0 us, 1843% |  | 2.0 us, 1843% |" in kernel_bench.cycle_summary(
         rows
     )
-    monkeypatch.setattr(kernels, "compact", lambda *_: None)
+    monkeypatch.setattr(model, "compact", lambda *_: None)
     assert not any(
         row["correct"] for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
     )
@@ -111,7 +111,7 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
     def grouped(reference):
         def product(x, packed, scale, expert):
             y = x.new_empty(len(x), packed.shape[2])
-            for e, rows in products.rows_by_expert(expert):
+            for e, rows in ops.experts.rows_by_expert(expert):
                 y[rows] = reference(x[rows], packed[e], scale[e])
             return y
 
@@ -155,7 +155,7 @@ def test_runs_of_models_stop_in_time_and_say_what_is_missing(monkeypatch, tmp_pa
     assert gpu_check.run_models(gpu_check.CheckConfig(out=str(out)))
     assert 1 < len(commands) < len(gpu_check.MODEL_RUNS)
     for command in commands:  # every flag is one that the script knows
-        parsed = config.parse(bench_trees.TreesConfig, "bench_trees.py", "", [str(c) for c in command[2:]])
+        parsed = options.parse(bench_trees.TreesConfig, "bench_trees.py", "", [str(c) for c in command[2:]])
         assert parsed.device == "cuda" and parsed.json == str(out)
     left = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(left) == len(gpu_check.MODEL_RUNS) - len(commands)
@@ -173,7 +173,9 @@ def test_every_method_is_measured_over_one_target(monkeypatch, tmp_path):
     bench_trees.bench(options)
     rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/10/60"} < set(rows)
-    assert rows["vanilla"]["tau"] == 1 and all(row["tau"] > 2 for name, row in rows.items() if name != "vanilla")
+    fixed = [row["tau"] for name, row in rows.items() if name not in ("vanilla", "auto")]
+    assert rows["vanilla"]["tau"] == 1 <= rows["auto"]["tau"]  # which tree is fastest depends on who else computes here
+    assert min(fixed) > 2
     for row in rows.values():
         assert row["stand_in"] and row["identical"] == 1 and row["of_ceiling"] > 0
         assert row["draft_ms"] + row["verify_ms"] <= row["cycle_ms"]

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import kernels
-import products
+import ops.attention
+import ops.cuda.layout
+import ops.library
+import ops.quantized
+import ops.topk
 from helpers import quantized
-from kernels import tree_attention, tree_attention_reference, visible_slots
+from ops.attention import tree_attention, tree_attention_reference, visible_slots
 
 E = 16  # head dim
 TOLERANCE = {torch.float32: (1e-5, 0), torch.bfloat16: (1e-2, 2e-2)}  # absolute, relative; bf16 keeps 8 bits
@@ -41,7 +44,7 @@ def close(a, b):
 
 
 def by_loops(q, k, v, start, mask):
-    """A third opinion, a row and a head at a time; no slot is touched that is not visible."""
+    """A third way, a row and a head at a time; no slot is touched that is not visible."""
     y = torch.empty(q.shape)
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
@@ -133,7 +136,7 @@ def test_the_rule_without_triton_on_this_device():
     """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
         args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
-        close(kernels._tree_attention_masked(*args), tree_attention_reference(*args))
+        close(ops.attention._tree_attention_masked(*args), tree_attention_reference(*args))
 
 
 # ------------------------------------------------------------------------------------------- capture
@@ -183,16 +186,16 @@ def test_one_graph_for_every_start(backend):
 
 def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
-    kernels.has_triton.cache_clear()
+    ops.library.has_triton.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
-        close(kernels._tree_attention_cuda(*args), tree_attention_reference(*args))
-    kernels._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+        close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
+    ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
-    kernels._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
+    ops.attention._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
     assert torch.equal(buffers[3][0, :, 4], want)
-    kernels.has_triton.cache_clear()
+    ops.library.has_triton.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
 
 
@@ -234,12 +237,12 @@ def test_compaction_registration():
 
 def test_topk_is_that_of_torch():
     scores = torch.randn(2, 3, 500) * 10
-    values, index, total = kernels.topk_logsumexp(scores, 7)
+    values, index, total = ops.topk.topk_logsumexp(scores, 7)
     want = scores.topk(7, dim=-1)
     assert torch.equal(values, want.values) and torch.equal(index, want.indices)
     torch.testing.assert_close(total, scores.logsumexp(-1, keepdim=True), atol=1e-6, rtol=2e-7)
     with pytest.raises(ValueError, match="takes float32 scores; these are torch.bfloat16"):
-        kernels.topk_logsumexp(scores.bfloat16(), 7)
+        ops.topk.topk_logsumexp(scores.bfloat16(), 7)
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])
@@ -260,8 +263,8 @@ SHAPES = [(1, 1), (3, 256), (5, 257), (64, 512), (70, 1000)]
 def test_packed_weights_come_back(N, K):
     g = torch.Generator().manual_seed(0)
     for top, bottom, pack, unpack in (
-        (7, -8, products.pack_int4, products.unpack_int4),
-        (127, -127, products.pack_int8, products.unpack_int8),
+        (7, -8, ops.cuda.layout.pack_int4_planes, ops.cuda.layout.unpack_int4_planes),
+        (127, -127, ops.cuda.layout.pack_int8_planes, ops.cuda.layout.unpack_int8_planes),
     ):
         codes = torch.randint(bottom, top + 1, (N, K), generator=g, dtype=torch.int8)
         codes.view(-1)[0], codes.view(-1)[-1] = bottom, top
@@ -269,25 +272,25 @@ def test_packed_weights_come_back(N, K):
         assert packed.dtype == torch.int16 and packed.is_contiguous()
         assert torch.equal(unpack(packed, N, K), codes) and unpack(packed, N, K).dtype == torch.int8
         planes = 2 if top == 127 else 4
-        assert packed.numel() * planes < N * (K + planes * products.COLUMNS)  # less than a block of padding
+        assert packed.numel() * planes < N * (K + planes * ops.cuda.layout.COLUMNS)  # less than a block of padding
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_packed_scales_come_back(group):
     for N, K in ((1, group), (5, 3 * group), (70, 8 * group)):
         scale = torch.rand(N, K // group).bfloat16()
-        packed = products.pack_scale(scale, group)
+        packed = ops.cuda.layout.pack_scales(scale, group)
         assert packed.shape == (-(-K // 256), N, 128 // group)
-        assert torch.equal(products.unpack_scale(packed, K), scale)
+        assert torch.equal(ops.cuda.layout.unpack_scales(packed, K), scale)
 
 
 def test_the_layout_is_the_documented_one():
     codes = torch.zeros(3, 600, dtype=torch.int8)
     codes[2, 256 + 2 * 64 + 5] = -3  # block 1, plane 2, column 5
-    word = int(products.pack_int4(codes)[1, 2, 5]) & 0xFFFF
+    word = int(ops.cuda.layout.pack_int4_planes(codes)[1, 2, 5]) & 0xFFFF
     assert word == 0x8588  # codes + 8 in nibbles: 8 for 0, 5 for -3
     codes[2, 4 * 128 + 64 + 7] = -3  # int8: block 4, plane 1, column 7
-    assert int(products.pack_int8(codes)[4, 2, 7]) & 0xFFFF == 0x8300  # sign and magnitude
+    assert int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF == 0x8300  # sign and magnitude
 
 
 @pytest.mark.parametrize("form", ["int4-128", "int4-32", "int8"])
@@ -295,9 +298,12 @@ def test_the_references_are_products_with_the_weights(form):
     N, K = 6, 384
     weights = quantized(form, N, K)
     if form == "int8":
-        w = products.unpack_int8(weights.packed, N, K).double() * weights.scale.double()[:, None]
+        w = ops.cuda.layout.unpack_int8_planes(weights.packed, N, K).double() * weights.scale.double()[:, None]
     else:
-        codes, scale = products.unpack_int4(weights.packed, N, K), products.unpack_scale(weights.scale, K)
+        codes, scale = (
+            ops.cuda.layout.unpack_int4_planes(weights.packed, N, K),
+            ops.cuda.layout.unpack_scales(weights.scale, K),
+        )
         w = torch.stack([codes[:, k].double() * scale[:, k // weights.group].double() for k in range(K)], 1)
     x = torch.randn(2, 5, K, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(weights.reference(x).double(), x.double() @ w.T, atol=1e-4, rtol=1e-5)
@@ -317,14 +323,14 @@ def test_weights_of_another_layer_or_format_are_refused():
     with pytest.raises(ValueError, match="x of 640 inputs needs int4 weights packed in 3 blocks of 256; these have 2"):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
-        products.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
+        ops.quantized.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
     with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
-        products.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
+        ops.quantized.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
 
 
 def test_no_triton_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "kernels_triton", raising=False)
-    kernels.triton_kernels.cache_clear()
+    monkeypatch.delitem(sys.modules, "ops.cuda.products", raising=False)
+    ops.library.triton_products.cache_clear()
     with pytest.raises(ValueError, match="need Triton.*pip install triton"):
-        kernels.triton_kernels()
+        ops.library.triton_products()

@@ -1,4 +1,4 @@
-"""The CPU products: against their references, row by row, compiled three ways, and at the edges.
+"""The CPU operators: against their references, row by row, for three processors, and at the edges.
 
 Products with bf16 weights equal their reference bit for bit, on every processor. Those with int8 activations have
 bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the terms of a sum over blocks.
@@ -10,28 +10,28 @@ bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
-import kernels_cpu
-import products
-from kernels_cpu import BLOCK8
+import ops.attention
+import ops.cpu.build
+import ops.cpu.layout
+import ops.experts
+import ops.linear
+import ops.quantized
 from model import rope_angles
+from ops.quantized import BLOCK8
 from quantize import FORMATS
+from test_builds import MARCHES, needs
 
-ROOT = Path(kernels_cpu.__file__).parent
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
 KINDS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
-MISSING = kernels_cpu.load_operators()
+MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 
 
@@ -47,7 +47,9 @@ class Case:
         self.block = self.group or BLOCK8
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
-        self.packed = kernels_cpu.pack_int4(codes, scale) if self.group else kernels_cpu.pack_int8(codes)
+        self.packed = (
+            ops.cpu.layout.pack_int4_strips(codes, scale) if self.group else ops.cpu.layout.pack_int8_strips(codes)
+        )
 
     def operator(self, x: Tensor, wide: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
@@ -56,7 +58,7 @@ class Case:
         return operators.w8a8(x, self.packed, self.scale, wide)
 
     def reference(self, x: Tensor) -> Tensor:
-        form = kernels_cpu.w4a8_reference if self.group else kernels_cpu.w8a8_reference
+        form = ops.quantized.w4a8_reference if self.group else ops.quantized.w8a8_reference
         return form(x, self.codes, self.scale)
 
     def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
@@ -152,7 +154,7 @@ def test_an_output_does_not_depend_on_the_others(kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_row_does_not_depend_on_its_company(kind, dtype):
+def test_a_row_does_not_depend_on_the_others(kind, dtype):
     """Bit for bit, for every number of rows and every place among them; K has several panels and a ragged end."""
     k = 1408 if kind[1] else 1300  # int8: 10 blocks and 20 values
     case, x = make_case(kind, 77, k), random(64, k, seed=1).to(dtype)
@@ -242,10 +244,10 @@ def test_int8_of_any_length(k):
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
     if case.group:
-        codes, scale = kernels_cpu.unpack_int4(case.packed, n)
+        codes, scale = ops.cpu.layout.unpack_int4_strips(case.packed, n)
         assert torch.equal(scale, case.scale)
     else:
-        codes = kernels_cpu.unpack_int8(case.packed, n)
+        codes = ops.cpu.layout.unpack_int8_strips(case.packed, n)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)
     assert_within(case.operator(x, wide=True), case.reference(x), case.rounding(x))
@@ -277,43 +279,33 @@ def test_registration(kind, dtype):
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def processor_has(*features: str) -> bool:
-    return set(features) <= set(kernels_cpu.processor().split())
+OTHERS = [pytest.param(march, marks=needs(march)) for march in MARCHES]  # the same source for other processors
 
 
-X86 = pytest.mark.skipif(not processor_has("avx2", "fma"), reason="needs a processor with AVX2 and FMA")
+@functools.cache
+def built(march: str) -> str:
+    """Build and load the operators of another processor. Returns: their namespace."""
+    namespace = "gpt_eagle_" + march.replace("-", "_")
+    LIBRARIES.append(ops.cpu.build.register(namespace, ops.cpu.build.build(march)))
+    return namespace
 
 
-@pytest.fixture(scope="module")
-def variants(tmp_path_factory):
-    """The same source for other processors. The portable one is built from scratch, in a cache of its own."""
-    built = {}
-    if processor_has("avx2", "fma"):
-        built["avx2"] = kernels_cpu.register("gpt_eagle_avx2", kernels_cpu.build("gpt_eagle_avx2", ("-mavx2", "-mfma")))
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        library = kernels_cpu.build("gpt_eagle_portable", ())
-        assert library.is_relative_to(cache) and [p.name for p in (cache / "gpt-eagle").iterdir()] == [library.name]
-        made = library.stat().st_mtime_ns
-        assert kernels_cpu.build("gpt_eagle_portable", ()) == library and library.stat().st_mtime_ns == made
-    built["portable"] = kernels_cpu.register("gpt_eagle_portable", library)
-    return built
+LIBRARIES = []  # a definition ends with its object
 
 
-@pytest.mark.parametrize("name", [pytest.param("avx2", marks=X86), "portable"])
+@pytest.mark.parametrize("march", OTHERS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_variants_agree(variants, kind, name):
+def test_variants_agree(kind, march):
     """AVX-512 and AVX2 do the same fused steps: the same bits. Plain loops round twice: fp32 rounding."""
     k = 1408 if kind[1] else 1300
-    case, namespace = make_case(kind, 77, k), f"gpt_eagle_{name}"
+    case, namespace = make_case(kind, 77, k), built(march)
     for dtype in (torch.bfloat16, torch.float32):
         x = random(64, k, seed=1).to(dtype)
         for rows in ROWS:
             for wide in (False, True):
                 got, want = case.operator(x[:rows], wide, namespace), case.operator(x[:rows], wide)
                 assert got.dtype == want.dtype
-                if name == "avx2":
+                if march == "x86-64-v3":
                     assert torch.equal(got, want)
                 elif got.dtype == torch.float32:
                     assert_within(got, want, case.rounding(x[:rows]))
@@ -342,7 +334,7 @@ BF16_SHAPES = [(1, 1), (3, 2), (64, 128), (65, 129), (77, 1300), (130, 301), (40
 def test_bf16_product(shape):
     weight, x, bias = weights_bf16(*shape), random(70, shape[1], seed=1).bfloat16(), random(shape[0]).bfloat16()
     y = linear(x, weight)
-    assert torch.equal(y, kernels_cpu.linear_bf16_reference(x, weight))
+    assert torch.equal(y, ops.linear.linear_bf16_reference(x, weight))
     sizes = x.double().abs() @ weight.double().abs().T
     assert_within(y, x.double() @ weight.double().T, shape[1] * U * (1 + 1e-3) * sizes)  # a rounding per product
     assert torch.equal(linear(x, weight, bias), y + bias)
@@ -360,7 +352,7 @@ def test_bf16_product_of_real_width(k):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("k", [1301, 2048])
-def test_a_bf16_row_does_not_depend_on_its_company(k, threads):
+def test_a_bf16_row_does_not_depend_on_the_others(k, threads):
     """Bit for bit, for every number of rows and every place among them, and every number of threads."""
     weight, x = weights_bf16(421, k), random(70, k, seed=1).bfloat16()  # more than one thread's worth of work
     alone = torch.cat([linear(row[None], weight) for row in x])  # [70, N], on one thread
@@ -403,7 +395,7 @@ def test_bf16_numbers_at_the_edges():
     weight[5, 0], weight[66, 300] = float("nan"), float("inf")  # beside the ends of rows 4 and 65
     x[0], x[1, 0], x[2, 300] = 0, float("nan"), float("inf")
     x[3] *= 1e30
-    y, want = linear(x, weight), kernels_cpu.linear_bf16_reference(x, weight)
+    y, want = linear(x, weight), ops.linear.linear_bf16_reference(x, weight)
     assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(7), want.nan_to_num(7))
     assert (y[0, :5] == 0).all() and y[4:, 5].isnan().all() and y[4:, 66].isinf().all()
     assert y[1].isnan().all() and not y[2, :5].isfinite().any()
@@ -436,14 +428,14 @@ def test_bf16_registration():
         )
 
 
-@pytest.mark.parametrize("name", [pytest.param("avx2", marks=X86), "portable"])
-def test_bf16_variants_agree(variants, name):
+@pytest.mark.parametrize("march", OTHERS)
+def test_bf16_variants_agree(march):
     """The same bits on every processor."""
     for n, k in ((77, 301), (130, 1300)):
         weight, x, bias = weights_bf16(n, k), random(70, k, seed=1).bfloat16(), random(n).bfloat16()
         want = linear(x, weight, bias)
         for rows in range(1, 71):
-            assert torch.equal(linear(x[:rows], weight, bias, f"gpt_eagle_{name}"), want[:rows])
+            assert torch.equal(linear(x[:rows], weight, bias, built(march)), want[:rows])
 
 
 # ------------------------------------------------------------------------------- which product serves
@@ -452,32 +444,32 @@ def test_bf16_variants_agree(variants, name):
 def test_linear_takes_our_product_where_it_can(monkeypatch):
     weight, x, bias = weights_bf16(33, 64), random(5, 64).bfloat16(), random(33).bfloat16()
     ours = linear(x, weight, bias)
-    assert torch.equal(products.linear(x, weight, bias, wide=True), ours)
-    assert torch.equal(products.linear(x, weight, bias), ours.bfloat16())
-    step = torch.compile(products.linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(ops.linear.linear(x, weight, bias, wide=True), ours)
+    assert torch.equal(ops.linear.linear(x, weight, bias), ours.bfloat16())
+    step = torch.compile(ops.linear.linear, fullgraph=True, dynamic=False, backend="aot_eager")
     assert torch.equal(step(x, weight, bias, True), ours)
     experts = torch.stack((weight, weight * 2))
-    chosen = products.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
-    assert torch.equal(chosen[[0, 2, 3]], products.linear(x[[0, 2, 3]], weight))
-    monkeypatch.setattr(kernels_cpu, "load_operators", lambda: "none here")
-    assert not products.has_own_product(x, weight)
+    chosen = ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
+    assert torch.equal(chosen[[0, 2, 3]], ops.linear.linear(x[[0, 2, 3]], weight))
+    monkeypatch.setattr(ops.cpu.build, "load_operators", lambda: "none here")
+    assert not ops.linear.has_own_product(x, weight)
     theirs = F.linear(x, weight, bias)
-    assert torch.equal(products.linear(x, weight, bias), theirs)
-    assert torch.equal(products.linear(x, weight, bias, wide=True), theirs.float())
-    torch.testing.assert_close(products.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
+    assert torch.equal(ops.linear.linear(x, weight, bias), theirs)
+    assert torch.equal(ops.linear.linear(x, weight, bias, wide=True), theirs.float())
+    torch.testing.assert_close(ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_linear_in_other_dtypes_is_pytorchs(dtype):
     weight, x = random(33, 64).to(dtype), random(5, 64).to(dtype)
-    assert not products.has_own_product(x, weight)
-    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    assert not ops.linear.has_own_product(x, weight)
+    assert torch.equal(ops.linear.linear(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_linear_has_gradients(compiled):
     """PyTorch's product where something learns: the input of a frozen layer, or the layer; autocast does the same."""
-    product = torch.compile(products.linear, fullgraph=True, backend="aot_eager") if compiled else products.linear
+    product = torch.compile(ops.linear.linear, fullgraph=True, backend="aot_eager") if compiled else ops.linear.linear
     for learns in ("x", "weight", "both"):
         x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
         x.requires_grad_(learns != "weight"), weight.requires_grad_(learns != "x")
@@ -489,7 +481,7 @@ def test_linear_has_gradients(compiled):
         for ours, theirs in zip(*grads):
             assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
         with torch.no_grad():
-            assert products.has_own_product(x, weight)
+            assert ops.linear.has_own_product(x, weight)
     x, weight = random(5, 64), random(33, 64).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = product(x, weight)
@@ -524,13 +516,13 @@ def test_a_node_gets_the_bits_that_its_token_gets_alone(dtype, width):
         assert torch.equal(torch.ops.gpt_eagle.attention(*args), tree[:, node : node + 1])
 
 
-@pytest.mark.parametrize("name", [pytest.param("avx2", marks=X86), "portable"])
-def test_attention_variants_agree(variants, name):
+@pytest.mark.parametrize("march", OTHERS)
+def test_attention_variants_agree(march):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         args = attention_inputs(dtype)
-        got = getattr(torch.ops, f"gpt_eagle_{name}").attention(*args)
+        got = getattr(torch.ops, built(march)).attention(*args)
         torch.testing.assert_close(got, torch.ops.gpt_eagle.attention(*args), atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(got, kernels.tree_attention_reference(*args), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(got, ops.attention.tree_attention_reference(*args), atol=tolerance, rtol=tolerance)
 
 
 def test_attention_refuses_a_window_outside_the_cache():
@@ -541,14 +533,18 @@ def test_attention_refuses_a_window_outside_the_cache():
 
 # ------------------------------------------------------------------------------------------------ top-k
 
-VARIANTS = ["", pytest.param("_avx2", marks=X86), "_portable"]
+ALL = ["native", *OTHERS]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def operators(march: str):
+    return torch.ops.gpt_eagle if march == "native" else getattr(torch.ops, built(march))
+
+
+@pytest.mark.parametrize("march", ALL)
 @pytest.mark.parametrize(("V", "k"), [(1, 1), (63, 63), (64, 5), (65, 10), (4096, 10), (32001, 1)])
-def test_topk_takes_the_best_and_of_equal_ones_the_first(variants, V, k, name):
+def test_topk_takes_the_best_and_of_equal_ones_the_first(V, k, march):
     scores = (random(3, V) * 4).round()  # many ties
-    values, index, total = getattr(torch.ops, f"gpt_eagle{name}").topk(scores, k)
+    values, index, total = operators(march).topk(scores, k)
     want = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want.values[:, :k]) and torch.equal(index, want.indices[:, :k])
     exact = scores.double().logsumexp(-1, keepdim=True)
@@ -575,26 +571,26 @@ def rotary_inputs(dtype, width=80):
     return random(2, 9, 8 + 2 * 4, width).to(dtype), rope, 8, 4
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("march", ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rotary_has_the_bits_of_plain_operations(variants, dtype, name):
+def test_rotary_has_the_bits_of_plain_operations(dtype, march):
     qkv, rope, *heads = rotary_inputs(dtype)
-    want = kernels.rotary_reference(qkv, rope, *heads)
+    want = ops.attention.rotary_reference(qkv, rope, *heads)
     strided = torch.cat((qkv, qkv), -1)[..., : qkv.shape[3]]
     for x in (qkv, strided):
-        assert all(map(torch.equal, getattr(torch.ops, f"gpt_eagle{name}").rotary(x, *rope, *heads), want))
+        assert all(map(torch.equal, operators(march).rotary(x, *rope, *heads), want))
 
 
 def test_rotary_keeps_its_gradient():
     qkv, rope, *heads = rotary_inputs(torch.float32)
-    sum(y.sum() for y in kernels.rotary(qkv.requires_grad_(), rope, *heads)).backward()
+    sum(y.sum() for y in ops.attention.rotary(qkv.requires_grad_(), rope, *heads)).backward()
     assert qkv.grad[:, :, :12].abs().min() > 0 and not qkv.grad[:, :, 12:].any()
 
 
 def test_rotary_refuses_heads_that_are_not_there():
     qkv, rope, *_ = rotary_inputs(torch.float32)
     with pytest.raises(RuntimeError, match=r"14 \+ 4 heads of 80 elements are not in 16 heads"):
-        kernels.rotary(qkv, rope, 14, 4)
+        ops.attention.rotary(qkv, rope, 14, 4)
 
 
 def test_registrations():
@@ -603,41 +599,3 @@ def test_registrations():
     torch.library.opcheck(torch.ops.gpt_eagle.rotary, (qkv, *rope, *heads), test_utils=checks)
     torch.library.opcheck(torch.ops.gpt_eagle.topk, (random(2, 3, 50), 5), test_utils=checks)
     torch.library.opcheck(torch.ops.gpt_eagle.attention, attention_inputs(torch.float32), test_utils=checks)
-
-
-# ------------------------------------------------------------------------------------------- no library
-
-
-def reason(tmp_path: Path, **environment: str) -> str:
-    """What `load_operators` says in a process of its own with an empty cache."""
-    child = "import kernels_cpu; print(kernels_cpu.load_operators())"
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
-    done = subprocess.run([sys.executable, "-c", child], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-@pytest.mark.parametrize(
-    ("environment", "says"),
-    [
-        ({"CXX": "/nonexistent/g++"}, "no C++ compiler: CXX is /nonexistent/g++"),  # another one is not what was asked
-        ({"CXX": "", "PATH": ""}, "no C++ compiler; install g++ or set CXX"),
-        ({"CXX": "/bin/false"}, "/bin/false failed: it gave no reason"),
-    ],
-)
-def test_why_there_are_no_operators(tmp_path, environment, says):
-    assert says in reason(tmp_path, **environment)
-    assert not list(tmp_path.rglob("*.so"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_cache_that_cannot_be_written(tmp_path):
-    tmp_path.chmod(0o500)
-    assert "cannot write" in reason(tmp_path)
-
-
-def test_a_damaged_library_is_not_fatal(tmp_path):
-    """The cache holds a file of the right name that is no library."""
-    name = kernels_cpu.build("gpt_eagle").name
-    (tmp_path / "gpt-eagle").mkdir()
-    (tmp_path / "gpt-eagle" / name).write_bytes(b"\x7fELF")
-    assert name in reason(tmp_path)

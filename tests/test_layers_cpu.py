@@ -9,13 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
-import layers_cpu
+import ops.attention
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead
 from helpers import decode, engine_for
-from model import ExpertLinear, KVCache, Linear, ModelConfig, Router, Transformer, Window, causal_window, rope_angles
+from model import (
+    ExpertLinear,
+    KVCache,
+    Layers,
+    Linear,
+    ModelConfig,
+    Router,
+    Transformer,
+    Window,
+    causal_window,
+    rope_angles,
+)
+from ops.cpu.layers import FusedLayers
 from quantize import FORMATS, QuantExperts
 from sampling import Sampling
 
@@ -53,6 +64,13 @@ def model(config: ModelConfig = CONFIG, quant: str | None = None) -> Transformer
     return fill(Transformer(config), quant)
 
 
+def fuse(*all_layers: Layers) -> None:
+    """What an engine does that compiles."""
+    for layers in all_layers:
+        assert FusedLayers.fits(layers)
+        layers.fused = FusedLayers(layers)
+
+
 def empty_cache(config: ModelConfig, batch: int) -> KVCache:
     return KVCache.empty(config, batch, 64, BF16, "cpu")
 
@@ -73,7 +91,7 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
     target(tokens, window.slots, cache, window)
     tree = tree_window([6, 3][:batch])
     depths = torch.tensor([0, 1, 1, 2, 2])
-    return target(tokens[:, :5] + 1, tree.start[:, None] + depths, cache, tree)[0], cache
+    return target(tokens[:, :5] + 1, tree.start[:, None] + depths, cache, tree), cache
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -82,8 +100,8 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
 def test_as_the_modules(config, quant, batch):
     target = model(config, quant)
     want, want_cache = two_passes(target, batch)
-    layers_cpu.keep(target.layers)
-    assert layers_cpu.serves(target.layers, want)
+    fuse(target.layers)
+    assert target.layers.fused.takes(want)
     got, got_cache = two_passes(target, batch)
     # the norms' sums run in another order: now and then a value falls to the other side when it is rounded to 8 bits
     assert (got - want).abs().max() <= 0.03 * want.abs().max()
@@ -97,15 +115,15 @@ def test_as_the_modules(config, quant, batch):
 @pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
 def test_a_row_alone_has_the_same_bits(config, quant):
     target = model(config, quant)
-    layers_cpu.keep(target.layers)
+    fuse(target.layers)
     tokens = (torch.arange(90) * 7 % 50)[None]
     whole = KVCache.empty(config, 1, 128, BF16, "cpu")
     window = causal_window(torch.tensor([0]), 90)  # enough rows for several threads and tiles
-    features, _ = target(tokens, window.slots, whole, window)
+    features = target(tokens, window.slots, whole, window)
     cache = KVCache.empty(config, 1, 128, BF16, "cpu")
     for at in range(90):
         one = causal_window(torch.tensor([at]), 1)
-        alone, _ = target(tokens[:, at : at + 1], one.slots, cache, one)
+        alone = target(tokens[:, at : at + 1], one.slots, cache, one)
         assert torch.equal(alone[:, 0], features[:, at]), at
     assert all(map(torch.equal, (*cache.k, *cache.v), (*whole.k, *whole.v)))
 
@@ -115,23 +133,30 @@ def test_of_equal_experts_the_first_are_asked():
     for layer in target.layers:
         layer.ffn.router.weight.data[:] = 0
         layer.ffn.w2.weight.data[2:] = float("nan")  # the others
-    layers_cpu.keep(target.layers)
+    fuse(target.layers)
     assert two_passes(target, 2)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_a_target_and_a_head_decode_by_them(compile, monkeypatch):
-    """Both are served, also where a step is compiled, and tree decoding gives vanilla's tokens."""
+    """Both are fused where a step is compiled, and tree decoding gives vanilla's tokens; so it does without compiling."""
     target = model()
     head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
     head.layers[1].attention_norm.weight.data *= 0.5
     prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 24, "ignore_eos": True, "compile": compile}
-    served, real = [], layers_cpu.run
-    monkeypatch.setattr(layers_cpu, "run", lambda layers, *rest: served.append(layers) or real(layers, *rest))
-    want = decode(engine_for(target, RootOnly(), **options), prompt).history
+    served, real = [], FusedLayers.__call__
+    monkeypatch.setattr(FusedLayers, "__call__", lambda self, *rest: served.append(self) or real(self, *rest))
+
+    def decoded(drafter):
+        engine = engine_for(target, drafter, **options)
+        assert (target.layers.fused is not None) == compile
+        if not compile:
+            fuse(target.layers, head.layers)
+        return decode(engine, prompt).history
+
     drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))), Sampling())
-    assert decode(engine_for(target, drafter, **options), prompt).history == want
-    assert any(layers is target.layers for layers in served) and any(layers is head.layers for layers in served)
+    assert decoded(RootOnly()) == decoded(drafter)
+    assert {id(target.layers.fused), id(head.layers.fused)} <= set(map(id, served))
 
 
 def test_a_first_layer_without_a_norm():
@@ -142,14 +167,14 @@ def test_a_first_layer_without_a_norm():
     cache, want = empty_cache(head.config.model, 1), x
     for i, layer in enumerate(head.layers):
         want = layer(want, rope, (cache.k[i], cache.v[i]), window)
-    layers_cpu.keep(head.layers)
-    got = layers_cpu.run(head.layers, x, rope, empty_cache(head.config.model, 1), window)
+    fuse(head.layers)
+    got = head.layers(x, rope, empty_cache(head.config.model, 1), window)
     assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
 
 
 def test_an_engine_takes_the_weights_as_they_are_then():
-    """Replaced ones are seen by the next engine."""
-    target, options = model(), {"max_new_tokens": 12, "ignore_eos": True}
+    """Replaced ones are seen by the next engine that fuses them."""
+    target, options = model(), {"max_new_tokens": 12, "ignore_eos": True, "compile": True}
     before = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
     target.layers[0].ffn.w2.weight = torch.nn.Parameter(-target.layers[0].ffn.w2.weight, requires_grad=False)
     after = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
@@ -159,50 +184,50 @@ def test_an_engine_takes_the_weights_as_they_are_then():
 
 def test_weights_may_change_in_place():
     target = model()
-    layers_cpu.keep(target.layers)
+    fuse(target.layers)
     before, _ = two_passes(target, 1)
     target.layers[1].ffn.w2.weight.data *= -1
     after, _ = two_passes(target, 1)
     fresh = deepcopy(target)
-    layers_cpu.keep(fresh.layers)
+    fuse(fresh.layers)
     assert not torch.equal(before, after) and torch.equal(after, two_passes(fresh, 1)[0])
 
 
 def test_a_copy_holds_nothing():
     target = model()
-    layers_cpu.keep(target.layers)
-    with pytest.raises(RuntimeError, match="keep the layers of the copied model"):
+    fuse(target.layers)
+    with pytest.raises(RuntimeError, match="prepare the layers of the copied model"):
         two_passes(deepcopy(target), 1)
 
 
 def test_what_is_left_to_the_modules():
     odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
     for target in (fill(Transformer(odd), None), model().float()):
-        layers_cpu.keep(target.layers)
-        assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64, dtype=target.embedding.weight.dtype))
+        assert not FusedLayers.fits(target.layers)
+        engine_for(target, RootOnly(), compile=True)
+        assert target.layers.fused is None
     target = model()
-    layers_cpu.keep(target.layers)
-    assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64))
-    assert not layers_cpu.serves(target.layers, torch.zeros(1, 1, 64, dtype=BF16, requires_grad=True))
+    fuse(target.layers)
+    assert target.layers.fused.takes(torch.zeros(1, 1, 64, dtype=BF16))
+    assert not target.layers.fused.takes(torch.zeros(1, 1, 64))
+    assert not target.layers.fused.takes(torch.zeros(1, 1, 64, dtype=BF16, requires_grad=True))
 
 
 def test_wrong_operands():
     target = model()
-    layers_cpu.keep(target.layers)
+    fuse(target.layers)
     x, window = torch.zeros(1, 5, 64, dtype=BF16), tree_window([0])
     rope = rope_angles(target.rope_freq, window.slots)
     for slot in (-1, 64):
         wrong = window._replace(slots=window.slots.clone().fill_(slot))
         with pytest.raises(RuntimeError, match="the cache has 64 slots"):
-            layers_cpu.run(target.layers, x, rope, empty_cache(CONFIG, 1), wrong)
+            target.layers(x, rope, empty_cache(CONFIG, 1), wrong)
     with pytest.raises(RuntimeError, match="the cache is of 2 layers, not of 3"):
-        layers_cpu.run(target.layers, x, rope, empty_cache(BIASED, 1), window)
+        target.layers(x, rope, empty_cache(BIASED, 1), window)
     with pytest.raises(RuntimeError, match="an angle per row"):
-        layers_cpu.run(
-            target.layers, x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window
-        )
+        target.layers(x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window)
     with pytest.raises(RuntimeError, match="13 tensors"):
-        torch.ops.gpt_eagle.keep_layers([x] * 13, 4, 96, 0, 1e-5)
+        torch.ops.gpt_eagle.prepare_layers([x] * 13, 4, 96, 0, 1e-5)
 
 
 # ------------------------------------------------------------------------------------------ compaction
@@ -216,7 +241,7 @@ def test_moved_rows(path, dtype):
     buffers = [torch.randn(2, 3, 20, 16, generator=generator).to(dtype) for _ in range(4)]
     want = [b.clone() for b in buffers]
     start, paths = torch.tensor([7, 14]), torch.tensor([path, [0, 3, 5]])
-    kernels.compact_reference(want, start, paths)
+    ops.attention.compact_reference(want, start, paths)
     torch.ops.gpt_eagle.move_rows(buffers, start, paths)
     assert all(map(torch.equal, buffers, want))
     with pytest.raises(RuntimeError, match="no slot 20"):

@@ -19,22 +19,20 @@ from pathlib import Path
 import pytest
 import torch
 
-import kernels_cpu
+import ops.cpu.build
 import sampling
-import session
-from config import DEMO
-from decode import _compiled, with_cycles
-from draft_tree import EAGLE1_PATHS, DraftTree, StaticTree, build_tree
-from draft_vocab import DraftVocab
-from drafters import Drafter, Root, RootOnly, Rows
-from eagle_draft import DynamicTree, EagleDrafter, draft_lm_head
+from decode import Session, with_cycles
+from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree, build_tree
+from drafters import Drafter, DraftVocab, Root, RootOnly, Rows
+from eagle_draft import EagleDrafter, draft_lm_head
+from extras.model_draft import ModelDrafter
+from extras.ngram_draft import Ngram, NgramDrafter
 from generate import generate, load
 from helpers import chi_square, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from model import Router
-from model_draft import ModelDrafter
-from ngram_draft import Ngram, NgramDrafter
+from options import DEMO
+from runtime import compiled
 from sampling import Sampling
-from session import Session
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do
@@ -48,13 +46,15 @@ TREES = {
     "static": StaticTree(EAGLE1_PATHS),
     "dynamic": DynamicTree(depth=6, topk=10, size=60),
     "small": DynamicTree(depth=2, topk=3, size=4),
+    "tiny": DynamicTree(depth=3, topk=3, size=10),
+    "twigs": StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),
 }
 
 
 def margin(engine, prompt: list[int], new: list[int], at: int, stream: tuple[int, int]) -> float:
     """Vanilla's gap between its two best choices for new[at], noise included."""
     ids = torch.tensor([prompt + new[:at]])
-    features, _ = engine.target(ids, torch.arange(ids.shape[1])[None])
+    features = engine.target(ids, torch.arange(ids.shape[1])[None])
     scores = engine.target.logits(features[:, -1])
     rule = engine.config.sampling
     if rule.temperature > 0:
@@ -91,10 +91,11 @@ def assert_same(engine, prompt, got: list[int], want: list[int], stream=(0, 0)) 
 EVEN = DraftVocab(97, torch.arange(0, 97, 2))  # the odd half of the vocabulary is never drafted
 
 
-def drafter_for(tree, rule: Sampling, children: str = "noise", model: str = "llama", vocab=None) -> EagleDrafter:
+def drafter_for(tree, rule: Sampling, children: str = "noise", model: str = "llama", vocab=None, **options):
     target, head = golden_target(MODELS[model][0]), MODELS[model][1]
     lm_head = draft_lm_head(target, None, vocab.ids) if vocab else None
-    return EagleDrafter(golden_head(head, target), target, tree, rule, children, lm_head=lm_head, vocab=vocab)
+    head = golden_head(head, target)
+    return EagleDrafter(head, target, tree, rule, lm_head, children=children, vocab=vocab, **options)
 
 
 def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama") -> Drafter:
@@ -109,9 +110,12 @@ def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama
     if who == "ngram":
         return NgramDrafter(Ngram(tokens=5, branches=3))
     if who == "eagle+ngram":
-        grafted = DynamicTree(depth=4, topk=6, size=40, graft=Ngram(tokens=6, branches=2))
-        return drafter_for(grafted, rule, children, vocab=EVEN if tree == "trimmed" else None)
-    return ModelDrafter(noisy_copy(golden_target(), 0.02), golden_target(), TREES[tree], rule, children)
+        grafted = DynamicTree(depth=4, topk=6, size=40)
+        vocab, ngram = EVEN if tree == "trimmed" else None, Ngram(tokens=6, branches=2)
+        if tree == "tiny":
+            grafted, ngram = TREES[tree], Ngram(tokens=4, branches=1)
+        return drafter_for(grafted, rule, children, vocab=vocab, lookup=ngram)
+    return ModelDrafter(noisy_copy(golden_target(), 0.02), golden_target(), TREES[tree], rule, children=children)
 
 
 def new_tokens(session: Session, row: int, prompt: list[int]) -> list[int]:
@@ -156,7 +160,7 @@ def test_trimmed_heads_equal_vanilla(model, name, temperature, batch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "small"])
 def test_what_is_not_kept_is_emitted_and_never_drafted(tree, temperature):
     engine = engine_for(
         golden_target(), make(f"trimmed:{tree}", Sampling(temperature)), temperature=temperature,
@@ -220,27 +224,52 @@ def test_noise_raises_acceptance_when_sampling():
     assert shared > plain
 
 
+def check_compiled(model: str, name: str, temperature: float, batch: int) -> None:
+    """Compiled, the drafted tokens are eager vanilla's; no further prompt, short or long, compiles anything."""
+    torch._dynamo.reset()
+    options = {"batch_size": batch, "max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 7}
+    target = golden_target(MODELS[model][0])
+    vanilla = engine_for(target, RootOnly(), **options)
+    engine = engine_for(target, make(name, Sampling(temperature), model=model), compile=True, **options)
+    session = Session(engine, [(row, 0) for row in range(batch)])
+    list(session.run([LOOP] * batch))  # every preset of a lookup runs
+    for number, prompts in enumerate((PROMPTS[:batch], [[3]], [PROMPTS[1] * 9])):
+        with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
+            tree, plain = decode(engine, *prompts), decode(vanilla, *prompts)
+        for row, prompt in enumerate(prompts):
+            want = new_tokens(plain, row, prompt)
+            assert len(want) == 60, number
+            assert_same(vanilla, prompt, new_tokens(tree, row, prompt), want, (row, 0))
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
+
+
+@pytest.mark.parametrize(
+    "model, name, temperature, batch",
+    [
+        ("llama", "tiny", 1.0, 2), ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "ngram", 0.0, 2),
+        ("llama", "model:twigs", 1.0, 2), ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "trimmed:tiny", 0.0, 1),
+    ],
+)  # fmt: skip
+def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
+    check_compiled(model, name, temperature, batch)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, name, temperature, batch",
     [
         ("llama", "dynamic", 1.0, 2), ("llama", "static", 0.0, 1), ("llama", "chain", 1.0, 1),
-        ("llama", "dynamic", 0.0, 1), ("mixtral", "dynamic", 1.0, 2), ("llama", "ngram", 0.0, 2),
-        ("llama", "model:chain", 1.0, 2), ("llama", "model:small", 0.0, 1), ("llama", "eagle+ngram", 1.0, 1),
-        ("llama", "trimmed:dynamic", 1.0, 2), ("llama", "trimmed:static", 0.0, 1),
+        ("llama", "dynamic", 0.0, 1), ("mixtral", "dynamic", 1.0, 2), ("llama", "model:chain", 1.0, 2),
+        ("llama", "model:small", 0.0, 1), ("llama", "eagle+ngram", 1.0, 1), ("llama", "trimmed:dynamic", 1.0, 2),
+        ("llama", "trimmed:static", 0.0, 1),
     ],
 )  # fmt: skip
-def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
-    torch._dynamo.reset()
-    check(name, batch, model=model, temperature=temperature, seed=7, compile=True)
-    counters = torch._dynamo.utils.counters
-    assert not counters["graph_break"]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        target = golden_target(MODELS[model][0])
-        rule = Sampling(temperature)
-        drafter = make(name, rule, model=model)
-        engine = engine_for(target, drafter, compile=True, temperature=temperature, batch_size=batch, ignore_eos=True)
-        for prompt in ([3], PROMPTS[1] * 9):  # short and long, across many lengths
-            decode(replace(engine, config=replace(engine.config, max_new_tokens=30)), prompt)
+def test_compiled_steps_of_the_papers_sizes(model, name, temperature, batch):
+    """A compiled tree of 60 nodes takes 40 s; the same code with small trees is in the test above."""
+    check_compiled(model, name, temperature, batch)
 
 
 def test_seeds_prompts_and_samples_differ():
@@ -373,7 +402,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     prompt = [(i * 31 + 7) % 97 for i in range(150)]
     runs = []
     for chunk in (256, 64, 7):
-        monkeypatch.setattr(session, "PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
         engine = engine_for(
             target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=20, batch_size=2, ignore_eos=True
         )
@@ -466,11 +495,11 @@ def test_residual_rule_in_the_loop_follows_p(name, children):
     target, prompt, rule = golden_target(), own_text(PROMPTS[0], 63), Sampling(0.6, top_k=3)
     options = {"temperature": 0.6, "top_k": 3, "max_new_tokens": 2, "ignore_eos": True, "batch_size": 256}
     ids = torch.tensor([prompt])
-    first = sampling.process(target.logits(target(ids, torch.arange(len(prompt))[None])[0][:, -1]), rule).softmax(-1)[0]
+    first = sampling.process(target.logits(target(ids, torch.arange(len(prompt))[None])[:, -1]), rule).softmax(-1)[0]
     joint = torch.zeros(97, 97)
     for token in first.nonzero().flatten().tolist():
         longer = torch.tensor([[*prompt, token]])
-        z = target.logits(target(longer, torch.arange(longer.shape[1])[None])[0][:, -1])
+        z = target.logits(target(longer, torch.arange(longer.shape[1])[None])[:, -1])
         joint[token] = first[token] * sampling.process(z, rule).softmax(-1)[0]
 
     def odds(engine) -> float:
@@ -503,18 +532,18 @@ def test_compiled_steps_check_modes_and_not_their_modules():
     def step(x):
         return layer(x) if layer.training else layer(x) + 1
 
-    compiled, x = _compiled(step), torch.randn(2, 4)
+    stepped, x = compiled(step), torch.randn(2, 4)
     with torch._dynamo.config.patch(error_on_recompile=True):
         want = step(x).detach()
         layer.eval()
         with torch.no_grad():
-            assert torch.equal(compiled(x), want + 1)
+            assert torch.equal(stepped(x), want + 1)
             layer.train()
-            assert torch.equal(compiled(x), want + 1)
+            assert torch.equal(stepped(x), want + 1)
             with pytest.raises(AssertionError, match="size"):
-                compiled(x[:1])
+                stepped(x[:1])
         with pytest.raises(torch._dynamo.exc.RecompileError):
-            compiled(x)
+            stepped(x)
 
 
 def test_an_idle_row_is_emptied():
@@ -557,7 +586,7 @@ def held_out_prompts() -> list[str]:
 
 
 needs_operators = pytest.mark.skipif(
-    kernels_cpu.load_operators() != "", reason=f"no CPU operators here: {kernels_cpu.load_operators()}"
+    ops.cpu.build.load_operators() != "", reason=f"no CPU operators here: {ops.cpu.build.load_operators()}"
 )
 DEMO_TREES = (("chain", 1), ("static", 1), ("dynamic", 2))  # and rows decoded together
 
@@ -613,8 +642,8 @@ def test_demo_prompts_equal_vanilla():
         vanilla = load(draft="none", **options)
         prompts = [vanilla.tokenizer.encode(text) for text in held_out_prompts()]
         plain = generate(vanilla, prompts)
-        for tree, batch, compiled in itertools.product(("chain", "static", "dynamic"), (1, 2), (False, True)):
-            drafted = generate(load(tree=tree, compile=compiled, batch_size=batch, **options), prompts)
+        for tree, batch, compile in itertools.product(("chain", "static", "dynamic"), (1, 2), (False, True)):
+            drafted = generate(load(tree=tree, compile=compile, batch_size=batch, **options), prompts)
             ties = [
                 assert_same(vanilla, p, got, want, (i, 0))
                 for i, (p, got, want) in enumerate(zip(prompts, drafted.tokens, plain.tokens))

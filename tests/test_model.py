@@ -14,8 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model import KVCache, ModelConfig, Window, causal_window
-from weights import WeightFiles, export_weights, load_model, weight_names
+from checkpoint import WeightFiles
+from hf.config import config_from, read_config
+from hf.weights import export_weights, load_model, weight_names
+from measure import block_inputs
+from model import KVCache, Window, causal_window
 
 TOKENS = 24  # per test sequence
 
@@ -94,13 +97,13 @@ def empty_cache(model, batch, slots):
 def feed(model, cache, tokens, start):
     """Run consecutive tokens from slot `start` ([B]) on. Returns: features [B, T, F]."""
     window = causal_window(start, tokens.shape[1])
-    return model(tokens, window.slots, cache, window)[0]
+    return model(tokens, window.slots, cache, window)
 
 
 @torch.no_grad()
 def causal(model, tokens):
     """Features of a pass without a cache. tokens: [T]. Returns: [T, F]."""
-    return model(tokens[None], torch.arange(len(tokens))[None])[0][0]
+    return model(tokens[None], torch.arange(len(tokens))[None])[0]
 
 
 def close(a, b, atol):
@@ -114,12 +117,12 @@ def test_without_a_cache(reference):
     model, count = load_model(reference.directory), len(reference.hidden) - 1
     positions = torch.arange(TOKENS).expand(2, -1)
     with torch.no_grad():
-        features, captured = model(reference.tokens, positions, capture=tuple(range(count)))
+        features, inputs = block_inputs(model, reference.tokens, positions)
         logits = model.logits(features)
     assert reference.logits.std() > 0.3  # else the bound below would hold for anything
     close(logits, reference.logits, 1e-4)
     close(features, reference.hidden[-1], 1e-4)
-    for ours, theirs in zip(captured, reference.hidden[:count], strict=True):
+    for ours, theirs in zip(inputs, reference.hidden[:count], strict=True):
         close(ours, theirs, 1e-4)
 
 
@@ -145,13 +148,12 @@ def test_rows_with_different_starts(reference):
 
 
 @torch.no_grad()
-def test_captured_inputs_of_a_few_layers(gqa):
+def test_inputs_of_the_blocks_through_the_cache(gqa):
     model = load_model(gqa.directory)
     cache, window = empty_cache(model, 2, TOKENS), causal_window(torch.zeros(2, dtype=torch.long), TOKENS)
-    _, captured = model(gqa.tokens, window.slots, cache, window, capture=(0, 2))
-    close(captured[0], gqa.hidden[0], 1e-4)
-    close(captured[1], gqa.hidden[2], 1e-4)
-    assert len(captured) == 2
+    _, inputs = block_inputs(model, gqa.tokens, window.slots, cache, window)
+    for ours, theirs in zip(inputs, gqa.hidden[:3], strict=True):
+        close(ours, theirs, 1e-4)
 
 
 # ------------------------------------------------------------------------------------------- config
@@ -171,8 +173,8 @@ def old_form(raw):
 def test_both_forms_of_config_json_mean_the_same(reference):
     raw = json.loads((reference.directory / "config.json").read_text())
     assert "rope_parameters" in raw and "dtype" in raw
-    new = ModelConfig.from_dir(reference.directory)
-    assert ModelConfig.from_dict(old_form(raw), raw["architectures"][0]) == new
+    new = read_config(reference.directory)
+    assert config_from(old_form(raw), raw["architectures"][0]) == new
 
 
 OLD = {
@@ -183,31 +185,31 @@ OLD = {
 
 
 def test_older_configs():
-    c = ModelConfig.from_dict(OLD | {"rope_theta": 5e5}, "LlamaForCausalLM")
+    c = config_from(OLD | {"rope_theta": 5e5}, "LlamaForCausalLM")
     assert (c.n_kv_heads, c.head_dim, c.norm_eps, c.dtype) == (4, 16, 1e-5, "float16")
     assert (c.rope_theta, c.rope_scaling, c.max_context) == (5e5, None, 512)
     assert (c.bos_id, c.eos_ids, c.tie_embeddings) == (1, (2,), False)
-    assert ModelConfig.from_dict(OLD, "LlamaForCausalLM").rope_theta == 10000.0
-    c = ModelConfig.from_dict(OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "LlamaForCausalLM")
+    assert config_from(OLD, "LlamaForCausalLM").rope_theta == 10000.0
+    c = config_from(OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "LlamaForCausalLM")
     assert c.rope_scaling["rope_type"] == "linear" and c.rope_scaling["factor"] == 4.0
-    c = ModelConfig.from_dict(OLD | {"num_key_value_heads": None, "head_dim": None}, "LlamaForCausalLM")
+    c = config_from(OLD | {"num_key_value_heads": None, "head_dim": None}, "LlamaForCausalLM")
     assert (c.n_kv_heads, c.head_dim) == (4, 16)
 
 
 def test_sliding_windows_bound_the_context():
-    assert ModelConfig.from_dict(OLD | {"sliding_window": 128}, "MistralForCausalLM").max_context == 128
-    assert ModelConfig.from_dict(OLD | {"sliding_window": 4096}, "MistralForCausalLM").max_context == 512
-    assert ModelConfig.from_dict(OLD | {"sliding_window": None}, "MistralForCausalLM").max_context == 512
+    assert config_from(OLD | {"sliding_window": 128}, "MistralForCausalLM").max_context == 128
+    assert config_from(OLD | {"sliding_window": 4096}, "MistralForCausalLM").max_context == 512
+    assert config_from(OLD | {"sliding_window": None}, "MistralForCausalLM").max_context == 512
     unused = {"sliding_window": 128, "use_sliding_window": False}
-    assert ModelConfig.from_dict(OLD | unused, "Qwen2ForCausalLM").max_context == 512
+    assert config_from(OLD | unused, "Qwen2ForCausalLM").max_context == 512
 
 
 def test_ids_that_end_a_sequence(gqa, tmp_path):
     raw = json.loads((gqa.directory / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": [7, 0]}))
-    assert ModelConfig.from_dir(tmp_path).eos_ids == (7, 0)
+    assert read_config(tmp_path).eos_ids == (7, 0)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
-    assert ModelConfig.from_dir(tmp_path).eos_ids == (7, 0, 9)
+    assert read_config(tmp_path).eos_ids == (7, 0, 9)
 
 
 # -------------------------------------------------------------------------------------------- trees
@@ -250,7 +252,7 @@ def verify_trees(model):
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     feed(model, cache, padded, torch.zeros(2, dtype=torch.long))
     window = Window(start[:, None] + torch.arange(N), start, mask)
-    features, _ = model(tokens, start[:, None] + depths, cache, window)
+    features = model(tokens, start[:, None] + depths, cache, window)
     return Verification(cache, features, prompts, tokens)
 
 
@@ -513,7 +515,7 @@ def test_exporting_is_the_inverse_of_loading(reference):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
     from bench_target import loading_memory, write_random_model
-    from stand_in import Shape
+    from extras.stand_in import Shape
 
     shape = Shape("small", dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=100_000_000)

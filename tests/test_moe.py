@@ -22,26 +22,27 @@ import transformers
 from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import experts_gradient
 import inflate
-import kernels
-import products
 import quantize
 import train_demo
 import train_eagle
-from draft_tree import StaticTree
+from checkpoint import WeightFiles
+from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
-from eagle_draft import DynamicTree, EagleDrafter, load_head
+from eagle_draft import EagleDrafter, load_head
 from generate import main
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
-from kernels_cpu import load_operators, w4a8_reference, w8a8_reference
+from hf.weights import load_model
 from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer
-from products import experts_linear, experts_linear_reference
+from ops.cpu import build
+from ops.experts import experts_linear, experts_linear_reference
+from ops.quantized import w4a8_reference, w8a8_reference
 from quantize import FORMATS, QuantExperts, Quantization, quantize_directory
 from sampling import Sampling
-from weights import WeightFiles, load_model
 
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
-OPERATORS = pytest.mark.skipif(bool(load_operators()), reason=load_operators() or "-")
+OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
 CONFIG = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=97, n_experts=4,
     experts_per_token=2,
@@ -66,7 +67,7 @@ def inputs(expert, k=64, seed=1, dtype=torch.float32):
 
 
 def by_rows(x, weight, expert):
-    """A third opinion, one row at a time."""
+    """A third way, one row at a time."""
     return torch.stack([weight[e] @ row for row, e in zip(x, expert)])
 
 
@@ -109,7 +110,8 @@ def test_the_gradients_reference():
     """CUDA's rule, on this device."""
     (x, expert), grad = inputs(ROWS["tree"]), torch.randn(120, 48)
     want = torch.ops.gpt_eagle.experts_gradient(x, grad, expert, 8)
-    torch.testing.assert_close(products.experts_gradient_reference(x, grad, expert, 8), want, atol=1e-4, rtol=1e-4)
+    got = experts_gradient.experts_gradient_reference(x, grad, expert, 8)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_registration():
@@ -200,7 +202,7 @@ def test_the_router_ranks_in_fp32():
     [("float", torch.bfloat16), *itertools.product(FORMATS, (torch.float32, torch.bfloat16))],
     ids=str,
 )
-def test_a_token_does_not_depend_on_its_company(format, dtype):
+def test_a_token_does_not_depend_on_the_others(format, dtype):
     """Experts on our products give a token the same bits alone, in a tree and in a prompt."""
     layer = feed_forward(format, dtype=dtype)
     x = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -242,14 +244,21 @@ def test_a_wrong_expert_is_an_error(format):
         stack(x, torch.tensor([1]))
 
 
+@OPERATORS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_without_a_compiler(format, monkeypatch):
-    """PyTorch's own operators serve one expert after the other."""
-    monkeypatch.setattr(quantize.kernels_cpu, "load_operators", lambda: "no compiler")
-    (x, expert), weight = inputs(ROWS["uneven"]), weights()
+def test_without_a_compiler(format, rows, dtype, monkeypatch):
+    """The references serve one expert after the other, and compute what the operators compute."""
+    (x, expert), weight = inputs(ROWS[rows], dtype=dtype), weights(n=70)
     stack = quantized(weight, format)
-    assert stack.product is quantize.PRODUCTS[format, "torch"]
-    torch.testing.assert_close(stack(x, expert), by_rows(x, stack.dequantize(), expert), atol=3e-2, rtol=0)
+    want = stack(x, expert)
+    monkeypatch.setattr(build, "load_operators", lambda: "no compiler in this test")
+    got = stack(x, expert)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=max(1e-5, torch.finfo(dtype).eps))
+    exact = by_rows(x.float(), stack.dequantize(), expert)
+    torch.testing.assert_close(got.float(), exact, atol=4e-2, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------- loading
@@ -325,7 +334,7 @@ def test_a_quantized_model_is_its_rounded_weights(mixtral, format):
     for name, module in model.named_modules():
         if isinstance(module, (*FORMATS.values(), QuantExperts)):
             rounded.get_submodule(name).weight.data = module.dequantize()
-    logits = [m.logits(m(tokens, positions)[0]).detach() for m in (model, rounded, plain)]
+    logits = [m.logits(m(tokens, positions)).detach() for m in (model, rounded, plain)]
     near, far = ((logits[1] - other).abs().mean() for other in (logits[0], logits[2]))
     assert near < (0.5 if format == "int4" else 1.5) * far
 
@@ -451,7 +460,7 @@ WATCH = """
 import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from weights import load_model
+from hf.weights import load_model
 from quantize import Quantization
 
 def anonymous():
@@ -489,9 +498,11 @@ def test_loading_quantized_needs_little_more_than_the_result(tmp_path, format, s
         )  # fmt: skip
         transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(tmp_path / name)
         directories.append(str(tmp_path / name))
-    root = str(Path(kernels.__file__).parent)
+    root = str(Path(quantize.__file__).parent)
+    # one thread: two that wait for each other take 8 times the time where others work too
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     # the allocator keeps small blocks: these shall be given back as those of a real model are
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": "500000"} if size[0] == 512 else {})
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "500000"} if size[0] == 512 else {}
     command = [sys.executable, "-c", WATCH, root, *directories, format]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     peak_bytes, model_bytes = map(int, done.stdout.split())
@@ -596,7 +607,7 @@ def test_a_saved_demo_is_a_mixtral(tmp_path):
     assert isinstance(theirs, transformers.MixtralForCausalLM)
     tokens = torch.randint(0, 97, (1, 12))
     with torch.no_grad():
-        ours = loaded.logits(loaded(tokens, torch.arange(12)[None])[0])
+        ours = loaded.logits(loaded(tokens, torch.arange(12)[None]))
         torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-4, rtol=0)
 
 

@@ -16,16 +16,16 @@ import plot_experts
 import train_demo
 import train_eagle
 from bench import BenchConfig
-from config import DEMO
-from draft_tree import StaticTree
-from eagle_draft import DynamicTree, EagleDrafter
+from decode import Session
+from draft_tree import DynamicTree, StaticTree
+from eagle_draft import EagleDrafter
 from helpers import engine_for, golden_head, golden_target, record
+from hf.weights import load_model
 from measure import Series, pass_bytes
 from model import Router, Transformer
+from options import DEMO
 from plot_experts import Routes, independent, replay
 from sampling import Sampling
-from session import Session
-from weights import load_model
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,6 @@ def test_the_margin_is_that_of_the_last_choice():
     target = golden_target("models/target_mixtral")
     ids = [5, 17, 3, 40]
     (routes,) = replay(target, ids, [{"pos": 3, "root": 40, "draft_tokens": [9], "parents": [0]}])
-    features, inputs = target(torch.tensor([[*ids, 9]]), torch.arange(5)[None], capture=(1,))
     with pytest.MonkeyPatch.context() as patch:
         calls = record(patch, Router, "logits")
         target(torch.tensor([[*ids, 9]]), torch.arange(5)[None])

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import sampling
+from decode import Session
 from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
-from helpers import chi_square, engine_for, golden_target
+from helpers import chi_square, engine_for, golden_target, order_of, parents_of
 from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, choose, gumbel, process, residual_accept, uniforms
-from session import Session
 
 ALPHA = 1e-4
 CAUGHT = 1e-9
@@ -222,7 +222,7 @@ def test_top_p_keeps_at_least_one():
 
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
-    assert choose(logits, Sampling(), None).tolist() == [[1, 0, 3]]
+    assert logits.argmax(-1).tolist() == choose(logits, Sampling(1.0), torch.zeros_like(logits)).tolist() == [[1, 0, 3]]
 
 
 # ------------------------------------------------------------------------------------------- the choice
@@ -297,8 +297,8 @@ def draft(shape, world, rule, sampled, draft_rule=None):
     tokens, valid = torch.zeros(ROWS, N, dtype=torch.long), torch.ones(ROWS, N, dtype=torch.bool)
     q = torch.zeros(ROWS, N, V)
     key = noise_key(11, range(ROWS))
-    for node in sorted(set(shape.parents[1:])):
-        depth, children = len(shape.order[node]), [c for c in range(1, N) if shape.parents[c] == node]
+    for node in sorted(set(parents_of(shape)[1:])):
+        depth, children = len(order_of(shape)[node]), [c for c in range(1, N) if parents_of(shape)[c] == node]
         logits = world.draft[depth, tokens[:, node]]  # [B, V]
         q[:, node] = process(logits, rule).softmax(-1)
         scores = process(logits, draft_rule or rule)
@@ -306,9 +306,9 @@ def draft(shape, world, rule, sampled, draft_rule=None):
             scores = scores + gumbel(key, torch.full((ROWS, 1), node), V, DRAFT)[:, 0]
         best, picked = scores.topk(len(children), dim=-1)
         for child in children:
-            rank = shape.order[child][-1]
+            rank = order_of(shape)[child][-1]
             tokens[:, child], valid[:, child] = picked[:, rank], best[:, rank] > float("-inf")
-    parents = torch.tensor([shape.parents]).expand(ROWS, -1)
+    parents = torch.tensor([parents_of(shape)]).expand(ROWS, -1)
     return build_tree(tokens, parents, valid, shape.depth, q if sampled else None)
 
 
@@ -334,7 +334,7 @@ def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
     walk = residual_accept(tree, p, uniforms(key, draws, shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3)
     rest = walk.p
     if bonus_rule is not None:
-        leaf = torch.tensor([n not in shape.parents[1:] for n in range(shape.size)])[walk.node]
+        leaf = torch.tensor([n not in parents_of(shape)[1:] for n in range(shape.size)])[walk.node]
         at_leaf = process(logits, bonus_rule).softmax(-1)[torch.arange(ROWS), walk.node]
         rest = torch.where(leaf[:, None], at_leaf, rest)
     noise = gumbel(key, draws + torch.arange(2), V)
@@ -393,7 +393,7 @@ def test_a_perfect_draft_is_always_accepted():
     torch.manual_seed(1)
     p = torch.randn(5000, 4, V).softmax(-1)
     tokens = torch.cat((torch.zeros(5000, 1).long(), torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)), 1)
-    parents = torch.tensor([StaticTree.chain(3).parents]).expand(5000, -1)
+    parents = torch.tensor([parents_of(StaticTree.chain(3))]).expand(5000, -1)
     tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3, p)
     walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
     assert (walk.node == 3).all() and torch.equal(walk.p, p[:, 3])

@@ -10,8 +10,9 @@ import re
 import pytest
 import sentencepiece as spm
 
-import tokenizer as ours
-from tokenizer import CHAT_TEMPLATES, SYSTEM, Tokenizer, chat_template
+import hf.tokenizer
+from hf.chat import CHAT_TEMPLATES, SYSTEM, chat_template
+from hf.tokenizer import Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -110,7 +111,7 @@ def with_files(source, target, **files):
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer, text):
     # U+2581 is sentencepiece's own space: the one character that it does not give back
-    expected = text if isinstance(tokenizer, ours.JsonTokenizer) else text.replace("▁", " ")
+    expected = text if isinstance(tokenizer, hf.tokenizer.JsonTokenizer) else text.replace("▁", " ")
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == expected
     assert tokenizer.decode(tokenizer.encode(text, bos=False)) == expected
@@ -351,10 +352,10 @@ def test_limits_saved_in_the_file_do_not_cut_the_prompt(tmp_path):
 
 def test_sentencepiece_comes_first(sp_dir, tmp_path, capsys):
     build_json(with_files(sp_dir, tmp_path))
-    assert isinstance(Tokenizer.load(tmp_path), ours.SentencePieceTokenizer)
+    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.SentencePieceTokenizer)
     assert capsys.readouterr().err == ""
     write(tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n")  # tiktoken's format
-    assert isinstance(Tokenizer.load(tmp_path), ours.JsonTokenizer)
+    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
     assert "is not a sentencepiece model" in capsys.readouterr().err  # and it says so
 
 

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 import train_demo
 import train_eagle
-from config import DEMO, run_or_fail
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, head_names, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
+from hf.chat import CHAT_TEMPLATES
+from hf.tokenizer import Tokenizer
+from options import DEMO, one_line_errors
 from sampling import Sampling
-from tokenizer import CHAT_TEMPLATES, Tokenizer
 from train_eagle import INPUTS, Chains, Dialogue, TrainConfig, batches, eagle_loss, evaluate, to_example
 
 
@@ -29,7 +30,7 @@ def official_losses(head, kind=INPUTS[0]):
     regression = entropy = count = 0.0
     for ids, raw in zip(case["sequences"], case["raw_loss_mask"]):
         tokens, mask = torch.tensor([ids]), torch.tensor([raw])
-        features, _ = target(tokens, torch.arange(len(ids))[None])
+        features = target(tokens, torch.arange(len(ids))[None])
         n = mask[:, :-1].sum()
         r, e = eagle_loss(head, target, (tokens, mask, features), 0.0, kind)
         regression, entropy, count = regression + r * n, entropy + e * n, count + n
@@ -158,8 +159,8 @@ def test_a_saved_head_says_what_it_is(changes, tmp_path):
 def test_a_bad_line_of_data_is_one_line(tmp_path, capsys):
     file = tmp_path / "data.jsonl"
     file.write_text('{"turns": ["a"], "answers": ["b"]}\n{"question": "c"}\n')
-    with pytest.raises(SystemExit) as stop:
-        run_or_fail("train_eagle.py", lambda: train_eagle.read_dialogues(file))
+    with pytest.raises(SystemExit) as stop, one_line_errors("train_eagle.py"):
+        train_eagle.read_dialogues(file)
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert "row 2" in err and err.count("\n") == 1

@@ -1,0 +1,1 @@
+"""What vanilla and EAGLE decoding do without: deleting this folder leaves both."""

@@ -1,0 +1,169 @@
+"""`--tree auto`: which of a drafter's presets the next cycle runs, for the most tokens per second.
+
+1. Every cycle that runs updates two fading means of its preset: accepted tokens, and seconds. The seconds begin as
+   timed before the first prompt, and are relative to the machine's pace, which all presets share.
+2. It also updates how often the drafter misses a token. A rule of thumb derives a prior for every tree size from that
+   (`accepted_of`), so that what one preset shows counts for those that have not run for long.
+3. The preset of the highest rate runs. A probe of the next larger or smaller one takes its place for a few cycles
+   whenever a budget, a small share of the time, covers what the probe is expected to lose.
+
+Trade-off: one choice for all rows of a batch, on the host. A choice costs time and never changes a token.
+Not here: the compiled cycles of the presets (decode.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+from draft_tree import DynamicTree, StaticTree
+from drafters import Drafter, RootOnly, Rows, TreeDrafter
+
+FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle
+PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
+TIMED_WEIGHT = 4  # of the seconds timed before the first prompt (cycles)
+PRIOR_WEIGHT = 16  # of the rule of thumb (cycles)
+MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
+UNSHAPED = 2.0  # accepted tokens of a tree without a shape before its first cycle; its weight is 1 cycle
+HOLD = 3  # cycles for which a decision holds
+SHARE = 0.007  # of the time that probes may lose
+LEAST_LOSS = 0.02  # share of its time that a probe counts as losing at least
+
+
+class TreeShape(NamedTuple):
+    """A tree that grows best first: a chain has top-k 1, the root alone depth 0."""
+
+    depth: int  # D, drafted levels
+    topk: int  # K, children kept per node, and nodes expanded per level
+    size: int  # N, nodes, root included
+
+
+# what is chosen from besides the largest tree and none; CUDA pads to 16, 32 or 64 nodes, a CPU to none
+SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+
+
+class Idle(RootOnly):
+    """Proposes nothing, and keeps a drafter's cache up to date for its trees."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+
+    def extend(self, state: Any, rows: Rows) -> Any:
+        return self.drafter.extend(state, rows)
+
+
+def with_smaller_trees(drafter: TreeDrafter) -> TreeDrafter:
+    """The same with presets: its tree is the largest, none the smallest, and the host chooses."""
+    largest, tree = copy(drafter), drafter.tree
+    fit = [s for s in SHAPES if s.depth <= tree.depth and s.topk <= tree.width and s.size < tree.size]
+    trees = [StaticTree.chain(s.depth) if s.topk == 1 else DynamicTree(*s) for s in fit]
+    largest.smaller, largest.timed = (Idle(drafter), *map(drafter.with_tree, trees)), True
+    return largest
+
+
+def shape_of(preset: Drafter) -> TreeShape | None:
+    """A preset's tree; None where it grows otherwise (n-gram lookup)."""
+    if isinstance(preset, RootOnly):
+        return TreeShape(0, 0, 1)
+    tree = preset.tree if isinstance(preset, TreeDrafter) else None
+    return TreeShape(tree.depth, tree.width, tree.size) if tree else None
+
+
+def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]]) -> Autosizer:
+    """Time the presets' cycles, as often as 2 s allow. time_cycles: returns the seconds of a cycle of each."""
+    began, rounds = time.perf_counter(), []
+    while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < 2):
+        rounds.append(time_cycles())
+    costs = [statistics.median(times) for times in zip(*rounds)]
+    return Autosizer([shape_of(preset) for preset in presets], costs, [preset.name for preset in presets])
+
+
+# ------------------------------------------------------------------------------------------------ choice
+
+
+def accepted_of(shape: TreeShape, miss: float) -> float:
+    """Estimate a tree's accepted tokens, the bonus not counted. miss: share of tokens that a chain's levels miss
+
+    A rule of thumb: with k children per node, misses fall by the cube root of k. It is within 8 % of all that was
+    measured on the demo and the stand-ins of 0.5B, greedy and sampled (benchmarks/LOG.md).
+    """
+    hit = 1 - min(miss, 1.0) * max(shape.topk, 1) ** (-1 / 3)
+    return sum(hit**level for level in range(1, shape.depth + 1))
+
+
+class Autosizer:
+    """Chooses among presets, numbered from the smallest tree, which may be the root alone."""
+
+    def __init__(self, shapes: Sequence[TreeShape | None], costs_s: Sequence[float], names: Sequence[str] = ()):
+        """Per preset, shapes: as `shape_of` gives them; costs_s: seconds of a cycle as timed; names: for `table`."""
+        self.shapes, self.timed_s, self.names = shapes, tuple(costs_s), names
+        self.accepted = [UNSHAPED if shape is None else 0.0 for shape in shapes]  # fading means
+        self.weights = [float(shape is None) for shape in shapes]  # cycles that these stand for
+        self.miss, self.miss_weight = MISS, MISS_WEIGHT
+        self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
+        self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
+        self._decide()
+
+    def tokens(self, preset: int) -> float:
+        """Expected tokens per row and cycle, the bonus included."""
+        shape, mean, weight = self.shapes[preset], self.accepted[preset], self.weights[preset]
+        prior = mean if shape is None else accepted_of(shape, self.miss)
+        return 1 + (weight * mean + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
+
+    def next(self, limit: int) -> int:
+        """The preset of the next cycle. limit: the largest that makes sense now."""
+        if limit < len(self.shapes) - 1:
+            return min(self.best, limit)
+        if self.left == 0:
+            self._decide()
+        self.left -= 1
+        return self.running
+
+    def _decide(self) -> None:
+        rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
+        self.best = self.running = rates.index(max(rates))
+        self.left = HOLD
+        near = [preset for preset in (self.best - 1, self.best + 1) if 0 <= preset < len(rates)]
+        probe = min(near, key=lambda preset: self.weights[preset], default=self.best)  # the one known least
+        loss = HOLD * self.costs[probe] * max(1 - rates[probe] / rates[self.best], LEAST_LOSS)
+        if self.budget > loss:
+            self.running, self.budget = probe, 0.0
+
+    def observe(self, preset: int, accepted: float, seconds: float) -> None:
+        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
+        self.budget += SHARE * self.costs[preset]
+        self.weights = [FADE * weight for weight in self.weights]
+        self.weights[preset] += 1
+        self.accepted[preset] += (accepted - self.accepted[preset]) / self.weights[preset]
+        if preset == self.last:  # the first cycle after a change is slow
+            self.pace = self.pace or seconds / self.costs[preset]
+            deviation = min(seconds / (self.pace * self.costs[preset]), 2.0) - 1  # one very slow cycle says little
+            self.pace *= 1 + PACE_GAIN * deviation
+            self.costs[preset] *= 1 + deviation / (self.weights[preset] + TIMED_WEIGHT)
+        self.last = preset
+        shape = self.shapes[preset]
+        if shape and shape.depth:
+            missed = min(shape.depth - accepted, 1.0)  # a row's path ends with the first token that is missed
+            tried = accepted + missed
+            self.miss_weight = FADE * self.miss_weight + tried
+            self.miss += (missed * shape.topk ** (1 / 3) - tried * self.miss) / self.miss_weight
+
+    def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+        """Per preset: how often it ran, and the time of its cycle, as timed before the first prompt and as measured.
+
+        ran: the preset and the seconds of each cycle
+        """
+        rows = []
+        for preset, name in enumerate(self.names):
+            seconds = [s for p, s in ran if p == preset]
+            rows.append({
+                "tree": name,
+                "cycles": len(seconds),
+                "expected_tokens": self.tokens(preset),
+                "predicted_ms": 1e3 * self.timed_s[preset],
+                "measured_ms": 1e3 * statistics.mean(seconds) if seconds else None,
+            })  # fmt: skip
+        return rows

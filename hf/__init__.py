@@ -1,0 +1,1 @@
+"""Reads what a Hugging Face directory holds: config.json, weights, tokenizer, chat template."""

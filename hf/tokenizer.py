@@ -1,0 +1,288 @@
+"""Text to token ids and back, with one class for all kinds of tokenizers.
+
+1. `Tokenizer.load` reads `tokenizer.model` (sentencepiece), or else `tokenizer.json` (BPE, byte-level or in the manner
+   of sentencepiece; it needs the package `tokenizers`).
+2. `encode` gives the same ids as Hugging Face. It parses control tokens in the text (`</s>`, `<|eot_id|>`) only with
+   `special=True`, which is for rendered chats. A plain prompt cannot inject one.
+3. Every token is a fixed string of bytes. `decode` joins them and reads UTF-8. A `StreamDecoder` gives the same text
+   piece by piece, at constant cost per token.
+
+Not here: chat templates (hf/chat.py); `clean_up_tokenization_spaces`; `lstrip` and `rstrip` of sentencepiece's added
+tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from sentencepiece import SentencePieceProcessor
+
+from checkpoint import read_json
+
+# appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class Added(NamedTuple):
+    """A token that is split off before the rest of the text is tokenized."""
+
+    id: int
+    control: bool  # it is parsed only with special=True, and decodes to nothing
+
+
+class Tokenizer:
+    """Text to token ids and back. Subclasses give `_encode(text, special) -> ids` and `_piece(id) -> bytes`."""
+
+    def __init__(self, added: dict[str, Added], vocab_size: int, config: dict, strips_space: bool):
+        """Find the special tokens.
+
+        config: `tokenizer_config.json`, with the vocabulary file's defaults where it is silent
+        strips_space: whether encode puts a space before the text; decode then removes it
+        """
+        self._added = added
+        self._hidden = frozenset(token.id for token in added.values() if token.control)
+        self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])  # ids in all
+        self.bos_id = self.id_of(_token_text(config, "bos_token"))
+        eos = self.id_of(_token_text(config, "eos_token"))
+        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.adds_bos: bool = bool(config["add_bos_token"]) and self.bos_id is not None
+        self.strips_space = strips_space
+
+    @staticmethod
+    def load(path: Path) -> Tokenizer:
+        """Read the tokenizer of a Hugging Face directory.
+
+        Raises: ValueError when there is none, or it is corrupt, of an unknown kind, or needs a package that is missing.
+        """
+        model, fast = path / "tokenizer.model", path / "tokenizer.json"
+        # null means "the default" in this file
+        config = {k: v for k, v in optional_json(path / "tokenizer_config.json").items() if v is not None}
+        if model.is_file():
+            try:
+                sp = SentencePieceProcessor(model_proto=model.read_bytes())
+                return SentencePieceTokenizer(sp, config, _added_tokens(path, config))
+            except RuntimeError as error:
+                reason = f"{model} is not a sentencepiece model ({error})"
+                if not fast.is_file():
+                    raise ValueError(f"{reason}; download it again, or use --prompt_ids") from None
+                print(f"{reason}; using {fast.name}", file=sys.stderr)
+        if fast.is_file():
+            return JsonTokenizer(fast, config)
+        raise ValueError(
+            f"{path} has neither {model.name} nor {fast.name}; add the tokenizer's files, or use --prompt_ids"
+        )
+
+    def encode(self, text: str, bos: bool = True, special: bool = False) -> list[int]:
+        """Tokenize `text`.
+
+        bos: begin with the BOS token if the model uses one and the text does not begin with it already
+        special: parse control tokens in the text; for rendered chats only
+        """
+        ids = self._encode(text, special)
+        if bos and self.adds_bos and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], continuation: bool = False) -> str:
+        """The text of `ids`, without control tokens, with U+FFFD for bytes that are not UTF-8.
+
+        continuation: keep a leading space, because it separates this text from the text before
+        """
+        stream = self.stream(continuation)
+        return stream.push(ids) + stream.flush()
+
+    def stream(self, continuation: bool = False) -> StreamDecoder:
+        """A decoder that takes the ids in parts."""
+        return StreamDecoder(self, continuation)
+
+    def piece(self, id: int) -> bytes:
+        """The bytes of one token. Control tokens and ids beyond the vocabulary (of padded LM heads) have none."""
+        return b"" if id in self._hidden else self._piece(id)
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every id, of control tokens their names. Two tokenizers with equal lists have one vocabulary."""
+        names = {token.id: text.encode() for text, token in self._added.items()}
+        return [names[i] if i in names else self._piece(i) for i in range(self.vocab_size)]
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a control or added token."""
+        return self._added[token].id if token in self._added else None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory holds a tokenizer's file."""
+    return (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+
+
+def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer | None:
+    """Read the tokenizer of a directory.
+
+    reads_text: whether it will be used to encode; if not, a tokenizer that cannot be read is only noted
+    must_exist: whether a directory without one is an error
+    Returns: None where that is no error. Raises: as `Tokenizer.load`.
+    """
+    if not has_tokenizer(path) and not must_exist:
+        return None
+    try:
+        return Tokenizer.load(path)
+    except ValueError as error:
+        if reads_text:
+            raise
+        print(f"note: no text will be shown ({error})", file=sys.stderr)
+        return None
+
+
+class StreamDecoder:
+    """Incremental `Tokenizer.decode`: all pushes and the flush together give exactly the same text."""
+
+    def __init__(self, tokenizer: Tokenizer, continuation: bool):
+        self._piece = tokenizer.piece
+        self._strip = tokenizer.strips_space and not continuation
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add ids. Returns: the characters that they complete."""
+        data = b"".join(map(self._piece, ids))
+        if self._strip and data:
+            data, self._strip = data.removeprefix(b" "), False
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """End the text. Returns: U+FFFD if a character is incomplete, else nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Reads `tokenizer.model`: LLaMA-2, Vicuna, Mistral, the demo.
+
+    A model that puts a space before the text puts another one after each control token in the text, as transformers 4
+    and the official EAGLE do. `"legacy": false` in tokenizer_config.json turns this off.
+    """
+
+    def __init__(self, sp: SentencePieceProcessor, config: dict, added: dict[str, Added]):
+        controls = [i for i in range(len(sp)) if sp.is_control(i) or sp.is_unknown(i)]
+        added = {sp.id_to_piece(i): Added(i, True) for i in controls} | added
+        named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id()}
+        defaults = {key: sp.id_to_piece(i) for key, i in named.items() if i >= 0}
+        prefixed = sp.encode("a", out_type=str)[0].startswith("▁")
+        super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)
+        self._sp = self._sp_inside = sp
+        if not config.get("legacy", True):  # a space at the start of the text only
+            self._sp_inside = SentencePieceProcessor(model_proto=sp.serialized_model_proto() + NO_DUMMY_PREFIX)
+        self._text_of = {token.id: text.encode() for text, token in added.items()}
+        self._split = {
+            special: _splitter([text for text, token in added.items() if special or not token.control])
+            for special in (True, False)
+        }
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids = []
+        for n, part in enumerate(self._split[special].split(text)):  # plain, token, plain, ... plain
+            if n % 2:
+                ids.append(self._added[part].id)
+            elif part:
+                ids += (self._sp_inside if n else self._sp).encode(part)
+        return ids
+
+    def _piece(self, id: int) -> bytes:
+        if id in self._text_of:
+            return self._text_of[id]
+        return _sentencepiece_bytes(self._sp.id_to_piece(id)) if 0 <= id < len(self._sp) else b""
+
+
+class JsonTokenizer(Tokenizer):
+    """Reads `tokenizer.json`: LLaMA-3, Qwen-2, and every model without the other file. It names the added tokens."""
+
+    def __init__(self, path: Path, config: dict):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"{path} needs the package tokenizers; run: pip install tokenizers") from None
+        try:
+            self._tok = tok = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing more specific
+            raise ValueError(f"{path} is corrupt ({error}); download it again") from None
+        tok.no_truncation()  # the file may hold the limits of the last training run
+        tok.no_padding()
+        names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
+        tok.add_special_tokens([name for name in names if name and tok.token_to_id(name) is not None])
+        added = {token.content: Added(i, token.special) for i, token in tok.get_added_tokens_decoder().items()}
+        probe = tok.encode("a")  # with the tokens that the post-processor adds
+        has_bos = probe.special_tokens_mask[:1] == [1]
+        defaults = {"bos_token": probe.tokens[0] if has_bos else None, "add_bos_token": has_bos}
+        self._byte_level = _is_byte_level(tok, path)
+        # never true of byte-level BPE: its alphabet has no U+2581
+        prefixed = any(token.startswith("▁") for token in tok.encode("a", add_special_tokens=False).tokens[:1])
+        super().__init__(added, tok.get_vocab_size(), {**defaults, **config}, prefixed)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
+        return self._tok.encode(text, add_special_tokens=False).ids
+
+    def _piece(self, id: int) -> bytes:
+        token = self._tok.id_to_token(id) or ""
+        if not self._byte_level:
+            return _sentencepiece_bytes(token)
+        if any(char not in BYTE_OF for char in token):  # an added token, which is stored as plain text
+            return token.encode()
+        return bytes(BYTE_OF[char] for char in token)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each printable character of byte-level BPE stands for. Source: GPT-2's encoder.py."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def _is_byte_level(tok, path: Path) -> bool:
+    """Whether tokens are stored in the byte alphabet (`BYTE_OF`), or else in the manner of sentencepiece."""
+    state = json.loads(tok.decoder.__getstate__()) if tok.decoder else {}
+    kinds = [part.get("type", "none") for part in state.get("decoders", [state])]
+    if "ByteLevel" not in kinds and not {"ByteFallback", "Metaspace"} & set(kinds):
+        known = "ByteLevel, ByteFallback or Metaspace"
+        raise ValueError(f"{path}: the decoder must be {known}, not {' + '.join(kinds)}; use --prompt_ids")
+    return "ByteLevel" in kinds
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    byte = BYTE_PIECE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+
+
+def _splitter(tokens: list[str]) -> re.Pattern:
+    """A pattern whose `split` gives plain text and tokens in turn. It prefers the longest token that matches."""
+    choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    return re.compile(f"({choices or '(?!)'})")  # (?!) never matches
+
+
+def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
+    """The tokens that `tokenizer_config.json` and `added_tokens.json` add to a sentencepiece model."""
+    added = optional_json(path / "added_tokens.json")
+    decoder = config.get("added_tokens_decoder", {})
+    try:
+        extra = {text: Added(int(i), True) for text, i in added.items()}
+        extra |= {t["content"]: Added(int(i), t.get("special", True)) for i, t in decoder.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: the added tokens are malformed ({error!r}); download it again") from None
+    return {text: token for text, token in extra.items() if text}
+
+
+def optional_json(path: Path) -> dict:
+    """Read a JSON object, empty if there is no such file."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _token_text(config: dict, key: str) -> str | None:
+    value = config.get(key)
+    return value.get("content") if isinstance(value, dict) else value

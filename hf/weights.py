@@ -1,0 +1,253 @@
+"""Load the weights of a Hugging Face directory into a model.
+
+1. `weight_names` says which Hugging Face tensors each of our parameters is made of. Some of ours are several of theirs,
+   one below the other: `wqkv` is q, k and v; the experts of a layer are one stack.
+2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize the weights of linear
+   layers on the way. An error names every weight that is missing, unexpected or of the wrong shape.
+
+The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, or anything else with named tensors.
+Not here: what a weight does (model.py), number formats (quantize.py), reading and writing files (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import TensorSource, WeightFiles, read_json
+from hf.config import read_config
+from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
+from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, check_group, saved_quantization, scale_name
+
+
+def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Our parameter's name -> the Hugging Face tensors that it is made of, in the order of its rows."""
+    names = {"embedding.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
+    if not config.tie_embeddings:
+        names["lm_head.weight"] = ("lm_head.weight",)
+    for i in range(config.n_layers):
+        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config)
+    return names
+
+
+def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """`weight_names` of one LLaMA or Mixtral layer; an EAGLE head's layers have the same names.
+
+    ours, theirs: what the names begin with
+    """
+    kinds = {"weight": (True, True, True), "bias": (config.qkv_bias, config.o_bias, config.mlp_bias)}
+    names = {
+        ours + "attention_norm.weight": (theirs + "input_layernorm.weight",),
+        ours + "ffn_norm.weight": (theirs + "post_attention_layernorm.weight",),
+    }
+    for kind, (qkv, out, mlp) in kinds.items():
+        if qkv:
+            names[f"{ours}attention.wqkv.{kind}"] = tuple(f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv")
+        if out:
+            names[f"{ours}attention.wo.{kind}"] = (f"{theirs}self_attn.o_proj.{kind}",)
+        if mlp and not config.n_experts:
+            names[f"{ours}ffn.w13.{kind}"] = tuple(f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up"))
+            names[f"{ours}ffn.w2.{kind}"] = (f"{theirs}mlp.down_proj.{kind}",)
+    if config.n_experts:
+        moe = f"{theirs}block_sparse_moe."
+        experts = [f"{moe}experts.{e}." for e in range(config.n_experts)]
+        names[f"{ours}ffn.router.weight"] = (f"{moe}gate.weight",)
+        names[f"{ours}ffn.w13.weight"] = tuple(f"{e}{w}.weight" for e in experts for w in ("w1", "w3"))
+        names[f"{ours}ffn.w2.weight"] = tuple(f"{e}w2.weight" for e in experts)
+    return names
+
+
+class Storage(NamedTuple):
+    """How weights are stored in memory."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    quant: Quantization | None = None  # of the weights of linear layers
+
+
+def load_weights(
+    model: nn.Module,
+    files: TensorSource,
+    names: dict[str, tuple[str, ...]],
+    storage: Storage,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Fill a model made on the meta device, one parameter at a time.
+
+    names: our parameter -> the tensors it is made of; ignored: which further tensors in the files may stay unused
+    Raises: ValueError that names every missing, unexpected or mis-shaped weight.
+    Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At most one parameter
+    exists twice at any moment.
+    """
+    params = dict(model.named_parameters())
+    assert set(names) == set(params), set(names) ^ set(params)
+    linear = set()
+    if storage.quant is not None:
+        kinds = (nn.Linear, ExpertLinear)
+        linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
+        for name in filter(linear.__contains__, names):
+            check_group(storage.quant, name, params[name].shape[-1])
+    wanted = {theirs for parts in names.values() for theirs in parts}
+    if storage.quant is not None and storage.quant.saved:
+        wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
+    missing = sorted(wanted - set(files.readers))
+    unexpected = sorted(n for n in set(files.readers) - wanted if not ignored(n))
+    for what, which in (("missing", missing), ("unexpected", unexpected)):
+        if which:
+            raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; does config.json fit?")
+    loading = _Loading(files, storage)
+    for ours, theirs in names.items():
+        owner, _, leaf = ours.rpartition(".")
+        if ours in linear:
+            parent, _, child = owner.rpartition(".")
+            layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
+            setattr(model.get_submodule(parent), child, layer)
+            _trim_heap()
+        else:
+            value = loading.parameter(theirs, params[ours].shape)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Reads tensors, and makes parameters and quantized layers of them."""
+
+    files: TensorSource
+    storage: Storage
+
+    def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
+        """A parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
+        if len(shape) < 3:
+            return self._join(names, shape, self.storage.dtype)
+        value = torch.empty(shape, dtype=self.storage.dtype, device=self.storage.device)
+        for expert, part in zip(value, _by_expert(names, shape[0])):
+            expert.copy_(self._join(part, shape[1:], self.storage.dtype))
+        return value
+
+    def quantized(
+        self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, wide: bool
+    ) -> QuantLinear | QuantExperts:
+        """The layer that takes the place of `layer`. wide: its outputs are fp32."""
+        kind, shape = FORMATS[self.storage.quant.format], layer.weight.shape
+        if isinstance(layer, nn.Linear):
+            return kind(*self._codes_and_scale(kind, names, shape), layer.bias, wide=wide)
+        parts = (self._codes_and_scale(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
+        return QuantExperts(kind, parts, shape[0])
+
+    def _codes_and_scale(
+        self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scale of one weight as the files hold them, or made of a float weight in the files' own dtype."""
+        quant = self.storage.quant
+        if not quant.saved:
+            return kind.encode(self._join(names, shape, None), quant.group_size)
+        stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
+        scale_shape = kind.scale_shape(shape, quant.group_size)
+        return kind.from_file(stored), self._join(tuple(map(scale_name, names)), scale_shape, kind.scale_dtype)
+
+    def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        """The named tensors, one below the other, on the device. dtype: None keeps the files' own."""
+        parts = [self.files.read(name) for name in names]
+        rows = sum(p.shape[0] for p in parts if p.dim())
+        if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
+            got = " + ".join(str(list(p.shape)) for p in parts)
+            raise ValueError(
+                f"{self.files.path}: {' + '.join(names)} has shape {got}, but config.json asks for {list(shape)} in all"
+            )
+        value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=self.storage.device)
+        for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
+            target.copy_(part)
+        return value
+
+
+def _trim_heap() -> None:
+    """Return freed memory to the system: glibc keeps the gaps between quantized layers, 2/3 of an int4 model in all."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
+    """The names of each expert's tensors, expert by expert."""
+    each = len(names) // experts
+    return (names[first : first + each] for first in range(0, len(names), each))
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def export_weights(
+    model: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The inverse of `load_weights`: the tensors by their Hugging Face names, on the CPU."""
+    qkv = [heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    tensors = {}
+    for ours, theirs in names.items():
+        value = model.get_parameter(ours).detach().to("cpu", dtype)
+        if value.dim() == 3:
+            value = value.flatten(0, 1)  # [E N, K]
+        parts = value.split(qkv if ".wqkv." in ours else len(value) // len(theirs))
+        tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
+    return tensors
+
+
+def load_model(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    quant: Quantization | None = None,
+    source: TensorSource | None = None,
+) -> Transformer:
+    """Load a Hugging Face directory of the LLaMA family, Mixtral included.
+
+    dtype: None keeps the checkpoint's own; quant: quantize while loading; source: where to read instead of the files
+    Returns: the model in eval mode. Anonymous memory peaks at 1.2 times the loaded model plus one weight, at most.
+    Raises: ValueError for anything wrong with the directory.
+    """
+    raw = source.config if source else read_json(path / "config.json")
+    config, saved = read_config(path, raw), saved_quantization(raw)
+    if dtype is None:
+        if config.dtype not in DTYPES:
+            raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
+        dtype = DTYPES[config.dtype]
+    if saved is not None and quant is not None:
+        raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
+    quant = saved or quant
+    with torch.device("meta"):
+        model = Transformer(config)
+    files = source or WeightFiles(path)
+    check_experts(config, files)
+    load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
+    if config.tie_embeddings:
+        weight = model.embedding.weight
+        if quant is None:
+            model.lm_head.weight = weight
+        else:
+            check_group(quant, "lm_head.weight", config.dim)
+            model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+    model.rope_freq = rope_frequencies(config, device)
+    return model.eval()
+
+
+def check_experts(config: ModelConfig, files: TensorSource) -> None:
+    """Check the number of experts. Raises: ValueError when the routers have more or fewer than config.json says."""
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    held = len(files.read(router)) if router in files.readers else config.n_experts
+    if config.n_experts and held != config.n_experts:
+        raise ValueError(
+            f"{files.path}: config.json says num_local_experts {config.n_experts}, and the weights hold {held}; "
+            f"set it to {held}"
+        )
+
+
+def _ignored(config: ModelConfig) -> Callable[[str], bool]:
+    # old LLaMA files hold RoPE tables; files of a tied model may hold the embedding a second time, as the LM head
+    repeated = ("lm_head.weight", scale_name("lm_head.weight")) if config.tie_embeddings else ()
+    return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated

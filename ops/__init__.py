@@ -1,0 +1,1 @@
+"""Operators and products: a reference and an implementation per device in each file."""

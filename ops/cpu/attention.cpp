@@ -1,0 +1,224 @@
+// Attention of a few new rows over a cache on a CPU: the prefix below `start`, and behind it a masked window.
+//
+// 1. A thread takes one key-value head and up to ROWS of the query rows that share it (tokens x heads of its group).
+// 2. LANES keys at a time are widened and transposed, and meet all rows: scores, a register per row.
+// 3. Softmax in fp32: exact maximum, exponentials, sums.
+// 4. The values are added up, a few columns and up to TILE rows in registers.
+//
+// Every sum runs in one order, whatever the number of rows: a score over the head's elements, the others over the keys
+// in the order of their slots, where a hidden key adds zero. So a node of a draft tree gets the bits that its token
+// gets alone. Trade-off: all scores of a row are kept (4 bytes a slot), where an online softmax would round by blocks.
+
+#include "common.h"
+
+#include <cmath>
+
+namespace attention {
+namespace {
+
+constexpr int64_t ROWS = 64;  // query rows that share the transposed keys
+constexpr int64_t TILE = 8;   // of them in registers at a time
+
+struct Shape {
+  int64_t rows, heads, kv_heads, width, window;  // tokens, query heads, key-value heads, elements of a head, slots
+};
+
+template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side by side
+  const T* data;
+  int64_t batch, head, slot;
+  explicit Strided(const at::Tensor& t)
+      : data(t.const_data_ptr<T>()), batch(t.stride(0)), head(t.stride(1)), slot(t.stride(2)) {}
+};
+
+// ------------------------------------------------------------------------------------------------- keys
+
+// to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: how many these are.
+template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t e, float* to) {
+  constexpr int64_t PER = 4 / sizeof(T);  // elements of a 32-bit word
+  const int64_t whole = e / (LANES * PER) * (LANES * PER);
+  for (int64_t i = 0; i < whole; i += LANES * PER) {
+    Ints w[LANES];
+    for (int l = 0; l < LANES; l++) w[l] = load((const uint8_t*)(key[l] + i));
+    transpose(w);
+    for (int j = 0; j < LANES; j++) {
+      float* out = to + (i + j * PER) * LANES;
+      if constexpr (PER == 1) {
+        store((int32_t*)out, w[j]);
+      } else {  // two bf16: the even element is the low half
+        store(out, low_half(w[j]));
+        store(out + LANES, high_half(w[j]));
+      }
+    }
+  }
+  return whole;
+}
+
+// The LANES keys from slot `first` on; beyond `last` the one before it again, whose scores are not used.
+template <class T> void transpose_keys(const T* keys, int64_t slot, int64_t first, int64_t last, int64_t e, float* to) {
+  const T* key[LANES];
+  for (int64_t l = 0; l < LANES; l++) key[l] = keys + std::min(first + l, last - 1) * slot;
+  for (int64_t i = transpose_words(key, e, to); i < e; i++)
+    for (int64_t l = 0; l < LANES; l++) to[i * LANES + l] = widen(key[l][i]);
+}
+
+// ------------------------------------------------------------------------------------------------ tiles
+// M rows at a time; `rows` of `each` pick the M.
+
+struct Scores {  // q [M, E] x keys [E, LANES] -> to [M, stride]
+  const float *q, *keys;
+  int64_t e;
+  float* to;
+  int64_t stride;
+  template <int M> void run() const {
+    Floats sum[M];
+    for (int m = 0; m < M; m++) sum[m] = splat(0.0f);
+    for (int64_t i = 0; i < e; i++) {
+      const Floats k = load(keys + i * LANES);
+      for (int m = 0; m < M; m++) sum[m] = multiply_add(splat(q[m * e + i]), k, sum[m]);
+    }
+    for (int m = 0; m < M; m++) store(to + m * stride, sum[m]);
+  }
+};
+
+struct Sums {  // of p [M, keys]
+  const float* p;
+  int64_t stride, keys;
+  float* to;
+  template <int M> void run() const {
+    float sum[M] = {};
+    for (int64_t j = 0; j < keys; j++)
+      for (int m = 0; m < M; m++) sum[m] += p[m * stride + j];
+    for (int m = 0; m < M; m++) to[m] = sum[m];
+  }
+};
+
+inline Floats load_wide(const float* p) { return load(p); }
+inline Floats load_wide(const at::BFloat16* p) { return from_bf16((const uint16_t*)p); }
+
+template <class T, int C> struct Mix {  // p [M, keys] x values [keys, C * LANES] -> to [M, e]
+  const float* p;
+  int64_t stride, keys;
+  const T* values;
+  int64_t slot;
+  float* to;
+  int64_t e;
+  template <int M> void run() const {
+    Floats sum[M][C];
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) sum[m][c] = splat(0.0f);
+    for (int64_t j = 0; j < keys; j++) {
+      Floats v[C];
+      for (int c = 0; c < C; c++) v[c] = load_wide(values + j * slot + c * LANES);
+      for (int m = 0; m < M; m++) {
+        const Floats weight = splat(p[m * stride + j]);
+        for (int c = 0; c < C; c++) sum[m][c] = multiply_add(weight, v[c], sum[m][c]);
+      }
+    }
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) store(to + m * e + c * LANES, sum[m][c]);
+  }
+};
+
+template <int M = TILE, class Step> void each(int64_t rows, const Step& step) {
+  if constexpr (M > 1)
+    if (rows < M) return each<M - 1>(rows, step);
+  step.template run<M>();
+}
+
+// -------------------------------------------------------------------------------------------- attention
+
+// In place: scores [stride] -> exponentials; the slots from `start` on that `seen` hides become 0.
+void softmax_row(float* scores, int64_t used, int64_t stride, int64_t start, const bool* seen) {
+  for (int64_t w = start; w < used; w++)
+    if (!seen[w - start]) scores[w] = -INFINITY;
+  for (int64_t j = used; j < stride; j++) scores[j] = -INFINITY;
+  float lanes[LANES], most = -INFINITY;
+  for (int l = 0; l < LANES; l++) lanes[l] = -INFINITY;
+  for (int64_t j = 0; j < stride; j += LANES)
+    for (int l = 0; l < LANES; l++) lanes[l] = scores[j + l] > lanes[l] ? scores[j + l] : lanes[l];
+  for (float lane : lanes) most = lane > most ? lane : most;
+  for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
+}
+
+template <class T> struct Buffers {
+  std::vector<float> q, keys, scores, out;
+};
+
+// Rows first .. first + n of key-value head h of batch row b; row r is token r / group, head h * group + r % group.
+template <class T>
+void attend(const Shape& shape, const T* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
+            int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, T* y, Buffers<T>& buffer) {
+  const int64_t e = shape.width, group = shape.heads / shape.kv_heads, used = start + shape.window;
+  const int64_t stride = (used + LANES - 1) / LANES * LANES;
+  const auto offset = [&](int64_t r) { return (r / group * shape.heads + h * group + r % group) * e; };
+  buffer.q.resize(n * e), buffer.keys.resize(e * LANES), buffer.scores.resize(n * stride), buffer.out.resize(n * e);
+  float *rows = buffer.q.data(), *scores = buffer.scores.data(), *out = buffer.out.data(), sums[ROWS];
+  const float unit = 1.0f / std::sqrt(float(e));
+  for (int64_t r = 0; r < n; r++)
+    for (int64_t i = 0; i < e; i++) rows[r * e + i] = widen(q[offset(first + r) + i]) * unit;
+  for (int64_t j = 0; j < used; j += LANES) {
+    for (int64_t l = 0; l < LANES; l++)  // keys of the next blocks, and values, which come after all keys
+      for (int64_t i = 0; i < e; i += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(keys + std::min(j + 2 * LANES + l, used - 1) * key_slot + i);
+        __builtin_prefetch(values + std::min(j + l, used - 1) * value_slot + i, 0, 2);
+      }
+    transpose_keys(keys, key_slot, j, used, e, buffer.keys.data());
+    for (int64_t r = 0; r < n; r += TILE)
+      each(n - r, Scores{rows + r * e, buffer.keys.data(), e, scores + r * stride + j, stride});
+  }
+  for (int64_t r = 0; r < n; r++)
+    softmax_row(scores + r * stride, used, stride, start, mask + (first + r) / group * shape.window);
+  for (int64_t r = 0; r < n; r += TILE) {
+    const float* p = scores + r * stride;
+    each(n - r, Sums{p, stride, used, sums + r});
+    int64_t i = 0;
+    for (; i + 2 * LANES <= e; i += 2 * LANES)
+      each(n - r, Mix<T, 2>{p, stride, used, values + i, value_slot, out + r * e + i, e});
+    for (; i < e; i += LANES) each(n - r, Mix<T, 1>{p, stride, used, values + i, value_slot, out + r * e + i, e});
+  }
+  for (int64_t r = 0; r < n; r++) {
+    const float scale = 1.0f / sums[r];
+    for (int64_t i = 0; i < e; i++) put(y + offset(first + r) + i, out[r * e + i] * scale);
+  }
+}
+
+template <class T>
+void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+         const at::Tensor& start, const at::Tensor& mask, T* y) {
+  const Strided<T> k(keys), v(values);
+  const int64_t total = shape.rows * shape.heads / shape.kv_heads, parts = (total + ROWS - 1) / ROWS;
+  const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a batch row of q and y
+  at::parallel_for(0, q.size(0) * shape.kv_heads * parts, 1, [&](int64_t begin, int64_t end) {
+    Buffers<T> buffer;
+    for (int64_t item = begin; item < end; item++) {
+      const int64_t part = item % parts, h = item / parts % shape.kv_heads, b = item / parts / shape.kv_heads;
+      const int64_t first = total * part / parts, n = total * (part + 1) / parts - first;
+      attend(shape, q.const_data_ptr<T>() + b * row, k.data + b * k.batch + h * k.head, k.slot,
+             v.data + b * v.batch + h * v.head, v.slot, start.const_data_ptr<int64_t>()[b],
+             mask.const_data_ptr<bool>() + b * shape.rows * shape.window, h, first, n, y + b * row, buffer);
+    }
+  });
+}
+
+}  // namespace
+
+// `tree_attention` of ops/attention.py, for bfloat16 and float32.
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
+                     const at::Tensor& mask) {
+  const Shape shape{q.size(1), q.size(2), k.size(1), q.size(3), mask.size(2)};
+  TORCH_CHECK(shape.width % LANES == 0, "heads must have multiples of ", LANES, " elements; they have ", shape.width);
+  TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "elements of a slot must lie side by side");
+  TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
+              "q, k and v must have one dtype; they have ", q.scalar_type(), ", ", k.scalar_type(), ", ",
+              v.scalar_type());
+  const at::Tensor rows = q.contiguous(), begin = start.contiguous(), seen = mask.contiguous();
+  for (int64_t b = 0; b < q.size(0); b++) {
+    const int64_t first = begin.const_data_ptr<int64_t>()[b];
+    TORCH_CHECK(first >= 0 && first + shape.window <= k.size(2), "the window must lie in the cache");
+  }
+  const at::Tensor y = at::empty({q.size(0), shape.rows, shape.heads * shape.width}, q.options());
+  fill(y, [&](auto* to) { run(shape, rows, k, v, begin, seen, to); });
+  return y;
+}
+
+}  // namespace attention

@@ -1,0 +1,172 @@
+"""Builds and loads the C++ operators of this folder.
+
+`load_operators` compiles them for this processor at the first use (20 s), keeps the library in the user's cache under
+a name made of everything that it depends on, and loads it. Where that fails, it says why; PyTorch's operators and the
+references serve then.
+
+`GPT_EAGLE_MARCH` in the environment replaces `-march=native` (`x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512),
+so that the builds of other processors can be tested on this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+SOURCES = ("operators.cpp", "attention.cpp", "layers.cpp", "linear.cpp", "quantized.cpp", "rows.cpp", "common.h")
+
+
+def _rows_of(x: Tensor, n: int, wide: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if wide else x.dtype)
+
+
+def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    row = scores.shape[:-1]
+    return scores.new_empty(*row, k), scores.new_empty(*row, k, dtype=torch.int64), scores.new_empty(*row, 1)
+
+
+def _rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
+
+
+# schema -> what its results look like, for the compiler; None: it is never compiled
+OPERATORS: dict[str, Callable | None] = {
+    "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor":
+        lambda x, packed, n, group, wide, expert=None: _rows_of(x, n, wide),
+    "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor":
+        lambda x, packed, scale, wide, expert=None: _rows_of(x, scale.shape[-1], wide),
+    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool wide, Tensor? expert=None) -> Tensor":
+        lambda x, weight, bias, wide, expert=None: _rows_of(x, weight.shape[-2], wide),
+    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor":
+        lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3]),
+    "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
+    "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)": _rotary,
+    "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": lambda buffers, start, path: None,
+    "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)":
+        lambda x, after: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
+    "prepare_layers(Tensor?[] weights, int heads, int inner, int chosen, float eps) -> Tensor": None,
+    "layers(Tensor x, Tensor prepared, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, "
+    "Tensor start, Tensor mask) -> Tensor": lambda x, *operands: torch.empty_like(x),
+    "dot_peak(int rounds) -> float": None,
+    "pair_peak(int rounds) -> float": None,
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------- the library
+
+
+def compiler() -> str:
+    """The C++ compiler. Raises: RuntimeError when there is none."""
+    asked = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, (asked,) if asked else ("g++", "clang++", "c++"))), None)
+    if found is None:
+        raise RuntimeError("no C++ compiler" + (f": CXX is {asked}" if asked else "; install g++ or set CXX"))
+    return found
+
+
+def build(march: str = "") -> Path:
+    """Compile the operators into the cache, unless they are there.
+
+    march: the processor to build for, by default `GPT_EAGLE_MARCH` or this one
+
+    Raises: RuntimeError with the compiler's first error line.
+    """
+    march = march or os.environ.get("GPT_EAGLE_MARCH") or "native"
+    include = Path(torch.__file__).parent / "include"
+    # a product must not be fused with a sum unless the source says so: results would depend on the compiler
+    command = [
+        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC",
+        "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
+    ]  # fmt: skip
+    link = ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    sources = [(HERE / name).read_text() for name in SOURCES]
+    key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources, *command, *link])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+    library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
+            if not library.is_file():  # made by another process meanwhile
+                made = Path(temporary) / library.name
+                _compile([*command, str(HERE / SOURCES[0]), *link, "-o", str(made)])
+                os.replace(made, library)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
+    return library
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is here. Where a file system has no locks, two may build the same: no harm."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _compile(command: list[str]) -> None:
+    print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["it gave no reason"]
+        raise RuntimeError(f"{command[0]} failed: {errors[0].strip()[:200]}")
+
+
+def processor() -> str:
+    """What `-march=native` stands for here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def register(namespace: str, library: Path) -> torch.library.Library:
+    """Define the operators in `torch.ops.<namespace>` with their shapes, and load their code."""
+    code, definition = ctypes.CDLL(str(library)), torch.library.Library(namespace, "FRAGMENT")
+    for schema, shape in OPERATORS.items():
+        definition.define(schema)
+        if shape is not None:
+            torch.library.register_fake(f"{namespace}::{schema.partition('(')[0]}", shape, lib=definition)
+    code.add_operators(namespace.encode())
+    return definition
+
+
+@functools.cache
+def load_operators() -> str:
+    """Make the operators of `OPERATORS` available in `torch.ops.gpt_eagle`.
+
+    Returns: why they are not, which is also said once, or the empty string.
+    """
+    try:
+        _libraries.append(register("gpt_eagle", build()))
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        note = "PyTorch's own operators serve, which are slow on trees and in int8 and int4"
+        print(f"note: {note} ({reason})", file=sys.stderr)
+        return reason
+    return ""
+
+
+_libraries: list[torch.library.Library] = []  # a definition ends with its object

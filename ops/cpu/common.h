@@ -1,0 +1,307 @@
+// What the CPU operators share: vectors of LANES numbers for the processor at hand, bfloat16, and rows of experts.
+// operators.cpp compiles all of them as one unit.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// --------------------------------------------------------------------------- operators that others are made of
+
+namespace quantized {
+at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
+                const std::optional<at::Tensor>& expert);
+at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
+                const std::optional<at::Tensor>& expert);
+int64_t int4_group(const at::Tensor& packed);
+}  // namespace quantized
+namespace linear {
+at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
+                       const std::optional<at::Tensor>& expert);
+}  // namespace linear
+namespace attention {
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
+                     const at::Tensor& mask);
+}  // namespace attention
+
+namespace {
+
+// ------------------------------------------------------------------------------------------------ vectors
+// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
+// low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i goes to word i of vector j.
+
+#if defined(__AVX512VNNI__)
+
+constexpr int LANES = 16, MB = 7;
+using Ints = __m512i;
+using Floats = __m512;
+inline Ints splat(int32_t v) { return _mm512_set1_epi32(v); }
+inline Floats splat(float v) { return _mm512_set1_ps(v); }
+inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }
+inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // gcc copies every accumulator around the intrinsic: 2x
+  return acc;
+}
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(v), scale, acc);
+}
+inline Floats from_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline Floats low_half(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+inline Floats high_half(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, splat(-65536))); }
+inline void transpose(Ints (&w)[LANES]) {
+  Ints t[LANES];
+  for (int i = 0; i < LANES; i += 2)
+    t[i] = _mm512_unpacklo_epi32(w[i], w[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(w[i], w[i + 1]);
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; j++) {
+      w[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      w[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {  // w[4 r + i]: of vectors 4 r .. 4 r + 3, word i of every quarter
+    const Ints a = _mm512_shuffle_i32x4(w[i], w[4 + i], 0x88), b = _mm512_shuffle_i32x4(w[i], w[4 + i], 0xdd);
+    const Ints c = _mm512_shuffle_i32x4(w[8 + i], w[12 + i], 0x88), d = _mm512_shuffle_i32x4(w[8 + i], w[12 + i], 0xdd);
+    w[i] = _mm512_shuffle_i32x4(a, c, 0x88), w[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+    w[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd), w[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int LANES = 8, MB = 2;
+using Ints = __m256i;
+using Floats = __m256;
+inline Ints splat(int32_t v) { return _mm256_set1_epi32(v); }
+inline Floats splat(float v) { return _mm256_set1_ps(v); }
+inline Ints load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
+inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(acc, w, x);
+#else
+  if (SMALL) {  // 2 * 15 * 127 fits 16 bits, so nothing saturates
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+  }
+  const Ints even_w = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd_w = _mm256_srli_epi16(w, 8);
+  const Ints even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
+  const Ints even = _mm256_madd_epi16(even_w, even_x), odd = _mm256_madd_epi16(odd_w, odd_x);
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+#endif
+}
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
+  return _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), scale, acc);
+}
+inline Floats from_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline Floats low_half(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+inline Floats high_half(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, splat(-65536))); }
+inline void transpose(Ints (&w)[LANES]) {
+  Ints t[LANES];
+  for (int i = 0; i < LANES; i += 2)
+    t[i] = _mm256_unpacklo_epi32(w[i], w[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(w[i], w[i + 1]);
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; j++) {
+      w[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      w[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {  // w[4 r + i]: of vectors 4 r .. 4 r + 3, word i of both halves
+    const Ints a = w[i], b = w[4 + i];
+    w[i] = _mm256_permute2x128_si256(a, b, 0x20), w[4 + i] = _mm256_permute2x128_si256(a, b, 0x31);
+  }
+}
+
+#else  // any processor: the same steps in plain loops
+
+constexpr int LANES = 16, MB = 2;
+struct Ints {
+  int32_t lane[LANES];
+};
+struct Floats {
+  float lane[LANES];
+};
+#define EACH_LANE for (int i = 0; i < LANES; i++)
+inline Ints splat(int32_t v) { Ints r; EACH_LANE r.lane[i] = v; return r; }
+inline Floats splat(float v) { Floats r; EACH_LANE r.lane[i] = v; return r; }
+inline Ints load(const uint8_t* p) { Ints r; std::memcpy(&r, p, sizeof r); return r; }
+inline Floats load(const float* p) { Floats r; std::memcpy(&r, p, sizeof r); return r; }
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline void store(int32_t* p, Ints v) { std::memcpy(p, &v, sizeof v); }
+inline Ints low_nibbles(Ints v) { EACH_LANE v.lane[i] &= 0x0f0f0f0f; return v; }
+inline Ints high_nibbles(Ints v) { EACH_LANE v.lane[i] = (v.lane[i] >> 4) & 0x0f0f0f0f; return v; }
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+  EACH_LANE for (int b = 0; b < 32; b += 8) acc.lane[i] += int32_t(uint8_t(w.lane[i] >> b)) * int8_t(x.lane[i] >> b);
+  return acc;
+}
+inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
+inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { EACH_LANE c.lane[i] += a.lane[i] * b.lane[i]; return c; }
+inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
+  EACH_LANE acc.lane[i] += float(v.lane[i]) * scale.lane[i];
+  return acc;
+}
+inline Floats from_bf16(const uint16_t* p) {
+  Floats r;
+  EACH_LANE { uint32_t bits = uint32_t(p[i]) << 16; std::memcpy(&r.lane[i], &bits, 4); }
+  return r;
+}
+inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
+inline Floats low_half(Ints v) { EACH_LANE v.lane[i] = int32_t(uint32_t(v.lane[i]) << 16); return words_of(v); }
+inline Floats high_half(Ints v) { EACH_LANE v.lane[i] &= -65536; return words_of(v); }
+inline void transpose(Ints (&w)[LANES]) {
+  EACH_LANE for (int j = 0; j < i; j++) std::swap(w[i].lane[j], w[j].lane[i]);
+}
+
+#endif
+
+// ------------------------------------------------------------------------------------------- exponentials
+
+// e^x for x <= 0, to about 1e-7; below -87 it is 0. Without a branch, so that loops vectorize (polynomial of Cephes)
+inline float exponential(float x) {
+  const float held = x > -87.0f ? x : -87.0f;
+  const float shifted = held * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: a whole power of two in the low bits
+  const float power = shifted - 12582912.0f;
+  const float r = (held - power * 0.693359375f) + power * 2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = y * r + c;
+  y = y * r * r + r + 1.0f;
+  int32_t bits, exponent;
+  std::memcpy(&bits, &y, 4);
+  std::memcpy(&exponent, &shifted, 4);
+  bits += (exponent - 0x4b400000) * (1 << 23);
+  std::memcpy(&y, &bits, 4);
+  return x > -87.0f ? y : (x != x ? x : 0.0f);
+}
+
+// ---------------------------------------------------------------------------------------------- bfloat16
+
+inline float widen(float v) { return v; }
+inline float widen(at::BFloat16 v) {
+  uint32_t bits = uint32_t(v.x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+inline void put(float* y, float v) { *y = v; }
+inline void put(at::BFloat16* y, float v) {  // to nearest even, without the library's branch, so that loops vectorize
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  y->x = uint16_t(v != v ? 0x7fc0 : rounded);
+}
+
+// ----------------------------------------------------------------------------------------------- results
+
+// Of x [..., any]: a tensor [..., width].
+inline at::Tensor empty_rows(const at::Tensor& x, int64_t width, at::ScalarType type) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = width;
+  return at::empty(shape, x.options().dtype(type));
+}
+
+// f(where the data of y is), which is float or bfloat16
+template <class F> void fill(const at::Tensor& y, const F& f) {
+  if (y.scalar_type() == at::kBFloat16) f(y.mutable_data_ptr<at::BFloat16>());
+  else f(y.mutable_data_ptr<float>());
+}
+
+// y [columns] = sums; WHOLE of them in a loop of known length
+template <int64_t WHOLE, class Out> void put_row(Out* y, const float* sums, int64_t columns) {
+  if (columns == WHOLE)
+    for (int64_t i = 0; i < WHOLE; i++) put(y + i, sums[i]);
+  else
+    for (int64_t i = 0; i < columns; i++) put(y + i, sums[i]);
+}
+
+// Runs f(thread), which does `each` multiply-adds, on all threads. Returns: how many these are together.
+template <class F> double peak(double each, const F& f) {
+  const int64_t threads = at::get_num_threads();
+  std::vector<float> sink(threads);  // or the compiler would leave the work out
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      float lanes[LANES];
+      store(lanes, f(t));
+      sink[t] = lanes[0];
+    }
+  });
+  return threads * each + 0 * sink[0];
+}
+
+// ------------------------------------------------------------------------------------------------ rotary
+
+// x [E] -> y [E], turned by half-rotation; products are rounded before they are added, as PyTorch's operators do
+template <class T> void rotate(const T* x, const float* cos, const float* sin, int64_t e, T* y) {
+  const int64_t half = e / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float left = widen(x[i]), right = widen(x[half + i]);
+    put(y + i, left * cos[i] + -right * sin[i]);
+    put(y + half + i, right * cos[half + i] + left * sin[half + i]);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- experts
+
+struct Group {
+  int64_t expert, first, rows;  // rows of one expert lie side by side
+};
+struct Order {
+  std::vector<int64_t> row;   // which row of x, and of the result, each row is
+  std::vector<Group> groups;  // of the experts that are hit
+};
+
+// Order rows by expert, stably. expert: of each row, or null where all share the only one
+inline void group_rows(Order& order, const int64_t* expert, int64_t experts, int64_t rows) {
+  std::vector<int64_t> next(experts + 1);  // where the next row of each expert goes
+  for (int64_t i = 0; i < rows; i++) next[(expert ? expert[i] : 0) + 1]++;
+  order.groups.clear();
+  for (int64_t e = 0; e < experts; e++) {
+    if (next[e + 1]) order.groups.push_back({e, next[e], next[e + 1]});
+    next[e + 1] += next[e];
+  }
+  order.row.resize(rows);
+  for (int64_t i = 0; i < rows; i++) order.row[next[expert ? expert[i] : 0]++] = i;
+}
+
+// How many experts are stacked in `packed`, whose own layout has so many dimensions; expert: of each row, checked
+inline int64_t count_experts(const at::Tensor& packed, int64_t dims, int64_t rows,
+                             const std::optional<at::Tensor>& expert) {
+  TORCH_CHECK(packed.dim() == dims + expert.has_value(), "weights of ", packed.dim(), " dimensions do not fit");
+  if (!expert) return 1;
+  TORCH_CHECK(expert->scalar_type() == at::kLong && expert->is_contiguous() && expert->numel() == rows,
+              "expert must hold one int64 per row, in one piece");
+  const int64_t* of_row = expert->const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows; i++)
+    TORCH_CHECK(of_row[i] >= 0 && of_row[i] < packed.size(0), "there is no expert ", of_row[i]);
+  return packed.size(0);
+}
+
+}  // namespace

@@ -1,0 +1,300 @@
+// All layers of a transformer on a CPU in one call.
+//
+// The steps are those of model.py's `Block`, layer after layer, with the products and the attention of the other files
+// between them. As operators of their own, the hundreds of small ones of a step cost more in dispatch, guards and
+// allocations than in work. Results are rounded to bfloat16 where the modules round.
+//
+// A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
+// over the row in one order, everything else is taken element by element.
+
+#include "common.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace layers {
+namespace {
+
+using Value = at::BFloat16;
+using Weights = c10::List<std::optional<at::Tensor>>;
+
+constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
+
+const Value* data(const at::Tensor& t) { return t.const_data_ptr<Value>(); }
+
+// f(row) for all rows, by several threads where that pays
+template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) f(r);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------- weights
+
+struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it in bfloat16, or as layout.py packs it
+  at::Tensor weight;
+  std::optional<at::Tensor> scale, bias;
+};
+struct Layer {
+  std::optional<at::Tensor> attention_norm, ffn_norm;  // the first layer of a draft head has no norm before attention
+  std::optional<at::Tensor> router;                    // of a mixture of experts, whose w13 and w2 are stacks
+  Matrix wqkv, wo, w13, w2;
+};
+struct Prepared {
+  const Prepared* self;  // what the tensor that owns it holds for everybody else
+  std::vector<Layer> layers;
+  int64_t heads, inner, chosen;  // inner: values between the two products of a feed-forward; chosen: experts of a row
+  double eps;
+};
+
+constexpr int64_t PER_LAYER = 15;  // tensors, in this order
+Layer layer_of(const Weights& weights, int64_t i) {
+  const auto next = [&] { return weights.get(i++); };
+  const auto matrix = [&] {
+    const auto weight = next(), scale = next(), bias = next();
+    return Matrix{*weight, scale, bias};
+  };
+  Layer layer;
+  layer.attention_norm = next(), layer.wqkv = matrix(), layer.wo = matrix();
+  layer.ffn_norm = next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix();
+  return layer;
+}
+
+// The operator `prepare_layers`: a tensor that owns a `Prepared`.
+at::Tensor prepare_layers(const Weights& weights, int64_t heads, int64_t inner, int64_t chosen, double eps) {
+  const int64_t count = int64_t(weights.size());
+  TORCH_CHECK(count && count % PER_LAYER == 0, count, " tensors are no layers of ", PER_LAYER);
+  Prepared* prepared = new Prepared{nullptr, {}, heads, inner, chosen, eps};
+  prepared->self = prepared;
+  for (int64_t i = 0; i < count; i += PER_LAYER) prepared->layers.push_back(layer_of(weights, i));
+  return at::from_blob(prepared, {1}, [prepared](void*) { delete prepared; }, at::TensorOptions().dtype(at::kLong));
+}
+
+const Prepared& prepared_in(const at::Tensor& holder) {
+  const void* at = holder.const_data_ptr();
+  TORCH_CHECK(holder.nbytes() == sizeof(void*) && *static_cast<const void* const*>(at) == at,
+              "a copy of prepared layers holds nothing: prepare the layers of the copied model");
+  return *static_cast<const Prepared*>(at);
+}
+
+// x [..., K] -> [..., n], by the product that the weight is laid out for. expert: of each row, int64, for a stack
+at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
+  RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
+  if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, false, expert);
+  const bool int8 = by.scale && by.scale->numel();  // int4 has its scales among the codes
+  const at::Tensor y = int8 ? quantized::w8a8(x, by.weight, *by.scale, false, expert)
+                            : quantized::w4a8(x, by.weight, n, quantized::int4_group(by.weight), false, expert);
+  if (by.bias) {
+    Value* to = y.mutable_data_ptr<Value>();
+    const Value* bias = data(*by.bias);
+    each_row(y.numel() / n, n, [&](int64_t r) {
+      for (int64_t i = 0; i < n; i++) put(to + r * n + i, widen(to[r * n + i]) + widen(bias[i]));
+    });
+  }
+  return y;
+}
+
+// --------------------------------------------------------------------------------------------------- rows
+
+// x [..., F] -> the same; without a weight, x itself
+at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps) {
+  if (!weight) return x;
+  RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
+  constexpr int64_t SUMS = 32;  // side by side, whatever the processor
+  const int64_t width = x.size(-1);
+  const at::Tensor y = empty_rows(x, width, at::kBFloat16);
+  const Value *from = data(x), *w = data(*weight);
+  Value* to = y.mutable_data_ptr<Value>();
+  each_row(x.numel() / width, width, [&](int64_t r) {
+    const Value* row = from + r * width;
+    float sums[SUMS] = {}, total = 0;
+    int64_t i = 0;
+    for (; i + SUMS <= width; i += SUMS)
+      for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(row[i + s]) * widen(row[i + s]);
+    for (; i < width; i++) sums[0] += widen(row[i]) * widen(row[i]);
+    for (float sum : sums) total += sum;
+    const float scale = 1.0f / std::sqrt(total / float(width) + float(eps));
+    for (i = 0; i < width; i++) {
+      Value normed;
+      put(&normed, widen(row[i]) * scale);
+      put(to + r * width + i, widen(normed) * widen(w[i]));
+    }
+  });
+  return y;
+}
+
+// In place: y = x + y
+void add_to(const at::Tensor& x, at::Tensor& y) {
+  RECORD_FUNCTION("gpt_eagle::add", std::vector<c10::IValue>{});
+  const int64_t width = x.size(-1);
+  const Value* from = data(x);
+  Value* to = y.mutable_data_ptr<Value>();
+  each_row(x.numel() / width, width, [&](int64_t r) {
+    for (int64_t i = r * width; i < (r + 1) * width; i++) put(to + i, widen(from[i]) + widen(to[i]));
+  });
+}
+
+// gate and up [..., 2 inner], side by side -> silu(gate) * up
+at::Tensor gate(const at::Tensor& both) {
+  RECORD_FUNCTION("gpt_eagle::silu", std::vector<c10::IValue>{});
+  constexpr int64_t CHUNK = 256;
+  const int64_t inner = both.size(-1) / 2, chunks = (inner + CHUNK - 1) / CHUNK;
+  const at::Tensor y = empty_rows(both, inner, at::kBFloat16);
+  const Value* from = data(both);
+  Value* to = y.mutable_data_ptr<Value>();
+  each_row(y.numel() / inner * chunks, 8 * CHUNK, [&](int64_t piece) {  // an exponential is worth several sums
+    const int64_t r = piece / chunks, first = piece % chunks * CHUNK, n = std::min(CHUNK, inner - first);
+    const Value *gates = from + r * 2 * inner + first, *ups = gates + inner;
+    Value* out = to + r * inner + first;
+    for (int64_t i = 0; i < n; i++) {
+      const float g = widen(gates[i]), e = exponential(g < 0 ? g : -g);
+      Value silu;
+      put(&silu, g * ((g < 0 ? e : 1.0f) / (1.0f + e)));
+      put(out + i, widen(silu) * widen(ups[i]));
+    }
+  });
+  return y;
+}
+
+// ----------------------------------------------------------------------------------------------- feed-forward
+
+struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next row's first ...
+  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own; [P, F], what they get
+};
+
+// x [..., F] -> a router's scores of the experts, [..., E] fp32
+at::Tensor score(const at::Tensor& x, const at::Tensor& router) {
+  RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
+  return linear::linear_bf16(x, router, {}, true, {});
+}
+
+// The best experts of every row of x [..., F]; of equal ones the first.
+Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen) {
+  const at::Tensor scores = score(x, router);  // [..., E]
+  RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
+  const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
+  const Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
+                  at::empty({rows * chosen}, x.options().dtype(at::kFloat)),
+                  at::empty({rows * chosen, width}, x.options())};
+  const float* all = scores.const_data_ptr<float>();
+  int64_t* expert = to.expert.mutable_data_ptr<int64_t>();
+  float* share = to.share.mutable_data_ptr<float>();
+  Value* copy = to.rows.mutable_data_ptr<Value>();
+  each_row(rows, chosen * width, [&](int64_t r) {
+    const float* of = all + r * experts;
+    int64_t* best = expert + r * chosen;
+    float total = 0;
+    for (int64_t j = 0; j < chosen; j++) {
+      best[j] = -1;
+      for (int64_t e = 0; e < experts; e++)
+        if (std::find(best, best + j, e) == best + j && (best[j] < 0 || of[e] > of[best[j]])) best[j] = e;
+      total += share[r * chosen + j] = std::exp(of[best[j]] - of[best[0]]);
+      std::copy_n(data(x) + r * width, width, copy + (r * chosen + j) * width);
+    }
+    for (int64_t j = 0; j < chosen; j++) share[r * chosen + j] /= total;
+  });
+  return to;
+}
+
+// y [P, F] -> [..., F] like x: each row's experts by their shares, always added in the router's order
+at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x) {
+  RECORD_FUNCTION("gpt_eagle::merge", std::vector<c10::IValue>{});
+  const int64_t width = x.size(-1), rows = x.numel() / width, chosen = y.size(0) / rows;
+  const at::Tensor sum = empty_rows(x, width, at::kBFloat16);
+  const Value* from = data(y);
+  const float* share = routes.share.const_data_ptr<float>();
+  Value* to = sum.mutable_data_ptr<Value>();
+  each_row(rows, chosen * width, [&](int64_t r) {
+    for (int64_t i = 0; i < width; i++) {
+      float total = 0;
+      for (int64_t p = r * chosen; p < (r + 1) * chosen; p++) total += widen(from[p * width + i]) * share[p];
+      put(to + r * width + i, total);
+    }
+  });
+  return sum;
+}
+
+// x [..., F] -> the same, without norm and residual
+at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const at::Tensor& x) {
+  const int64_t width = x.size(-1);
+  if (!layer.router) return multiply(gate(multiply(x, layer.w13, 2 * prepared.inner)), layer.w2, width);
+  const Routes to = route(x, *layer.router, prepared.chosen);
+  const at::Tensor both = multiply(to.rows, layer.w13, 2 * prepared.inner, to.expert);
+  return merge(multiply(gate(both), layer.w2, width, to.expert), to, x);
+}
+
+// ------------------------------------------------------------------------------------------------- layers
+
+struct Rows {  // what is the same for all layers
+  const at::Tensor &cos, &sin, &slots, &start, &mask;
+};
+
+// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values to their slots.
+// Returns: the queries.
+at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
+  RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
+  const int64_t B = qkv.size(0), T = qkv.size(1), kv_heads = k.size(1), e = k.size(3);
+  const int64_t heads = qkv.size(2) - 2 * kv_heads;
+  at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
+  Value *to_q = q.mutable_data_ptr<Value>(), *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
+  const float *cos = rows.cos.const_data_ptr<float>(), *sin = rows.sin.const_data_ptr<float>();
+  const int64_t* slot = rows.slots.const_data_ptr<int64_t>();
+  const Value* all = data(qkv);
+  each_row(B * T, (heads + 2 * kv_heads) * e, [&](int64_t r) {
+    const Value* from = all + r * (heads + 2 * kv_heads) * e;
+    for (int64_t h = 0; h < heads; h++) rotate(from + h * e, cos + r * e, sin + r * e, e, to_q + (r * heads + h) * e);
+    for (int64_t h = 0; h < kv_heads; h++) {
+      const int64_t at_k = r / T * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
+      const int64_t at_v = r / T * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
+      rotate(from + (heads + h) * e, cos + r * e, sin + r * e, e, to_k + at_k);
+      std::copy_n(from + (heads + kv_heads + h) * e, e, to_v + at_v);
+    }
+  });
+  return q;
+}
+
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
+  RECORD_FUNCTION("gpt_eagle::attention", std::vector<c10::IValue>{});
+  return attention::attention(q, k, v, rows.start, rows.mask);
+}
+
+// x [B, T, F] -> the same. Writes: k and v at the rows' slots.
+at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Tensor& x, const at::Tensor& k,
+                     const at::Tensor& v, const Rows& rows) {
+  const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
+  const at::Tensor qkv = multiply(rms_norm(x, layer.attention_norm, prepared.eps), layer.wqkv, all * e);
+  const at::Tensor q = rotate_and_store(qkv.view({B, T, all, e}), k, v, rows);
+  at::Tensor attended = multiply(attend(q, k, v, rows), layer.wo, F);
+  add_to(x, attended);
+  at::Tensor y = feed_forward(prepared, layer, rms_norm(attended, layer.ffn_norm, prepared.eps));
+  add_to(attended, y);
+  return y;
+}
+
+// The operator `layers`.
+at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList k, at::TensorList v,
+                  const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& slots, const at::Tensor& start,
+                  const at::Tensor& mask) {
+  const Prepared& prepared = prepared_in(holder);
+  TORCH_CHECK(k.size() == prepared.layers.size() && v.size() == k.size(), "the cache is of ", k.size(),
+              " layers, not of ", prepared.layers.size());
+  const int64_t B = x.size(0), T = x.size(1), S = k[0].size(2), e = k[0].size(3);
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "rows must be bfloat16");
+  TORCH_CHECK(cos.numel() == B * T * e && sin.numel() == B * T * e,
+              "cos and sin must hold an angle per row and element");
+  const at::Tensor each_cos = cos.contiguous(), each_sin = sin.contiguous(), to = slots.contiguous();
+  for (int64_t r = 0; r < B * T; r++) {
+    const int64_t slot = to.const_data_ptr<int64_t>()[r];
+    TORCH_CHECK(slot >= 0 && slot < S, "the cache has ", S, " slots, and no slot ", slot);
+  }
+  const Rows rows{each_cos, each_sin, to, start, mask};
+  at::Tensor y = x.contiguous();
+  for (size_t i = 0; i < k.size(); i++) y = run_layer(prepared, prepared.layers[i], y, k[i], v[i], rows);
+  return y;
+}
+
+}  // namespace
+}  // namespace layers

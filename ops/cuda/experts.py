@@ -1,0 +1,183 @@
+"""CUDA kernels, in Triton: every row times the weight of its own expert, in 16 bits, int8 or int4.
+
+1. `lists_kernel` lists the rows of every expert, once for both products of a layer. A row's place is the number of
+   rows before it, by expert and then by number: a count of smaller keys, without sorting or atomics.
+2. An expert's rows are cut into tiles of 16, 32 or 64. P rows make at most `most_tiles` of them, however they are
+   spread; so many blocks are launched, those of an expert side by side, so that they share its weight in the cache. A
+   block finds its tile in the lists; one that finds none returns at once. Weights are read where they lie.
+3. Between reading rows and writing results through the list is the loop of products.py.
+
+Trade-off: one kernel serves a single token (a tile per chosen expert), a tree and a prompt, so that a row's bits do not
+depend on the rows beside it (`plan_experts`). Not run on a GPU yet. Source of tiles of one expert each: MegaBlocks
+(arXiv 2211.15841). Not here: SiLU, the sum over a token's experts (model.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.cuda.layout import COLUMNS
+from ops.cuda.products import Device, ProductPlan, bits_and_group, choose_splits, fit, quantized_product, sum_kernel
+
+LISTED = 64  # places that a block of threads lists
+
+
+@cache
+def plan_experts(P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> ProductPlan:
+    """Choose tiles, splits and stages for P rows.
+
+    The host cannot look at the routing, so the tile's height follows from the number of rows. `splits` and the order of
+    every sum are the same for all P: a row's result does not depend on which rows share its expert, on their number, or
+    on its place among them. As in products.py, this assumes something of the hardware that test_gpu.py tests.
+
+    Trade-off: splits are right for a single token with two experts. A prompt reads an expert's weight once per 64 of
+    its rows, mostly from the cache, and unpacks it as often; beyond about 256 tokens with 8 experts a product over
+    unpacked weights would be faster.
+
+    bits: 16 for float weights. A token's experts differ, so with two of them an expert has at most P / 2 rows.
+    """
+    splits = choose_splits(2 * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    return fit(16 if P <= 32 else 32 if P <= 128 else 64, splits, bits, group, dtype, device)
+
+
+def most_tiles(P: int, experts: int, tokens: int) -> int:
+    """How many tiles of `tokens` rows P rows can make: most when as many experts as can be are left with one row."""
+    hit = min(P, experts)
+    return hit + (P - hit) // tokens
+
+
+# --------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["P"])
+def lists_kernel(expert_ptr, lists_ptr, P, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """List the rows of every expert.
+
+    expert: [P] int64
+    lists: [EXPERTS + 1 + P] int32, as `ops.experts.expert_lists` describes. Writes: lists.
+    """
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # first the experts' beginnings, then the rows
+    row = j - (EXPERTS + 1)
+    is_row = (row >= 0) & (row < P)
+    key = tl.load(expert_ptr + row, mask=is_row, other=0).to(tl.int32) * P + row
+    key = tl.where(is_row, key, j * P)  # no more than those of the expert's rows, above all before
+    before = tl.full((BLOCK,), 0, tl.int32)
+    for start in range(0, P, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        keys = tl.load(expert_ptr + other, mask=other < P, other=EXPERTS).to(tl.int32) * P + other
+        before += tl.sum((keys[None, :] < key[:, None]).to(tl.int32), 1)
+    place = tl.where(is_row, EXPERTS + 1 + before, j)
+    tl.store(lists_ptr + place, tl.where(is_row, row, before), mask=j < EXPERTS + 1 + P)
+
+
+@triton.jit
+def _tile(lists_ptr, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Find a tile in the lists. Returns: its expert, and where its rows begin and its expert's end; expert EXPERTS
+    and beyond means that there is no such tile."""
+    e = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    begin = tl.load(lists_ptr + tl.minimum(e, EXPERTS))
+    end = tl.load(lists_ptr + tl.minimum(e + 1, EXPERTS))
+    tiles = tl.cdiv(end - begin, TOKENS)
+    passed = tl.cumsum(tiles, 0) <= tile  # experts whose tiles all come before
+    expert = tl.sum(passed.to(tl.int32), 0)
+    within = tile - tl.sum(tl.where(passed, tiles, 0), 0)
+    at = tl.load(lists_ptr + tl.minimum(expert, EXPERTS)) + within * TOKENS
+    return expert, at, tl.load(lists_ptr + tl.minimum(expert + 1, EXPERTS))
+
+
+@triton.jit
+def _float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.constexpr):
+    """w x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32. weight: [N, K]; the rest as quantized_product."""
+    COLUMNS: tl.constexpr = 64  # of layout.py
+    c = tl.arange(0, COLUMNS)
+    weights_ptr = weight_ptr + row[:, None].to(tl.int64) * K + c[None, :]  # [ROWS, COLUMNS]
+    tokens_ptr = x_rows[None, :] + c[:, None]  # [COLUMNS, TOKENS]
+    total = tl.full((row.shape[0], live.shape[0]), 0.0, tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        k = block * COLUMNS
+        inside = c < K - k
+        w = tl.load(weights_ptr + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(tokens_ptr + k, mask=inside[:, None] & live[None, :], other=0.0)
+        total = tl.dot(w, x, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["P"])
+def experts_kernel(
+    x_ptr, weight_ptr, scale_ptr, lists_ptr, y_ptr, P, N, K,
+    EXPERTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One block of y^T = w x^T for a tile of rows and the weight w of their expert, or partial sums over a split of K.
+
+    x: [P, K]; weight, with BITS 16: [EXPERTS, N, K] of x's dtype, and scale is not read; otherwise weight and scale
+    are stacks of what matmul_kernel takes, and K is a multiple of BLOCK
+    lists: from lists_kernel; y: [P, N], or [SPLITS, P, N] fp32. Writes: y.
+    """
+    BLOCK: tl.constexpr = 16 // BITS * 64
+    WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0
+    expert, at, end = _tile(lists_ptr, tl.program_id(0), EXPERTS, TOKENS)
+    if expert >= EXPERTS:
+        return
+    i = at + tl.arange(0, TOKENS)
+    live = i < end
+    t = tl.load(lists_ptr + EXPERTS + 1 + i, mask=live, other=0)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
+    split = tl.program_id(2)
+    blocks = tl.cdiv(K, BLOCK)
+    first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    x_rows = x_ptr + t.to(tl.int64) * K
+    before = expert.to(tl.int64) * N  # outputs of the experts before this one
+    if BITS == 16:
+        total = _float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
+    else:
+        weight_ptr += before * blocks * 64
+        scale_ptr += before * (blocks * WORDS if GROUP > 0 else 1)
+        total = quantized_product(x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
+    out = (split.to(tl.int64) * P + t[None, :]) * N + n[:, None]
+    tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
+
+
+# ---------------------------------------------------------------------------------------------- launch
+
+
+def expert_lists(expert: Tensor, experts: int) -> Tensor:
+    """`ops.experts.expert_lists`. Allocates its result, and nothing else; never waits."""
+    lists = torch.empty(experts + 1 + len(expert), dtype=torch.int32, device=expert.device)
+    lists_kernel[(triton.cdiv(len(lists), LISTED),)](
+        expert.contiguous(), lists, len(expert), EXPERTS=experts, BLOCK=LISTED, num_warps=4
+    )
+    return lists
+
+
+def run_experts(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, cut: ProductPlan) -> Tensor:
+    """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits."""
+    bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
+    experts, N = weight.shape[0], weight.shape[-2]
+    K = weight.shape[2] if scale is None else weight.shape[1] * COLUMNS * 16 // bits
+    x = F.pad(x, (0, K - x.shape[1])) if x.shape[1] < K else x.contiguous()  # K padded like the weights
+    P = len(x)
+    y = torch.empty(P, N, dtype=x.dtype, device=x.device)
+    out = y if cut.splits == 1 else torch.empty(cut.splits, P, N, dtype=torch.float32, device=x.device)
+    experts_kernel[most_tiles(P, experts, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
+        x, weight.contiguous(), scale, lists, out, P, N, K, EXPERTS=experts, BITS=bits, GROUP=group, SPLITS=cut.splits,
+        TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+    if cut.splits > 1:
+        sum_kernel[triton.cdiv(P * N, 512),](out, y, P * N, SPLITS=cut.splits, BLOCK=512)
+    return y
+
+
+def experts_product(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device) -> Tensor:
+    """`ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16` with lists."""
+    bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
+    return run_experts(
+        x, weight, scale, lists, plan_experts(len(x), weight.shape[-2], x.shape[1], bits, group, x.dtype, device)
+    )

@@ -1,0 +1,74 @@
+"""Layouts of int4 and int8 weights on CUDA: words of 16 bits in blocks of K, as cuda/products.py reads them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+COLUMNS = 64  # words of a packed row and block; a block of K is 64 words of 16 / bits weights
+
+
+def _pack(fields: Tensor, bits: int) -> Tensor:
+    """[N, K] int16, unsigned fields -> [blocks, N, COLUMNS] int16.
+
+    Word c of block b holds in its bits i * bits and up the field of k = (b * planes + i) * COLUMNS + c.
+    """
+    planes = fields.view(fields.shape[0], -1, 16 // bits, COLUMNS)  # [N, blocks, planes, COLUMNS]
+    words = sum(planes[:, :, i] << (bits * i) for i in range(16 // bits))  # [N, blocks, COLUMNS]
+    return words.transpose(0, 1).contiguous()
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `_pack`: [blocks, N, COLUMNS] -> [N, padded K] int16."""
+    planes = [(packed >> (bits * i)) & (2**bits - 1) for i in range(16 // bits)]
+    return torch.stack(planes, 2).transpose(0, 1).flatten(1)  # [N, blocks, planes, COLUMNS] -> [N, padded K]
+
+
+def _to_blocks(codes: Tensor, bits: int) -> Tensor:
+    """Pad K with zeros to whole blocks: at most 255 columns."""
+    return F.pad(codes, (0, -codes.shape[1] % (16 // bits * COLUMNS))).short()
+
+
+def pack_int4_planes(codes: Tensor) -> Tensor:
+    """Lay int4 weights out for `w4a16`. codes: [N, K] int8, -8..7. Returns: [blocks, N, COLUMNS] int16."""
+    return _pack(_to_blocks(codes, 4) + 8, 4)
+
+
+def unpack_int4_planes(packed: Tensor, N: int, K: int) -> Tensor:
+    """The codes that `pack_int4_planes` was given: [N, K] int8."""
+    return (_unpack(packed, 4) - 8)[:N, :K].to(torch.int8)
+
+
+def pack_int8_planes(codes: Tensor) -> Tensor:
+    """Lay int8 weights out for `w8a16`, as sign and magnitude.
+
+    codes: [N, K] int8, -127..127: -128 has no place
+    Returns: [blocks, N, COLUMNS] int16.
+    """
+    codes = _to_blocks(codes, 8)
+    return _pack(torch.where(codes < 0, 128 - codes, codes), 8)  # bit 7 is the sign
+
+
+def unpack_int8_planes(packed: Tensor, N: int, K: int) -> Tensor:
+    """The codes that `pack_int8_planes` was given: [N, K] int8."""
+    fields = _unpack(packed, 8)[:N, :K]
+    return torch.where(fields < 128, fields, 128 - fields).to(torch.int8)
+
+
+def pack_scales(scale: Tensor, group: int) -> Tensor:
+    """Lay the scales of int4 groups out for `w4a16`: those of a row and block side by side, two to a word.
+
+    scale: [N, K / group] bfloat16; group: 32, 64 or 128
+    Returns: [blocks, N, 128 / group] int32; its last dimension tells the group.
+    """
+    per_block = 4 * COLUMNS // group
+    padded = F.pad(scale, (0, -scale.shape[1] % per_block))  # [N, blocks * per_block]
+    blocks = padded.view(scale.shape[0], -1, per_block).transpose(0, 1).contiguous()  # [blocks, N, per_block]
+    return blocks.view(torch.int32)
+
+
+def unpack_scales(packed: Tensor, K: int) -> Tensor:
+    """The scales that `pack_scales` was given: [N, K / group] bfloat16."""
+    group = 2 * COLUMNS // packed.shape[2]
+    return packed.view(torch.bfloat16).transpose(0, 1).flatten(1)[:, : K // group]

@@ -1,0 +1,279 @@
+"""CUDA kernels, in Triton: a few rows of activations times int4 or int8 weights, y = x W^T.
+
+From a single token to a tree of 64 the product is bound by reading the weights, if unpacking them keeps up.
+1. Operands are swapped, y^T = W x^T: the weights are the long side of a tensor-core tile, unpacked in registers; the
+   tokens, padded to 16, 32 or 64, are the short side. More than 64 tokens are more tiles.
+2. layout.py stores 4 or 2 weights per 16-bit word, one per plane, so that a plane of a tile is 64 neighbours in K and
+   two words are unpacked at once: a shift, a mask, an exact subtraction.
+3. Dot products of a scale group are taken over the codes, then scaled in fp32: nothing is rounded before.
+4. Narrow layers cut K into splits, so that every multiprocessor has work. Each split writes fp32 partial sums and a
+   second kernel adds them in a fixed order: no atomics, equal runs give equal bits.
+
+Trade-off: see `plan_product`. Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al.
+(arXiv 2211.10017) for the subtraction. Not here: experts (experts.py), biases, fused epilogues.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.cuda.layout import COLUMNS
+
+MAX_SPLITS = 8
+
+
+class Device(NamedTuple):
+    """What a plan needs to know of a GPU."""
+
+    processors: int
+    shared_bytes: int  # the most that one block may have; about what a multiprocessor has
+    capability: int  # 10 * major + minor
+
+
+class ProductPlan(NamedTuple):
+    """How a product is cut. Only `tokens` and what follows from it depends on the number of rows of x."""
+
+    tokens: int  # rows of x per block
+    rows: int  # rows of W per block
+    splits: int  # of K
+    stages: int  # of the software pipeline
+    warps: int  # per block
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+def choose_splits(N: int, blocks: int, processors: int) -> int:
+    """Into how many parts to cut K, for N outputs and `blocks` blocks of K.
+
+    The kernel lasts as long as its busiest processor. There a tile of 128 outputs costs the K-blocks it reads, and
+    one more to fill its pipeline. Splits cost a K-block each to write partial sums, and a second kernel, worth about
+    4 K-blocks. Both are estimates, for an H100: a K-block of a tile is 16 KiB, 0.7 us of a processor's share.
+    """
+
+    def cost(splits: int) -> int:
+        tiles = triton.cdiv(triton.cdiv(N, 128) * splits, processors)  # of the busiest processor
+        alone = splits == 1
+        return tiles * (triton.cdiv(blocks, splits) + (1 if alone else 2)) + (0 if alone else 4)
+
+    return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
+
+
+def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device) -> int:
+    """Shared memory of a block for 16-bit x: stages of words and of x, as Triton lays them out. bits: 16 for floats."""
+    words, x = rows * COLUMNS * 2, 16 // bits * COLUMNS * tokens * 2
+    in_use = x if device.capability >= 90 else 0  # Hopper's tensor cores read x from here, the others from registers
+    in_use += words if in_use and bits == 16 else 0  # and words that need no unpacking
+    return (stages - 1) * (words + x) + in_use
+
+
+@cache
+def plan_product(M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> ProductPlan:
+    """Choose tiles, splits and stages for M rows.
+
+    `splits` and the order of every sum are the same for all M, so that a row's result does not depend on the rows
+    beside it, nor on their number. This assumes that a tensor-core instruction adds its 16 products in the same way
+    for 16, 32 and 64 tokens, which is not documented; test_gpu.py tests it.
+
+    Trade-off: one fixed plan per shape instead of autotuning, so that the first call can be captured. Prefill reads the
+    weights once per 64 rows; from a few hundred rows on, unpacking them for cuBLAS would be faster. fp32 has no tensor
+    cores: for tests of identity.
+    """
+    splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    return fit(16 if M <= 16 else 32 if M <= 32 else 64, splits, bits, group, dtype, device)
+
+
+def fit(tokens: int, splits: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> ProductPlan:
+    """The plan for `tokens` rows of x per block, or fewer where they would not fit."""
+    if dtype == torch.float32:  # slow in any case
+        return ProductPlan(16, 64, splits, 2, 8)
+    rows = 64 if tokens == 16 else 128  # wide blocks read x less often
+    if group == 32 and device.capability < 90:
+        tokens, rows = min(tokens, 32), 64  # more accumulators than that spill to memory
+    for limit in (device.shared_bytes // 2, device.shared_bytes):  # two blocks hide each other's waits
+        for stages in (4, 3):
+            if shared_bytes(tokens, rows, stages, bits, device) <= limit:
+                return ProductPlan(tokens, rows, splits, stages, rows // 16)
+    return ProductPlan(tokens, rows, splits, 2, rows // 16)
+
+
+# ------------------------------------------------------------------------------------------- unpacking
+
+
+@triton.constexpr_function
+def unpack_asm(bits: int, plane: int, half: bool) -> str:
+    """PTX that turns two words into the weights of one plane: two halves (fp16) or bfloat16s, exact.
+
+    OR-ing a field into the mantissa of 2^m (1024 in fp16, 128 in bf16) gives 2^m + field; the subtraction is exact.
+    int4 fields are code + 8. int8 fields are a sign and a magnitude: bf16 has no room for more than 7 bits.
+    """
+    kind, base, one, bias = ("f16x2", 0x6400, 0x3C00, 0xE408) if half else ("bf16x2", 0x4300, 0x3F80, 0xC308)
+    base, one, bias = (f"0x{value * 0x10001:08x}" for value in (base, one, bias))  # bias: -(2^m + 8)
+    if bits == 4:
+        field = f"shr.u32 w, $1, {4 * plane}; lop3.b32 w, w, 0x000f000f, {base}, 0xea;"  # (w & mask) | base
+        return f"{{ .reg .b32 w, a, b; {field} mov.b32 a, {one}; mov.b32 b, {bias}; fma.rn.{kind} $0, w, a, b; }}"
+    sign = f"shl.b32 s, $1, {8 - 8 * plane}; lop3.b32 s, s, 0x80008000, {base}, 0xea;"  # +-2^m
+    field = f"shr.u32 w, $1, {8 * plane}; lop3.b32 w, w, 0x007f007f, s, 0xea;"  # +-(2^m + magnitude)
+    minus = f"0x{(0xBC00 if half else 0xBF80) * 0x10001:08x}"
+    return f"{{ .reg .b32 s, w, a; {sign} {field} mov.b32 a, {minus}; fma.rn.{kind} $0, s, a, w; }}"
+
+
+@triton.jit
+def _unpack(words, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """The weights of one plane as `dtype`: [ROWS, WIDTH] int16 -> [ROWS, WIDTH]."""
+    if dtype == tl.float32:
+        field = (words.to(tl.int32) >> (BITS * plane)) & ((1 << BITS) - 1)
+        if BITS == 4:
+            return (field - 8).to(tl.float32)
+        else:
+            return tl.where(field < 128, field, 128 - field).to(tl.float32)
+    else:
+        code: tl.constexpr = unpack_asm(BITS, plane, dtype == tl.float16)
+        bits = tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+        return bits.to(dtype, bitcast=True)
+
+
+# --------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _scale_words(scale_ptr, block, row, N, WORDS: tl.constexpr):
+    """The scales of a K-block, two bf16 groups to a word: a tuple of WORDS x [ROWS] int32."""
+    words = ()
+    for i in tl.static_range(WORDS):
+        words = words + (tl.load(scale_ptr + (block * N + row) * WORDS + i),)
+    return words
+
+
+@triton.jit
+def _scale(words, group: tl.constexpr):
+    """The scales of one group of the K-block: [ROWS] fp32."""
+    word = words[group // 2]
+    bits = word << 16 if group % 2 == 0 else word & -65536  # a bf16 is the upper half of an fp32
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantized_product(
+    x_rows, live, packed_ptr, scale_ptr, row, N, first, last,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(codes * scale) x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32.
+
+    x_rows: [TOKENS] pointers to rows of x; live: [TOKENS] bool, the others count as zeros and are not read
+    packed, scale: as for matmul_kernel; row: [ROWS] int32, of the N outputs
+    """
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    ROWS: tl.constexpr = row.shape[0]
+    TOKENS: tl.constexpr = live.shape[0]
+    PLANES: tl.constexpr = 16 // BITS
+    COLUMNS: tl.constexpr = 64  # of layout.py
+    WIDTH: tl.constexpr = 32 if GROUP == 32 else COLUMNS  # a dot product must not span two groups
+    BLOCK: tl.constexpr = PLANES * COLUMNS
+    WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0  # of scales, per block and row
+    c = tl.arange(0, WIDTH)
+    stride = tl.cast(N, tl.int64) * COLUMNS  # between K-blocks of words
+    words_ptr = packed_ptr + row[:, None] * COLUMNS + c[None, :]  # [ROWS, WIDTH]
+    tokens_ptr = x_rows[None, :] + c[:, None]  # [WIDTH, TOKENS]
+    total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+    scales = _scale_words(scale_ptr, first, row, N, WORDS)
+    for block in tl.range(first, last, num_stages=STAGES):
+        # the pipeline does not cover these: read a block ahead, or every block waits for memory
+        following = _scale_words(scale_ptr, tl.minimum(block + 1, last - 1), row, N, WORDS)
+        part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+        for start in tl.static_range(0, COLUMNS, WIDTH):
+            words = tl.load(words_ptr + block * stride + start, eviction_policy="evict_first")
+            for plane in tl.static_range(PLANES):
+                k = block * BLOCK + plane * COLUMNS + start
+                x = tl.load(tokens_ptr + k, mask=live[None, :], other=0.0)
+                w = _unpack(words, plane, BITS, dtype)
+                if GROUP == 0:
+                    total = tl.dot(w, x, total, input_precision="ieee")
+                else:
+                    part = tl.dot(w, x, part, input_precision="ieee")
+                    if (plane + 1) * COLUMNS % GROUP == 0:
+                        total += part * _scale(scales, (plane * COLUMNS + start) // GROUP)[:, None]
+                        part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+        scales = following
+    if GROUP == 0:
+        total *= tl.load(scale_ptr + row)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_kernel(
+    x_ptr, packed_ptr, scale_ptr, y_ptr, M, N, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
+
+    x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
+    scale: [K / BLOCK, N, WORDS] int32, two bf16 groups to a word; or [N] fp32 when GROUP is 0
+    y: [M, N], or [SPLITS, M, N] fp32. Writes: y.
+    """
+    split = tl.program_id(2)
+    blocks = K // (16 // BITS * 64)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
+    first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    x_rows = x_ptr + t.to(tl.int64) * K
+    total = quantized_product(x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
+    out = (split * M + t[None, :]).to(tl.int64) * N + n[:, None]
+    tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=(t[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit
+def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the partial sums, first split first. parts: [SPLITS, size] fp32; y: [size]. Writes: y."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + split * tl.cast(size, tl.int64) + i, mask=i < size, other=0.0)
+    tl.store(y_ptr + i, total.to(y_ptr.dtype.element_ty), mask=i < size)
+
+
+# ---------------------------------------------------------------------------------------------- launch
+
+
+@cache
+def device_of(index: int) -> Device:
+    """Ask a GPU."""
+    facts = torch.cuda.get_device_properties(index)
+    return Device(facts.multi_processor_count, facts.shared_memory_per_block_optin, 10 * facts.major + facts.minor)
+
+
+def bits_and_group(scale: Tensor) -> tuple[int, int]:
+    """What the shape of the scales tells: int4 has them by group, [blocks, N, words]; int8, [N], has group 0."""
+    return (4, 2 * COLUMNS // scale.shape[2]) if scale.dim() == 3 else (8, 0)
+
+
+def run_product(x: Tensor, packed: Tensor, scale: Tensor, cut: ProductPlan) -> Tensor:
+    """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits."""
+    bits, group = bits_and_group(scale)
+    K, N = packed.shape[0] * COLUMNS * 16 // bits, packed.shape[1]
+    x = F.pad(x, (0, K - x.shape[-1])) if x.shape[-1] < K else x.contiguous()  # K padded like the weights
+    M = x.numel() // K
+    y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+    out = y if cut.splits == 1 else torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
+    matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
+        x, packed, scale, out, M, N, K, BITS=bits, GROUP=group, SPLITS=cut.splits,
+        TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+    if cut.splits > 1:
+        sum_kernel[triton.cdiv(M * N, 512),](out, y, M * N, SPLITS=cut.splits, BLOCK=512)
+    return y
+
+
+def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device) -> Tensor:
+    """`ops.quantized.w4a16` or `w8a16`."""
+    K, N = x.shape[-1], packed.shape[1]
+    return run_product(x, packed, scale, plan_product(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device))

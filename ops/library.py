@@ -1,0 +1,56 @@
+"""The operator library `torch.ops.gpt_eagle`, and which of its implementations this machine can run.
+
+Every operator has a file beside this one, with a plain PyTorch reference and an implementation per device: C++ in
+`cpu/` for CPUs, Triton in `cuda/` for CUDA. All are registered with `torch.library`, so that a step that uses them
+compiles with `fullgraph=True`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ops.cpu import build
+
+lib = torch.library.Library("gpt_eagle", "DEF")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether there is Triton; says once what it means that there is none."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    print(
+        "note: without Triton attention, top-k and experts are slow, and steps not timed; pip install triton",
+        file=sys.stderr,
+    )
+    return False
+
+
+@cache
+def triton_products() -> ModuleType:
+    """Import the Triton products. Raises: ValueError where there is no Triton."""
+    try:
+        import ops.cuda.products as products
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("int4 and int8 on CUDA need Triton, and it is not installed; pip install triton") from None
+    return products
+
+
+@torch.compiler.assume_constant_result  # decided while a step is captured
+def has_cpu_operators() -> bool:
+    """Whether the C++ operators are there; the first call builds them, and says once why it cannot."""
+    return not build.load_operators()
+
+
+def served_in_cpp(x: Tensor) -> bool:
+    """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
+    known = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    return known and not x.requires_grad and has_cpu_operators()  # the operators have no gradients

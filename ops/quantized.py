@@ -1,0 +1,223 @@
+"""Products with int8 and int4 weights, x W^T: one function per format and device, for any number of rows.
+
+CPU (`w4a8`, `w8a8`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row and block of K, and
+everything is integer dot products. A row's result does not depend on the other rows, bit for bit. Without a C++
+compiler the references below compute the same function, slowly.
+CUDA (`w4a16`, `w8a16`; cuda/products.py): activations keep 16 bits.
+
+`PRODUCTS` says for a format and a kind of device how weights are packed, unpacked and multiplied. Given a routing
+(`ops.experts.route`), x is [P, K], weights are stacked, and row i meets the weight of its own expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.cpu.layout import STRIP, pack_int4_strips, pack_int8_strips, unpack_int4_strips, unpack_int8_strips
+from ops.cuda.layout import (
+    COLUMNS,
+    pack_int4_planes,
+    pack_int8_planes,
+    pack_scales,
+    unpack_int4_planes,
+    unpack_int8_planes,
+    unpack_scales,
+)  # fmt: skip
+from ops.experts import rows_by_expert
+from ops.library import has_cpu_operators, lib, triton_products
+
+BLOCK8 = 128  # values of K per activation scale of w8a8; w4a8 takes the weights' group
+
+lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
+lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
+
+
+class Product(NamedTuple):
+    """How one device multiplies with one format."""
+
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
+    unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
+    # (x [..., K], packed, scale, n, wide, routing=None) -> x W^T, [..., n]; wide: the result in fp32
+    multiply: Callable[..., Tensor]
+
+
+# --------------------------------------------------------------------------------------------------- CPU
+
+
+def _w4a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None) -> Tensor:
+    if not has_cpu_operators():
+        return _plainly(
+            lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)), x, packed, scale, n, wide, expert
+        )
+    group = (packed.shape[-1] - 2 * STRIP) // 16
+    y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, group, wide, expert)
+    return y if wide else y.to(x.dtype)
+
+
+def _w8a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None) -> Tensor:
+    if not has_cpu_operators():
+        return _plainly(
+            lambda rows, w, s: w8a8_reference(rows, unpack_int8_strips(w, n), s), x, packed, scale, n, wide, expert
+        )
+    y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, wide, expert)
+    return y if wide else y.to(x.dtype)
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float16 else x  # the operators read bf16 and fp32
+
+
+def _plainly(
+    reference: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """By a reference, for machines without a compiler; eager only, as everything is there."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows.new_empty(len(rows), n, dtype=torch.float32 if wide else x.dtype)
+    if expert is None:
+        y.copy_(reference(rows, packed, scale))
+    else:
+        for e, hit in rows_by_expert(expert):
+            y[hit] = reference(rows[hit], packed[e], scale[e]).to(y.dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Round rows to int8 block by block. x: [..., K]. Returns: codes [..., blocks, block] and scales [..., blocks, 1],
+    both fp32; the last block is padded with zeros."""
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    most = blocks.abs().amax(-1, keepdim=True)
+    # divided as in the source: for a plain number, 127 / most is 127 * (1 / most), which rounds twice
+    to_code = torch.where(most > 1e-30, torch.tensor(127.0) / most, 0)
+    return (blocks * to_code).round(), most / 127
+
+
+def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """`w4a8` in plain operations. x: [M, K]; codes, scale: as for `pack_int4`. Returns: [M, N] fp32."""
+    activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
+    weights = codes.float().unflatten(1, (scale.shape[1], -1))
+    sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact
+    return (sums * scales * scale.float().T).sum(1)
+
+
+def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """`w8a8` in plain operations. x: [M, K]; codes: [N, K]; scale: [N] fp32. Returns: [M, N] fp32."""
+    activations, scales = round_activations(x, BLOCK8)
+    weights = F.pad(codes.float(), (0, -codes.shape[1] % BLOCK8)).unflatten(1, (-1, BLOCK8))
+    sums = torch.einsum("mbk,nbk->mbn", activations, weights)
+    return (sums * scales).sum(1) * scale
+
+
+# -------------------------------------------------------------------------------------------------- CUDA
+
+
+def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
+    blocks = -(-x.shape[-1] * bits // (16 * COLUMNS))
+    if packed.shape[-3] != blocks:
+        rule = f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of {16 * COLUMNS // bits}"
+        raise ValueError(f"{rule}; these have {packed.shape[-3]}: pack the weights of this layer")
+    if not scale_is_packed:
+        raise ValueError(f"w{bits}a16 takes scales as {'pack_scales' if bits == 4 else '[N] float32'} lays them out")
+
+
+def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+    """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
+
+    x: [..., K] bfloat16, float16 or float32
+    packed, scale: from `pack_int4_planes` and `pack_scales`
+    lists: from `expert_lists`; x is then [P, K], and packed and scale are stacks, [E, ...]
+    Returns: [..., N] in x's dtype.
+    Raises: ValueError for weights of another width, or scales in another layout.
+    """
+    _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:-1] == packed.shape[:-1])
+    return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists)
+
+
+def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+    """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
+
+    x: [..., K] bfloat16, float16 or float32
+    packed: from `pack_int8_planes`; scale: [N] float32
+    lists: from `expert_lists`; x is then [P, K], and packed and scale are stacks, [E, ...]
+    Returns: [..., N] in x's dtype.
+    Raises: ValueError for weights of another width, or scales in another layout.
+    """
+    stacked = packed.shape[:-3] + packed.shape[-2:-1]
+    _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == stacked)
+    return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists)
+
+
+def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """`w4a16` in the plainest way: the weights in fp32."""
+    K, N = x.shape[-1], packed.shape[1]
+    group = 2 * COLUMNS // scale.shape[2]
+    w = unpack_int4_planes(packed, N, K) * unpack_scales(scale, K).float().repeat_interleave(group, 1)  # [N, K]
+    return (x.float() @ w.T).to(x.dtype)
+
+
+def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """`w8a16` in the plainest way: the weights in fp32."""
+    w = unpack_int8_planes(packed, packed.shape[1], x.shape[-1]) * scale[:, None]  # [N, K]
+    return (x.float() @ w.T).to(x.dtype)
+
+
+def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+    products = triton_products()
+    device = products.device_of(x.device.index)
+    with torch.cuda.device(x.device):
+        if lists is None:
+            return products.matmul(x, packed, scale, device)
+        import ops.cuda.experts
+
+        return ops.cuda.experts.experts_product(x, packed, scale, lists, device)
+
+
+def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[-2])
+
+
+for _name in ("w4a16", "w8a16"):
+    lib.impl(_name, _quantized_matmul_cuda, "CUDA")
+    torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
+
+
+# ------------------------------------------------------------------------------------------------- table
+
+
+def _narrow_or_wide(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A CUDA product as `Product.multiply`: it rounds to x's dtype in any case."""
+
+    def multiply(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, lists: Tensor | None = None) -> Tensor:
+        y = product(x, packed, scale, lists)
+        return y.float() if wide else y
+
+    return multiply
+
+
+PRODUCTS = {
+    ("int4", "cpu"): Product(
+        lambda codes, scale: (pack_int4_strips(codes, scale), scale.new_empty(0)),
+        lambda packed, scale, n, k: unpack_int4_strips(packed, n),
+        _w4a8,
+    ),
+    ("int8", "cpu"): Product(
+        lambda codes, scale: (pack_int8_strips(codes), scale),
+        lambda packed, scale, n, k: (unpack_int8_strips(packed, n), scale),
+        _w8a8,
+    ),
+    ("int4", "cuda"): Product(
+        lambda codes, scale: (pack_int4_planes(codes), pack_scales(scale, codes.shape[1] // scale.shape[1])),
+        lambda packed, scale, n, k: (unpack_int4_planes(packed, n, k), unpack_scales(scale, k)),
+        _narrow_or_wide(w4a16),
+    ),
+    ("int8", "cuda"): Product(
+        lambda codes, scale: (pack_int8_planes(codes), scale),
+        lambda packed, scale, n, k: (unpack_int8_planes(packed, n, k), scale),
+        _narrow_or_wide(w8a16),
+    ),
+}

@@ -1,0 +1,442 @@
+"""Every option, once: a field is a default, a help text, a command-line flag, and what it needs to have an effect.
+
+`parse` turns a command line into a dataclass of options, here and in scripts/. `GenerateConfig.check` refuses what
+cannot work, so that Python callers and the command line get the same messages. Fields with `flag=False` are settings
+for Python callers and scripts/bench.py; the command line does not show them.
+Here too: what the user's mistakes look like, reading prompts, and writing results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
+from sampling import Sampling
+
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
+DEMO_PROMPT = "def read_lines(path):"
+
+Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
+
+
+class Need(NamedTuple):
+    """What an option needs to have an effect."""
+
+    text: str  # follows the flag's name in the message; {0} is the options
+    met: Callable[[GenerateConfig], bool]
+
+
+DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
+HEAD = Need("does nothing with --draft {0.draft}", lambda o: o.draft not in ("model", "ngram"))
+MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
+LOOKUP = Need("belongs to --draft ngram and eagle+ngram", lambda o: o.draft.endswith("ngram"))
+TREE = Need("does nothing with --draft ngram", lambda o: o.draft != "ngram")
+GROWN = Need("belongs to --tree dynamic", lambda o: o.tree_shape in ("dynamic", "auto"))
+LEVELS = Need("belongs to dynamic trees and chains, not to a static one", lambda o: o.tree_shape != "static")
+ONE_SIZE = Need("needs a tree of one size; --tree auto changes it: use --tree dynamic", lambda o: o.tree != "auto")
+SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
+INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
+SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
+TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
+TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
+NOT_CHAT = Need("cannot go with --interactive, which is one conversation", lambda o: not o.interactive)
+
+
+def option(
+    default: Any, help: str, choices: tuple[str, ...] | None = None, needs: tuple[Need, ...] = (),
+    least: int | None = None, flag: bool = True, **extra: Any,
+) -> Any:  # fmt: skip
+    """A dataclass field that is also a flag, unless `flag` is False. least: the smallest value that it may have."""
+    metadata = {"help": help, "choices": choices, "needs": needs, "least": least, "flag": flag, **extra}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Options of a run. Units and effects are in the help texts."""
+
+    checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
+    inflate: str = option("", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b")
+    random_twin: bool = option(False, "random weights instead of that function", needs=(SHAPE,), flag=False)
+    draft: str = option(
+        "",
+        "who drafts: a head, a lookup in the text so far, another model; default: eagle when a head is given or "
+        "bundled, else none",
+        ("none", "eagle", "ngram", "model", "eagle+ngram"),
+    )
+    eagle: str = option(
+        "", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists", needs=(DRAFT, HEAD)
+    )
+    draft_vocab: int = option(
+        0, "the head drafts only this many tokens, the first of its token_ranks.json; 0: all", needs=(DRAFT, HEAD)
+    )
+    token_ranks: str = option(
+        "", "a list of token ids by frequency for draft_vocab", needs=(DRAFT, HEAD, TRIMMED), flag=False
+    )
+    draft_checkpoint: str = option(
+        "", "Hugging Face directory of the draft model (--draft model)", needs=(DRAFT, MODEL)
+    )
+    ngram_tokens: int = option(10, "tokens copied per continuation", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    ngram_branches: int = option(2, "different continuations at most", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    ngram_max: int = option(3, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    tree: str = option(
+        "",
+        "shape of the draft tree; auto picks among several, and none, while decoding: what is fastest here; default: "
+        "auto for a head, chain for a draft model, dynamic where only that can do what is asked for",
+        ("auto", "dynamic", "static", "chain"),
+        needs=(DRAFT, TREE),
+    )
+    tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE))
+    tree_depth: int = option(6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1)
+    tree_topk: int = option(
+        10, "children kept per node, and nodes expanded per level (dynamic; auto: at most)",
+        needs=(DRAFT, TREE, GROWN), least=1,
+    )  # fmt: skip
+    tree_size: int = option(
+        60, "verified nodes, root included (dynamic; auto: at most)", needs=(DRAFT, TREE, GROWN), least=2
+    )
+    expand_by: str = option(
+        "value", "what picks the nodes to expand (EAGLE-2 Table 3)", ("value", "confidence"),
+        needs=(DRAFT, TREE, GROWN, ONE_SIZE), flag=False,
+    )  # fmt: skip
+    no_rerank: bool = option(
+        False, "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
+        needs=(DRAFT, TREE, GROWN, ONE_SIZE), flag=False,
+    )  # fmt: skip
+    children: str = option(
+        "",
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared noise, or sampled "
+        "without replacement; default: noise, and with --accept residual sampled (topk on dynamic trees)",
+        ("topk", "noise", "sampled"), needs=(DRAFT, TREE, SAMPLED), flag=False,
+    )  # fmt: skip
+    sharpness: float = option(
+        0.0, "c in a child's score log softmax(c z); 0: what the head was fitted with",
+        needs=(DRAFT, TREE, GROWN), least=0, flag=False,
+    )  # fmt: skip
+    accept: str = option(
+        "exact", "exact: the same tokens as vanilla; residual: the papers' rule", ("exact", "residual"),
+        needs=(DRAFT, SAMPLED, ONE_SIZE),
+    )  # fmt: skip
+    prompt: str | None = option(None, "text to continue; the demo has a default")
+    prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
+    prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    interactive: bool = option(False, "chat on the terminal")
+    chat: str | None = option(
+        None, "apply a chat template: the model's, or the one named", needs=(TEXT,), optional=True
+    )
+    max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    top_k: int = option(0, "sample among the k most likely tokens; 0: all", needs=(SAMPLED,), least=0)
+    top_p: float = option(1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,))
+    seed: int = option(0, "of the sampling noise; the same seed gives the same tokens for every drafter and tree")
+    ignore_eos: bool = option(False, "go on after an end-of-sequence token")
+    num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1)
+    batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
+    context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0)
+    quant: str = option("none", "round the target's weights while loading", ("none", "int8", "int4"))
+    group_size: int = option(128, "inputs that share a scale (int4): 32, 64 or 128", needs=(INT4,))
+    quant_draft: str = option(
+        "", "the same for the draft; default: as the target", ("none", "int8", "int4"), needs=(DRAFT, TREE)
+    )
+    compile: bool = option(False, "compile the steps of a cycle")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
+    compare: bool = option(
+        False, "also decode without drafting, check that the tokens agree, print the speedup", needs=(NOT_CHAT,)
+    )
+    json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
+    trace: str = option("", "write one JSON line per cycle and row; - is standard output", needs=(NOT_CHAT,))
+    profile: str = option("", "write a profiler trace of the decoding (chrome://tracing)", needs=(NOT_CHAT,))
+
+    @property
+    def sampling(self) -> Sampling:
+        """How logits become a distribution."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def tree_shape(self) -> str:
+        """What `--tree` comes to."""
+        if self.tree or self.tree_file:
+            return "static" if self.tree_file else self.tree
+        if self.draft == "model":
+            return "chain"
+        grown = self.draft == "eagle+ngram" or self.expand_by != "value" or self.no_rerank or self.accept != "exact"
+        return "dynamic" if grown else "auto"
+
+    @property
+    def draft_tree(self) -> DynamicTree | StaticTree:
+        """The tree that is asked for; with `--tree auto` the largest. Raises: ValueError for one that cannot be."""
+        if self.tree_shape == "chain":
+            return StaticTree.chain(self.tree_depth)
+        if self.tree_shape == "static":
+            return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
+        return DynamicTree(self.tree_depth, self.tree_topk, self.tree_size, self.expand_by, not self.no_rerank)
+
+    @property
+    def child_rule(self) -> str:
+        """How children are picked: as asked for, else what the acceptance rule can take."""
+        residual = "topk" if GROWN.met(self) else "sampled"
+        return self.children or (residual if self.accept == "residual" else "noise")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value or a combination that cannot work."""
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata["least"]
+            _rule(least is None or value >= least, f"--{f.name} must be at least {least}; it is {value}")
+        self.check_needs()
+        self._check_values()
+        self._check_files()
+        self._check_tree()
+
+    def check_needs(self) -> None:
+        """Raises: ValueError for an option that would have no effect."""
+        for f in fields(self):
+            if getattr(self, f.name) != f.default:
+                for need in f.metadata["needs"]:
+                    _rule(need.met(self), f"--{f.name} {need.text.format(self)}")
+
+    def _check_values(self) -> None:
+        size = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
+        _rule(self.tree_size <= MAX_NODES, size)
+        _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
+        _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
+        _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
+        _rule(self.draft_vocab >= 0, f"--draft_vocab must be positive, or 0 for all tokens; it is {self.draft_vocab}")
+        _rule(self.group_size in GROUP_SIZES, f"--group_size must be one of {GROUP_SIZES}; it is {self.group_size}")
+        _rule(self.draft != "model" or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
+
+    def _check_files(self) -> None:
+        """Before anything is computed, so that nothing is lost."""
+        sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
+        given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
+        _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
+        _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
+        for name in ("json", "trace", "profile"):
+            where = Path(getattr(self, name))
+            _rule(where.parent.is_dir(), f"--{name}: cannot write {where}; there is no directory {where.parent}")
+            whole = not getattr(self, name) or not where.is_dir()
+            _rule(whole, f"--{name}: {where} is a directory; name a file")
+
+    def _check_tree(self) -> None:
+        _rule(not self.tree_file or self.tree in ("", "static"), f"--tree_file is a static tree, not {self.tree}")
+        if self.draft == "eagle+ngram":
+            whole = self.tree_shape == "dynamic" and not self.no_rerank
+            _rule(whole, "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag")
+        grown = GROWN.met(self)
+        _rule(
+            not grown or self.children != "sampled",
+            "--children sampled would make a dynamic tree lossy; use --tree static",
+        )
+        if self.accept == "residual":
+            lossy = "--accept residual needs a draft that does not read the target's noise; use"
+            _rule(self.children != "noise", f"{lossy} --children {'topk' if grown else 'sampled'}")
+            sampled = grown or self.children != "topk"
+            _rule(sampled, "--accept residual samples the children of static trees; drop --children topk")
+
+
+def default_of(name: str) -> Any:
+    """The default of an option."""
+    return next(f.default for f in fields(GenerateConfig) if f.name == name)
+
+
+def _rule(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # one line, no usage block
+        fail(self.prog, f"{message}; see --help")
+
+
+def fail(program: str, message: str) -> NoReturn:
+    """End the program on a user's mistake: one line, exit status 2."""
+    print(f"{program}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(options: type, program: str, description: str, argv: list[str] | None = None, settings: bool = False) -> Any:
+    """Read the command line into a dataclass whose fields are made by `option`. Exits with status 2 on a mistake.
+
+    settings: take fields with `flag=False` too
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=program, description=description, allow_abbrev=False, formatter_class=raw)
+    kinds = {"int": int, "float": float}
+    for f in fields(options):
+        assert f.default is not MISSING, f.name
+        if not (f.metadata["flag"] or settings):
+            continue
+        shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
+        extra: dict[str, Any] = {"help": (f.metadata["help"] + shown).replace("%", "%%"), "default": f.default}
+        if f.type == "bool":
+            extra["action"] = "store_true"
+        else:
+            extra |= {"type": kinds.get(str(f.type), str), "choices": f.metadata["choices"]}
+        if f.metadata.get("optional"):
+            extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
+        if f.metadata.get("positional"):  # may be left out, as every option
+            extra |= {"nargs": "?"}
+        parser.add_argument(f.name if f.metadata.get("positional") else f"--{f.name}", **extra)
+    return options(**vars(parser.parse_args(argv)))
+
+
+@contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """A user's mistake inside becomes one line and exit status 2; Ctrl-C and a closed pipe become no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        fail(program, str(error))
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("extras"):
+            raise
+        fail(program, f"{error.name} is not here; restore the folder extras/, or use --draft none or --tree dynamic")
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports it
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
+    """Read one JSON object a line (or a JSON array of them).
+
+    what: the flag that named the file
+    check: says what is wrong with an object; "" when nothing is
+    Raises: ValueError that names the file and the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what}: cannot read {path} ({type(error).__name__})") from None
+    rows = []
+    try:
+        lines = [(1, text)] if text.lstrip().startswith("[") else list(enumerate(text.split("\n"), 1))
+        for number, line in lines:  # noqa: B007  (the message needs the number)
+            if line.strip():
+                value = json.loads(line)
+                found = value if isinstance(value, list) else [value]
+                wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
+                _rule(not wrong, f"{what}: {path} line {number}: {wrong}")
+                rows += found
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}: {path} line {number} is not valid JSON: {error}") from None
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{what}: {path} must hold one JSON object a line")
+    return rows
+
+
+def read_prompts(config: GenerateConfig) -> list[Conversation]:
+    """The conversations to decode. Raises: ValueError for a file that cannot be read or holds no prompt."""
+    if config.prompt_ids is not None:
+        parts = config.prompt_ids.replace(" ", "").split(",")
+        if not all(re.fullmatch(r"-?\d+", p) for p in parts):
+            raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids!r}")
+        return [[int(p) for p in parts]]
+    if config.prompt is not None:
+        return [[config.prompt]]
+    if not config.prompt_file:
+        if config.checkpoint != DEMO:
+            raise ValueError("no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
+        return [[DEMO_PROMPT]]
+    return _prompts_of_file(Path(config.prompt_file))
+
+
+def _prompts_of_file(path: Path) -> list[Conversation]:
+    if path.suffix == ".jsonl":
+        turns = [row.get("turns") for row in read_jsonl(path, "--prompt_file")]
+        for number, each in enumerate(turns, 1):
+            if not isinstance(each, list) or not each or not all(isinstance(t, str) and t for t in each):
+                raise ValueError(f'--prompt_file: {path} row {number} must be like {{"turns": ["text", ...]}}')
+        return turns
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt_file: cannot read {path} ({type(error).__name__})") from None
+    if not text.strip():
+        raise ValueError(f"--prompt_file: {path} is empty")
+    return [[text]]
+
+
+def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
+    """Raises: ValueError for a prompt that is empty, out of range or does not fit."""
+    if not ids:
+        raise ValueError("the prompt is empty; give it at least one token")
+    bad = next((i for i in ids if not 0 <= i < vocab), None)
+    if bad is not None:
+        raise ValueError(f"token ids must be in 0..{vocab - 1}; the prompt has {bad}")
+    if len(ids) >= context:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, the context holds {context} with at least one new token; "
+            "shorten it or raise --context"
+        )
+    return ids
+
+
+def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
+    """Read a JSON list of rank paths. Raises: ValueError that says what is wrong with it."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"--tree_file: cannot read {file}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--tree_file: {file} is not valid JSON: {error}") from None
+    whole = isinstance(raw, list) and all(
+        isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
+    )
+    if not whole or not raw:
+        raise ValueError(f"--tree_file: {file} must be a list of rank paths such as [[0], [1], [0, 0]]")
+    paths = {tuple(p) for p in raw}
+    orphan = next((list(p) for p in sorted(paths) if len(p) > 1 and p[:-1] not in paths), None)
+    if orphan is not None:
+        raise ValueError(f"--tree_file: {file} has the path {orphan} without its parent {orphan[:-1]}; add it")
+    if len(paths) != len(raw):
+        raise ValueError(f"--tree_file: {file} lists a path twice")
+    if len(paths) + 1 > MAX_NODES:
+        raise ValueError(f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}")
+    return tuple(paths)
+
+
+def pick_device(name: str) -> str:
+    """Check a device name, or choose one. Raises: ValueError when it is not to be had."""
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    _rule(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
+    _rule(
+        kind == "cpu" or torch.cuda.is_available(),
+        f"--device {name}: this machine or this torch has no CUDA device",
+    )
+    index, count = torch.device(name).index or 0, torch.cuda.device_count()
+    _rule(kind == "cpu" or index < count, f"--device {name}: there are {count} CUDA devices, counted from 0")
+    return name
+
+
+def write_text(where: str, text: str) -> None:
+    """Write a whole file under its final name, or to standard output for `-`."""
+    if where == "-":
+        print(text, flush=True)
+        return
+    temporary = Path(f"{where}.tmp")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, where)
+    except OSError as error:
+        raise ValueError(f"cannot write {where}: {error.strerror}") from None

@@ -1,0 +1,162 @@
+"""How steps run: compiled, captured as CUDA graphs, timed from inside, their reports copied to the host late.
+
+1. `compiled` wraps torch.compile for every step of the project.
+2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by storing results where it
+   found them. The first runs of a body are not captured: they compile and load what it needs, which fails inside a
+   capture.
+3. `HostCopy` starts a copy into pinned memory behind the cycle that was launched, and waits for that copy alone when it
+   is read, a cycle later. The next replay may overwrite its source: the copy comes first in the stream.
+4. `mark` tells when a device gets somewhere, also inside of compiled and captured steps.
+
+On other devices a `Replay` runs its body, so that the same path is tested without a GPU.
+Trade-off: one graph per preset, instead of conditional nodes inside of one: switching is which graph is launched.
+Not here: what a cycle does (decode.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.library import has_cpu_operators, has_triton
+
+WARM_UPS = 2  # runs before a capture
+
+
+class Replay:
+    """A step over fixed buffers: captured as a CUDA graph once it is warm, elsewhere run as it is."""
+
+    def __init__(self, body: Callable[[], Any], device: torch.device):
+        self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
+
+    def __call__(self) -> Any:
+        """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
+        self.runs += 1
+        if self.device.type != "cuda" or self.runs <= WARM_UPS:
+            return self.body()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.result = self.body()  # recorded, not run
+        self.graph.replay()
+        return self.result
+
+
+def leaves(record: Any) -> list[Tensor]:
+    """The tensors of nested tuples, in order; None has none."""
+    if isinstance(record, Tensor):
+        return [record]
+    return [leaf for part in record or () for leaf in leaves(part)]
+
+
+def store(buffers: Any, values: Any) -> None:
+    """Copy every tensor of `values` into its buffer. Writes: those that are not the buffer itself."""
+    old, new = leaves(buffers), leaves(values)
+    assert len(old) == len(new), (len(old), len(new))
+    for buffer, value in zip(old, new):
+        if buffer is not value:
+            buffer.copy_(value)
+
+
+class HostCopy:
+    """Small tensors on their way to the host."""
+
+    def __init__(self, *tensors: Tensor):
+        # pinned on CUDA, from a ring of blocks that the allocator reuses as soon as their copies are done
+        self.host = [x.to("cpu", non_blocking=True) for x in tensors]
+        self.arrived = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def read(self) -> list[list]:
+        """Wait for the copies, not for the device."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [x.tolist() for x in self.host]
+
+
+# --------------------------------------------------------------------------------------------- compiling
+
+
+def compiled(step: Callable) -> Callable:
+    """Compile a step, `fullgraph=True`, for the shapes that it first meets."""
+
+    def body(*inputs: Any) -> Any:
+        return step(*inputs)
+
+    # a code object of its own: Dynamo counts compilations per code object and stops at a limit, which many engines in
+    # one process would reach together
+    code = body.__code__.replace(co_name=f"{type(step).__name__}_{next(_compiled)}")
+    own = FunctionType(code, body.__globals__, code.co_name, None, body.__closure__)
+    # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
+    options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_modes}
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+
+
+_compiled = itertools.count()
+
+
+def why_not_compiled(device: str) -> str:
+    """Try the compiler on a small step. Returns: why it does not work here, or the empty string."""
+    try:
+        torch.compile(_probe, fullgraph=True)(torch.ones(2, device=device))
+    except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
+    return ""
+
+
+def _probe(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards a compiled step keeps: modes such as autocast, which a caller may change.
+
+    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking modules took 0.3 ms a
+    step at 8 layers, and tensors 0.1 ms a cycle; what was compiled asserts the sizes of its arguments anyway.
+    """
+    return [guard.guard_type == "GLOBAL_STATE" for guard in guards]
+
+
+# ------------------------------------------------------------------------------------------------- clock
+
+
+def mark(record: Any, name: str, after: Sequence[Tensor] = ()) -> tuple[Any, Tensor]:
+    """Tell when a field of a NamedTuple is there. What is to come later takes the record that is returned.
+
+    after: what else must be there already
+    Returns: the record; the time, as in `stamp`.
+    """
+    x, now = stamp(getattr(record, name), after)
+    return record._replace(**{name: x}), now
+
+
+def stamp(x: Tensor, after: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """Tell when a device gets here. What is to come later takes the x that is returned.
+
+    after: what else must be there already
+    Returns: x; the time, a scalar int64 tensor, in ns, on that device; only differences mean something. It is read by a
+    kernel on CUDA, so that captured graphs tell the time too; without Triton it is 0 there.
+    """
+    if x.is_cuda:
+        return x, _clock_cuda(x.device)
+    if has_cpu_operators():
+        return torch.ops.gpt_eagle.stamp(x, list(after))
+    return x, torch.tensor(time.perf_counter_ns())
+
+
+def _clock_cuda(device: torch.device) -> Tensor:
+    now = torch.zeros((), dtype=torch.int64, device=device)
+    if has_triton():
+        import ops.cuda.clock
+
+        with torch.cuda.device(device):
+            ops.cuda.clock.read(now)
+    return now

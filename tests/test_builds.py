@@ -1,0 +1,167 @@
+"""How the C++ operators are built, and that builds for other processors decode without changing a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_tree import DynamicTree, StaticTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter, load_head
+from helpers import decode, engine_for
+from hf.weights import load_model
+from ops.cpu import build
+from ops.cpu.layers import FusedLayers
+from options import DEMO
+from quantize import Quantization
+from sampling import Sampling
+
+ROOT = Path(build.__file__).parents[2]
+MARCHES = ("x86-64-v3", "x86-64")  # AVX2, and plain loops
+
+
+def needs(march: str) -> pytest.MarkDecorator:
+    """A mark: skip where this processor cannot run what is built for another."""
+    features = {"avx2", "fma", "bmi2"} if march == "x86-64-v3" else set()
+    runs = platform.machine() == "x86_64" and features <= set(build.processor().split())
+    return pytest.mark.skipif(not runs, reason=f"this processor is no {march}")
+
+
+# --------------------------------------------------------------------------------------------- decoding
+
+PROMPT = [3, 1, 4, 1, 5, 92, 65, 35]
+FORMATS = {"bf16": None, "int8": Quantization("int8"), "int4": Quantization("int4")}
+TREES = {"chain": StaticTree.chain(5), "dynamic": DynamicTree()}
+
+
+def decode_all() -> dict[str, list]:
+    """The tokens of the demo in every format, with its modules and with fused layers: vanilla, chain and dynamic."""
+    options, found = {"max_new_tokens": 16, "ignore_eos": True}, {}
+    for name, quant in FORMATS.items():
+        target = load_model(Path(DEMO), torch.bfloat16, quant=quant)
+        head = load_head(Path(DEMO + "-eagle"), target, quant)
+        drafters = [RootOnly(), *(EagleDrafter(head, target, tree, Sampling()) for tree in TREES.values())]
+        engines = [engine_for(target, drafter, **options) for drafter in drafters]
+        for fused in (False, True):
+            for layers in (target.layers, head.layers):
+                layers.fused = FusedLayers(layers) if fused else None
+            found[f"{name} {'fused' if fused else 'eager'}"] = [decode(e, PROMPT).history[0] for e in engines]
+    return found
+
+
+@pytest.mark.parametrize("march", [pytest.param(march, marks=needs(march)) for march in MARCHES])
+def test_other_processors_decode_the_same_tokens_with_trees(march):
+    """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for."""
+    child = "import json, test_builds as t; print(json.dumps([str(t.build.build()), t.decode_all()]))"
+    env = os.environ | {"GPT_EAGLE_MARCH": march, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", child], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    library, found = json.loads(done.stdout)
+    assert Path(library).name.startswith(f"{march}-") and "slow" not in done.stderr, done.stderr
+    assert len(found) == 6
+    for name, (vanilla, *drafted) in found.items():
+        assert len(vanilla) == len(PROMPT) + 16 and drafted == [vanilla, vanilla], name
+
+
+# ---------------------------------------------------------------------------------------------- building
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """A compiler that takes 0.1 s and makes empty files, for an empty cache. Returns: what it was called with, so far."""
+    compiler, log = tmp_path / "c++", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\nsleep 0.1\necho "$@" >> {log}\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("GPT_EAGLE_MARCH", raising=False)
+    return lambda: log.read_text().splitlines() if log.exists() else []
+
+
+def test_nothing_is_built_twice(calls, tmp_path, monkeypatch):
+    library = build.build("x86-64-v3")
+    assert build.build("x86-64-v3") == library and len(calls()) == 1 and "-march=x86-64-v3" in calls()[0]
+    assert list((tmp_path / "cache/gpt-eagle").iterdir()) == [library], "nothing else is left"
+    monkeypatch.setenv("GPT_EAGLE_MARCH", "x86-64-v3")
+    assert build.build() == library and len(calls()) == 1
+    native = build.build("native")
+    monkeypatch.delenv("GPT_EAGLE_MARCH")
+    assert build.build() == native != library and len(calls()) == 2 and "-march=native" in calls()[1]
+
+
+def test_what_a_library_depends_on(calls, tmp_path, monkeypatch):
+    """Sources, and for the native one the processor; not where the sources lie."""
+    native, other = build.build(), build.build("x86-64")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in build.SOURCES:
+        (copy / name).write_bytes((build.HERE / name).read_bytes())
+    monkeypatch.setattr(build, "HERE", copy)
+    assert (build.build(), build.build("x86-64")) == (native, other) and len(calls()) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "processor", lambda: "flags: avx1024")
+        assert build.build() != native and build.build("x86-64") == other
+    for name in build.SOURCES:
+        source = (copy / name).read_text()
+        (copy / name).write_text(source + "// edited\n")
+        assert build.build("x86-64") != other
+        (copy / name).write_text(source)
+    assert build.build("x86-64") == other
+    assert {f.name for f in Path(build.__file__).parent.iterdir() if f.suffix in (".cpp", ".h")} == set(build.SOURCES)
+
+
+def test_two_who_build_at_once_build_once(calls):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(build.build, ["x86-64", "x86-64"])
+    assert first == second and len(calls()) == 1
+
+
+# ----------------------------------------------------------------------------------- where there is no library
+
+
+def why(capsys) -> str:
+    """What `load_operators` returns, and says."""
+    reason, said = build.load_operators.__wrapped__(), capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("note: PyTorch's own operators ") and said.endswith(f" ({reason})\n")
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"CXX": "/nonexistent/g++"}, "no C++ compiler: CXX is /nonexistent/g++"),  # another one is not what was asked
+        ({"CXX": "", "PATH": ""}, "no C++ compiler; install g++ or set CXX"),
+        ({"CXX": "/bin/false"}, "/bin/false failed: it gave no reason"),
+    ],
+)
+def test_why_there_are_no_operators(calls, tmp_path, monkeypatch, capsys, environment, says):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert says in why(capsys)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written(calls, tmp_path, capsys):
+    (tmp_path / "cache").mkdir(0o500)
+    assert "cannot write" in why(capsys)
+
+
+def test_a_cache_that_is_a_file(calls, tmp_path, capsys):
+    (tmp_path / "cache").touch()
+    assert "cannot write" in why(capsys)
+
+
+def test_a_damaged_library_is_not_fatal(calls, capsys):
+    """The cache holds a file of the right name that is no library."""
+    library = build.build()
+    library.write_bytes(b"\x7fELF")
+    assert library.name in why(capsys) and len(calls()) == 1

@@ -1,0 +1,181 @@
+"""The laws of the house: what imports what, how long things are, how deep and how wide a decode cycle is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import decode
+import generate
+import model
+from draft_tree import accept
+
+ROOT = Path(generate.__file__).parent
+METHOD = ("model", "generate", "eagle_draft", "quantize", "decode", "draft_tree", "drafters", "sampling")
+# from the ground up; a module may import those of lower floors, and its own folder's
+FLOORS = (
+    ("checkpoint", "stats", "draft_tree", "ops"),
+    ("sampling", "runtime"),
+    ("options", "model"),
+    ("drafters", "quantize"),
+    ("hf",),
+    ("decode", "eagle_draft"),
+    ("extras",),
+    ("generate",),
+    ("scripts",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the project but the tests, by its dotted name."""
+    folders = [ROOT, *(p for name in ("hf", "ops", "extras", "scripts") for p in (ROOT / name).rglob(""))]
+    files = [f for folder in folders if folder.name != "__pycache__" for f in sorted(folder.glob("*.py"))]
+    names = {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+    return {name: ast.parse(f.read_text(encoding="utf-8")) for name, f in names.items()}
+
+
+def imports(tree: ast.Module, known: set[str]) -> set[str]:
+    """The project's modules that a module imports, in functions too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {f"scripts.{name}" if f"scripts.{name}" in known else name for name in found} & (known | {"scripts"})
+
+
+def room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    trees = modules()
+    return {name: imports(tree, set(trees)) - {name} for name, tree in trees.items()}
+
+
+def test_no_circle(arrows):
+    packages = {"ops", "ops.cpu", "ops.cuda", "hf", "extras"}  # their __init__ files import nothing
+    assert not any(arrows[name] for name in packages)
+    order = list(TopologicalSorter({name: found - packages for name, found in arrows.items()}).static_order())
+    assert set(order) >= set(arrows) - packages
+
+
+def test_arrows_point_down(arrows):
+    assert {room(name) for name in arrows} == set(FLOOR)
+    up = [
+        (a, b) for a, found in arrows.items() for b in found if room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)]
+    ]
+    assert not up
+
+
+def test_the_top_is_small():
+    assert len(list(ROOT.glob("*.py"))) <= 13
+    lines = {name: len((ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines()) for name in METHOD}
+    assert sum(lines.values()) <= 2700, lines
+
+
+def test_functions_are_short():
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
+
+
+def test_names_of_files_in_the_text_are_true():
+    """What docstrings, comments and the README call a file is one."""
+    known = {f.name for f in ROOT.rglob("*") if f.is_file()} | {"tree.py", "__init__.py"}
+    for file in [
+        *ROOT.glob("*.py"),
+        ROOT / "README.md",
+        *(f for d in ("hf", "ops", "extras") for f in (ROOT / d).rglob("*")),
+    ]:
+        if file.suffix in (".py", ".cpp", ".h", ".md"):
+            lines = [x for x in file.read_text(encoding="utf-8").splitlines() if not x.startswith("#include <")]
+            named = set(re.findall(r"\b[a-z_]\w*\.(?:py|cpp|h)\b", "\n".join(lines)))
+            assert named <= known | {"encoder.py", "llama.cpp"}, (file.name, named - known)  # GPT-2's
+
+
+# ------------------------------------------------------------------------------------------- what runs
+
+EAGER = ["--max_new_tokens", "24", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "chain", "auto"])
+def test_at_most_ten_frames_to_accept(tree, monkeypatch, capsys):
+    depths = []
+
+    def counted(*inputs):
+        frame, names = sys._getframe(1), ["accept"]  # this function stands for it
+        while names[-1] != "main":
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if "warm_up" not in names:
+            depths.append(len(names))
+        return accept(*inputs)
+
+    monkeypatch.setattr(decode, "accept", counted)
+    generate.main([*EAGER, "--tree", tree])
+    assert depths and max(depths) <= 10
+
+
+@pytest.mark.parametrize("options", [{"draft": "none"}, {"tree": "chain"}, {"tree": "dynamic"}], ids=str)
+def test_a_cycle_visits_at_most_ten_files(options):
+    """Greedy; sampling adds sampling.py, the chooser of trees extras/autosize.py, int4 quantize.py."""
+    engine = generate.load(max_new_tokens=64, device="cpu", **options)
+    session, files = decode.Session(engine, [(0, 0)]), set()
+    decoding = session.run([[5, 17, 3]])
+    next(decoding), next(decoding)
+
+    def see(frame, event, argument):
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(ROOT):
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(see)
+    try:
+        next(decoding)
+    finally:
+        sys.setprofile(None)
+    assert 5 < len(files - {__file__}) <= 10, sorted(files)
+
+
+def test_what_one_edits_is_what_runs(monkeypatch):
+    """Without --compile the modules of model.py run, in every format."""
+
+    def edited(*inputs):
+        raise RuntimeError("Block.forward was edited")
+
+    for options in ({}, {"quant": "int4"}, {"draft": "none"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.Block, "forward", edited)
+            with pytest.raises(RuntimeError, match="was edited"):
+                generate.load(max_new_tokens=4, device="cpu", **options)
+
+
+def test_extras_can_be_deleted(tmp_path):
+    """Vanilla and EAGLE decoding go on without the folder, with the same tokens; what needs it says so in a line."""
+    for source in [*ROOT.glob("*.py"), *(ROOT / name for name in ("hf", "ops", "checkpoints"))]:
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / source.name)
+
+    def run(*argv: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "generate.py", *EAGER, *argv]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    vanilla, eagle = run("--draft", "none"), run("--tree", "dynamic")
+    assert vanilla.returncode == eagle.returncode == 0, vanilla.stderr + eagle.stderr
+    texts = [done.stdout.rpartition("\n\n")[0] for done in (vanilla, eagle)]
+    assert texts[0] == texts[1] and len(texts[0]) > 20
+    for argv in ((), ("--draft", "ngram")):
+        failed = run(*argv)
+        assert failed.returncode == 2 and len(failed.stderr.splitlines()) == 1
+        assert "restore the folder extras/" in failed.stderr
