@@ -17,6 +17,27 @@ def _fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@pytest.fixture(params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def either(request):
+    """Once traced; compiled, when slow tests run."""
+    if request.param == "traced":
+        request.getfixturevalue("traced")
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Steps are traced whole and made functional, but no C++ is written for them, which takes ten times as long.
+
+    What is said about graphs, compiling again and what buffers hold is the same; the bits are those of eager code.
+    """
+    inductor = torch.compile
+
+    def trace(step, options, **how):
+        return inductor(step, backend="aot_eager", options={"guard_filter_fn": options["guard_filter_fn"]}, **how)
+
+    monkeypatch.setattr(torch, "compile", trace)
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """What is not written is not a number; in whole numbers, the largest."""

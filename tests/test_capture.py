@@ -128,6 +128,7 @@ def test_host_copies_are_lists():
     assert HostCopy(torch.arange(3), torch.ones(1, 2)).read() == [[0, 1, 2], [[1.0, 1.0]]]
 
 
+@pytest.mark.usefixtures("either")
 def test_compiling_by_layer_changes_no_token():
     """What is done on CUDA, here: one compiled layer for all, fixed buffers, a late host."""
     engine = sized_engine(1.0)

@@ -253,6 +253,15 @@ LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
         ("llama", "model:twigs", 1.0, 2), ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "trimmed:tiny", 0.0, 1),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("traced")
+def test_traced_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
+    check_compiled(model, name, temperature, batch)
+
+
+@pytest.mark.parametrize(
+    "model, name, temperature, batch",
+    [("llama", "tiny", 1.0, 2), ("llama", "ngram", 0.0, 1), ("mixtral", "twigs", 0.0, 1)],
+)
 def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
     check_compiled(model, name, temperature, batch)
 
@@ -261,6 +270,8 @@ def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperatu
 @pytest.mark.parametrize(
     "model, name, temperature, batch",
     [
+        ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "model:twigs", 1.0, 2),
+        ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "trimmed:tiny", 0.0, 1),
         ("llama", "dynamic", 1.0, 2), ("llama", "static", 0.0, 1), ("llama", "chain", 1.0, 1),
         ("llama", "dynamic", 0.0, 1), ("mixtral", "dynamic", 1.0, 2), ("llama", "model:chain", 1.0, 2),
         ("llama", "model:small", 0.0, 1), ("llama", "eagle+ngram", 1.0, 1), ("llama", "trimmed:dynamic", 1.0, 2),
@@ -514,6 +525,7 @@ def test_residual_rule_in_the_loop_follows_p(name, children):
     assert odds(engine_for(target, RootOnly(), context=80, **{**options, "temperature": 1.0})) < 1e-9
 
 
+@pytest.mark.usefixtures("traced")
 def test_many_compiled_engines_in_one_process():
     """Dynamo stops after some compilations of the same code; every engine has code of its own."""
     torch._dynamo.reset()
