@@ -43,6 +43,8 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
@@ -140,7 +142,9 @@ def write_checkpoint(
     check_out(out, overwrite)
     temporary, old = (out.with_name(f"{out.name}{end}") for end in (".tmp", ".old.tmp"))
     try:
-        for leftover in (temporary, old):  # from a run that was killed
+        if old.exists() and not out.exists():  # a run was killed between the two renames below
+            old.rename(out)
+        for leftover in (temporary, old):
             if leftover.exists():
                 shutil.rmtree(leftover)
         temporary.mkdir(parents=True)

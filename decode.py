@@ -140,6 +140,7 @@ def with_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every preset, compiled when the config says so.
 
     With --compile on a CPU, weights are taken as they are now: they may change in place afterwards, not be replaced.
+    Writes: `fused` of the layers, of the target and of the drafter; engines that share them must agree on --compile.
     """
     compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
     for layers in filter(None, (engine.target.layers, engine.drafter.layers)):
@@ -399,9 +400,9 @@ class Session:
             pending.append(self._launch())
             if len(pending) > self.lag:
                 new, finished = self._read(pending.popleft())
-                self.stats.decode_s += time.perf_counter() - began
-                began = time.perf_counter()
+                self.stats.decode_s += (read := time.perf_counter()) - began
                 yield self._note(new)
+                began = read if self.lag else time.perf_counter()  # only a device goes on while the caller works
 
     def _launch(self, preset: int | None = None) -> Launched:
         """Run a cycle of a preset, or of the one that the chooser takes."""
@@ -425,8 +426,9 @@ class Session:
         return self._seconds(launched, Report.rows(packed)[0])
 
     def _seconds(self, launched: Launched, report: Report) -> float:
-        """How long a cycle took: on the device where it runs ahead of the host."""
-        return (report.times[-1] - report.times[0]) / 1e9 if self.lag else time.perf_counter() - launched.began
+        """How long a cycle took: by the device's clock, if it has one, where it runs ahead of the host."""
+        on_device = (report.times[-1] - report.times[0]) / 1e9
+        return on_device if self.lag and on_device else time.perf_counter() - launched.began
 
     def _read(self, launched: Launched) -> tuple[list[list[int]], bool]:
         """Returns: the new tokens of every row; whether all rows are done. Writes: preset, stats, trace."""

@@ -93,7 +93,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     began = time.perf_counter()
     config = replace(config, device=pick_device(config.device))
     if config.device.startswith("cuda"):
-        torch.cuda.set_device(config.device)
+        torch.cuda.set_device(torch.device(config.device).index or 0)
     path = Path(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_json(path / "config.json"))
@@ -235,7 +235,8 @@ class Batch:
         """Decode one of `groups`, turn by turn. watch: told the new tokens of every row, cycle by cycle."""
         engine, session = self.engine, Session(self.engine, group)
         entries: list[list[Entry]] = [[] for _ in group]  # per row
-        while any(prompts := [self._next(stream, done) for stream, done in zip(group, entries)]):
+        prompts: list[list[int] | None] = [self.first[prompt] for prompt, _ in group]
+        while any(prompts):
             for new in session.run(prompts):
                 if watch is not None:
                     watch(new)
@@ -243,17 +244,15 @@ class Batch:
                 if ids is not None:
                     index = (*group[row], len(entries[row]))
                     entries[row].append(Entry(index, ids, session.history[row][len(ids) :]))
+                    prompts[row] = self._next(group[row][0], entries[row])
         first = self.groups.index(group) * engine.config.batch_size
         self.entries += chain.from_iterable(entries)
         self.trace += [{**line, "row": first + line["row"]} for line in session.trace]
         self.stats.add(session.stats)
 
-    def _next(self, stream: tuple[int, int], done: list[Entry]) -> list[int] | None:
+    def _next(self, prompt: int, done: list[Entry]) -> list[int] | None:
         """The prompt of a conversation's next turn; None where it is over. A turn that does not fit ends it."""
-        prompt, turn = stream[0], len(done)
-        if turn == 0:
-            return self.first[prompt]
-        turns = self.conversations[prompt]
+        turns, turn = self.conversations[prompt], len(done)
         if isinstance(turns[0], int) or turn == len(turns):  # ids are a single turn
             return None
         ids = encode(self.engine, turns[: turn + 1], [text_of(self.engine, entry.new) for entry in done])

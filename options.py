@@ -39,12 +39,12 @@ class Need(NamedTuple):
 
 
 DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
-HEAD = Need("does nothing with --draft {0.draft}", lambda o: o.draft not in ("model", "ngram"))
+HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: o.draft not in ("model", "ngram"))
 MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
-LOOKUP = Need("belongs to --draft ngram and eagle+ngram", lambda o: o.draft.endswith("ngram"))
-TREE = Need("does nothing with --draft ngram", lambda o: o.draft != "ngram")
-GROWN = Need("belongs to --tree dynamic", lambda o: o.tree_shape in ("dynamic", "auto"))
-LEVELS = Need("belongs to dynamic trees and chains, not to a static one", lambda o: o.tree_shape != "static")
+LOOKUP = Need("belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram"))
+TREE = Need("does nothing with --draft ngram, which has a tree of its own; drop it", lambda o: o.draft != "ngram")
+GROWN = Need("belongs to --tree dynamic and auto; drop it", lambda o: o.tree_shape in ("dynamic", "auto"))
+LEVELS = Need("belongs to dynamic trees and chains, not to a static one; drop it", lambda o: o.tree_shape != "static")
 ONE_SIZE = Need("needs a tree of one size; --tree auto changes it: use --tree dynamic", lambda o: o.tree != "auto")
 SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
 INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
@@ -80,8 +80,9 @@ class GenerateConfig:
         "", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists", needs=(DRAFT, HEAD)
     )
     draft_vocab: int = option(
-        0, "the head drafts only this many tokens, the first of its token_ranks.json; 0: all", needs=(DRAFT, HEAD)
-    )
+        0, "the head drafts only this many tokens, the first of its token_ranks.json; 0: all", needs=(DRAFT, HEAD),
+        least=0,
+    )  # fmt: skip
     token_ranks: str = option(
         "", "a list of token ids by frequency for draft_vocab", needs=(DRAFT, HEAD, TRIMMED), flag=False
     )
@@ -214,7 +215,6 @@ class GenerateConfig:
         _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
-        _rule(self.draft_vocab >= 0, f"--draft_vocab must be positive, or 0 for all tokens; it is {self.draft_vocab}")
         _rule(self.group_size in GROUP_SIZES, f"--group_size must be one of {GROUP_SIZES}; it is {self.group_size}")
         _rule(self.draft != "model" or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
 
@@ -245,6 +245,12 @@ class GenerateConfig:
             _rule(self.children != "noise", f"{lossy} --children {'topk' if grown else 'sampled'}")
             sampled = grown or self.children != "topk"
             _rule(sampled, "--accept residual samples the children of static trees; drop --children topk")
+            if not grown:  # its rule takes the k-th child for the k-th draw
+                paths = self.draft_tree.paths
+                gap = next((p for p in sorted(paths) if p[-1] and (*p[:-1], p[-1] - 1) not in paths), None)
+                _rule(
+                    gap is None, f"--accept residual needs ranks without gaps; before {gap} another is missing: add it"
+                )
 
 
 def default_of(name: str) -> Any:

@@ -93,7 +93,7 @@ def compiled(step: Callable) -> Callable:
 
     # a code object of its own: Dynamo counts compilations per code object and stops at a limit, which many engines in
     # one process would reach together
-    code = body.__code__.replace(co_name=f"{type(step).__name__}_{next(_compiled)}")
+    code = body.__code__.replace(co_name=f"{getattr(step, '__name__', type(step).__name__)}_{next(_compiled)}")
     own = FunctionType(code, body.__globals__, code.co_name, None, body.__closure__)
     # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
     options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_modes}
@@ -105,6 +105,8 @@ _compiled = itertools.count()
 
 def why_not_compiled(device: str) -> str:
     """Try the compiler on a small step. Returns: why it does not work here, or the empty string."""
+    if device == "cpu" and not has_cpu_operators():  # a compiled cycle tells the time by one of them
+        return "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True)(torch.ones(2, device=device))
     except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden

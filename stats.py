@@ -58,7 +58,8 @@ def stats_line(stats: dict[str, Any]) -> str:
             f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted" if most["cycles"] else "unused"
         )
         name = "no tree, drafting does not pay here," if most["tree"] == "none" else most["tree"]
-        line += f"; tree auto: {name} in {most['cycles']} of {stats['cycles']} cycles ({times})"
+        cycles = sum(preset["cycles"] for preset in stats["tree_auto"])
+        line += f"; tree auto: {name} in {most['cycles']} of {cycles} cycles ({times})"
     if "speedup" in stats:
         line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
         if stats["identical"] is not None:

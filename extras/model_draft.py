@@ -106,12 +106,15 @@ class ModelDrafter(TreeDrafter):
         return self.model.logits(out)
 
 
-def check_same_tokens(target: Path, draft: Path) -> None:
-    """Raises: ValueError where the vocabularies of two models differ, in size or, if both have one, by tokenizer."""
+def check_same_tokens(target: Path, draft: Path, size: int) -> None:
+    """Compare the vocabularies of two models, `size` being the target's, which a stand-in may have changed.
+
+    Raises: ValueError where they differ, in size or, if both have one, by tokenizer.
+    """
     remedy = "use a draft model of the target's own vocabulary"
-    sizes = [read_config(path).vocab_size for path in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"vocab_size is {sizes[0]} in {target} and {sizes[1]} in {draft}; {remedy}")
+    theirs = read_config(draft).vocab_size
+    if size != theirs:
+        raise ValueError(f"vocab_size is {size} in {target} and {theirs} in {draft}; {remedy}")
     if not has_tokenizer(target) or not has_tokenizer(draft):
         return
     ours, theirs = (Tokenizer.load(path).token_bytes() for path in (target, draft))
@@ -124,7 +127,7 @@ def check_same_tokens(target: Path, draft: Path) -> None:
 def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     """`--draft model`. Raises: ValueError for a draft model or a tree that does not fit."""
     path, weight = Path(config.draft_checkpoint), target.embedding.weight
-    check_same_tokens(Path(config.checkpoint), path)
+    check_same_tokens(Path(config.checkpoint), path, target.config.vocab_size)
     saved = saved_quantization(read_json(path / "config.json"))
     quant = None if saved else Quantization.of(config.quant_draft, config.group_size)
     model = load_model(path, weight.dtype, str(weight.device), quant)

@@ -1,7 +1,7 @@
-"""Read `config.json` into a `ModelConfig`.
+"""What model directories say: `config.json` as a `ModelConfig`, and which draft goes with a target.
 
 An unknown architecture, activation or RoPE type is an error, not a guess.
-Not here: `quantization_config`, which says how the files hold the weights (quantize.py).
+Not here: how the files hold quantized weights (quantize.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": (True, False),
     "MixtralForCausalLM": (False, False),
 }
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
     "default": (),
     "linear": ("factor",),
@@ -48,6 +52,15 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
 
 def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None = None) -> ModelConfig:
     """Translate Hugging Face's keys into ours. Raises: KeyError for a missing key, ValueError for a bad value."""
+    for key in SIZES:
+        value = raw.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{key} must be a positive whole number; it is {value!r}: correct config.json")
+    heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads}): correct config.json"
+        )
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be silu (SwiGLU); config.json says {raw['hidden_act']}")
     qkv_bias, o_bias = ARCHITECTURES[architecture]
@@ -59,9 +72,9 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
     return ModelConfig(
         dim=raw["hidden_size"],
         n_layers=raw["num_hidden_layers"],
-        n_heads=raw["num_attention_heads"],
-        n_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         ffn_dim=raw["intermediate_size"],
         vocab_size=raw["vocab_size"],
         norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -110,6 +123,8 @@ def rope_parameters(raw: dict) -> tuple[float, dict | None]:
     Raises: ValueError for an unknown type, KeyError for a key that the type needs.
     """
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(params, dict):
+        raise ValueError(f"RoPE scaling must be an object with its type; config.json says {params!r}")
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; config.json says {kind}")
@@ -123,7 +138,8 @@ def rope_parameters(raw: dict) -> tuple[float, dict | None]:
 
 def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     """Fill in `draft` and `eagle`: a head next to the target is used unless told otherwise."""
-    bundled = path.with_name(path.name + "-eagle")
+    whole = path.resolve() if path.name in ("", "..") else path
+    bundled = whole.with_name(whole.name + "-eagle")
     takes_head = config.draft in ("", "eagle", "eagle+ngram")
     eagle = config.eagle or (str(bundled) if bundled.is_dir() and takes_head else "")
     draft = config.draft or ("eagle" if eagle else "none")

@@ -98,7 +98,7 @@ def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """`w4a8` in plain operations. x: [M, K]; codes, scale: as for `pack_int4`. Returns: [M, N] fp32."""
+    """`w4a8` in plain operations. x: [M, K]; codes, scale: as for `pack_int4_strips`. Returns: [M, N] fp32."""
     activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
     weights = codes.float().unflatten(1, (scale.shape[1], -1))
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact

@@ -70,7 +70,7 @@ def append(config: CheckConfig, row: dict) -> None:
 
 def run_tests(config: CheckConfig) -> bool:
     """Run the tests. Returns: whether they passed."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "-n0", "-m", "gpu", "tests/test_gpu.py"]  # one process a device
     status = subprocess.run(command, cwd=_path.ROOT).returncode
     append(config, {"part": "tests", "exit_status": status})
     return status == 0

@@ -53,10 +53,10 @@ VOCABULARY, NOISE, OTHER = "top-k and logsumexp of the vocabulary", "noise", "ot
 OPERATORS = {
     "attention": r"attention|combine_kernel|flash",
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
-    r"|matmul_kernel|sum_kernel|::experts_",
+    r"|matmul_kernel|sum_kernel|experts_|lists_kernel",
     VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
     LAYERS: r"rotary|silu|rms_norm|gpt_eagle::(add|route|merge)$|rsqrt|embedding",
-    CHOICE: r"argmax|index_put",
+    CHOICE: r"argmax|index_put|move_rows|compact_kernel",
     TREE: r"sort|::bmm|gather|scatter",
     NOISE: r"log1p|bitwise_xor",
     OTHER: r"",

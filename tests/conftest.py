@@ -32,8 +32,9 @@ def traced(monkeypatch):
     """
     inductor = torch.compile
 
-    def trace(step, options, **how):
-        return inductor(step, backend="aot_eager", options={"guard_filter_fn": options["guard_filter_fn"]}, **how)
+    def trace(step, options=None, **how):
+        kept = {name: value for name, value in (options or {}).items() if name == "guard_filter_fn"}
+        return inductor(step, backend="aot_eager", options=kept, **how)
 
     monkeypatch.setattr(torch, "compile", trace)
 

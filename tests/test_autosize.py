@@ -225,6 +225,7 @@ def test_switching_compiles_nothing():
     drafter = drafter_of("eagle", Sampling(), DynamicTree(depth=3, topk=3, size=8))
     options = {"compile": True, "max_new_tokens": 40, "ignore_eos": True}
     engine = warm_up(engine_for(golden_target(), drafter, **options))
+    assert engine.config.compile
     plain = engine_for(golden_target(), RootOnly(), max_new_tokens=40, ignore_eos=True)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
         for captured, prompt in itertools.product((False, True), PROMPTS):

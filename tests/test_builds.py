@@ -129,7 +129,7 @@ def test_two_who_build_at_once_build_once(calls):
 
 def why(capsys) -> str:
     """What `load_operators` returns, and says."""
-    reason, said = build.load_operators.__wrapped__(), capsys.readouterr().err
+    reason, said = build._load.__wrapped__(), capsys.readouterr().err
     assert said.splitlines()[-1].startswith("note: PyTorch's own operators ") and said.endswith(f" ({reason})\n")
     return reason
 

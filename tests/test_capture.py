@@ -7,7 +7,9 @@ Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real gr
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +124,22 @@ def test_without_cuda_a_replay_runs_its_body():
     calls = []
     replay = Replay(lambda: calls.append(1) or len(calls), torch.device("cpu"))
     assert [replay() for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_what_the_caller_does_is_not_decoding():
+    session, slept = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True), [(0, 0)]), 0.0
+    for _ in session.run([PROMPT]):
+        time.sleep(0.05)
+        slept += 0.05
+    assert session.stats.decode_s < slept / 2
+
+
+def test_without_a_clock_of_the_device_the_host_tells_the_time():
+    """As on CUDA without Triton."""
+    session = Session(engine_for(golden_target(), RootOnly()), [(0, 0)], lag=1)
+    launched = SimpleNamespace(began=time.perf_counter() - 2)
+    assert 2 <= session._seconds(launched, SimpleNamespace(times=[0, 0, 0, 0])) < 60
+    assert session._seconds(launched, SimpleNamespace(times=[5, 0, 0, 10**9 + 5])) == 1
 
 
 def test_host_copies_are_lists():

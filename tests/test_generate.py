@@ -131,7 +131,7 @@ def test_other_drafters(capsys, tmp_path, argv):
     run(capsys, *IDS, "--draft", "none", "--temperature", "1", "--json", file)
     assert drafted["tokens"] == json.loads(Path(file).read_text())["tokens"]
     config = drafted["config"]
-    assert config["draft"] == argv[1] and config["ngram_branches"] == 2
+    assert config["draft"] == argv[1]
     if argv[1] == "model":
         assert config["tree"] == ("dynamic" if "--tree" in argv else "chain") and drafted["stats"]["tau"] > 4
 
@@ -170,14 +170,35 @@ def test_a_broken_tokenizer_does_not_matter_to_ids(capsys, tmp_path):
 
 def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     file = tmp_path / "p.jsonl"
-    rows = [{"turns": ["import os", " x" * 100, "y"]}, {"turns": ["def f():", "return"]}]
+    rows = [{"turns": ["import os", " x" * 100, "y"]}, {"turns": ["def f():", "return", "a"]}]
     file.write_text("\n".join(map(json.dumps, rows)))
     base = ["--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--device", "cpu", "--ignore_eos"]
     out, err = run(capsys, *base, "--context", "60", "--batch_size", "2")
-    assert json.loads(out)["index"] == [[0, 0, 0], [1, 0, 0], [1, 0, 1]]
-    assert "turn 2 of prompt 1 no longer fits the context of 60" in err
+    assert json.loads(out)["index"] == [[0, 0, 0], [1, 0, 0], [1, 0, 1], [1, 0, 2]]
+    assert err.count("turn 2 of prompt 1 no longer fits the context of 60") == 1, err
     file.write_text("\n".join(map(json.dumps, [rows[1], {"turns": [" x" * 100]}])))
     assert "the context holds 60" in failure(capsys, *base, "--context", "60"), "before anything is decoded"
+
+
+def test_a_cuda_device_is_chosen_by_its_number(monkeypatch):
+    """torch.cuda.set_device refuses a name without one."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d)))
+    for device in ("", "cuda", "cuda:1"):
+        with pytest.raises(ValueError, match="no such directory"):
+            load(checkpoint="nowhere", device=device)
+    assert chosen == [0, 0, 1]
+
+
+def test_residual_children_are_draws_without_gaps(capsys, tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [1], [1, 1]]")
+    argv = ("--accept", "residual", "--temperature", "1", "--tree_file", str(file))
+    assert "ranks without gaps; before (1, 1) another" in failure(capsys, *argv)
+    file.write_text("[[0], [1], [1, 0]]")
+    assert run(capsys, *argv, "--max_new_tokens", "4", "--device", "cpu")[0]
 
 
 def test_prompt_file_with_turns(capsys, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import eagle_draft
-import hf.config
 import model
 import sampling
 from decode import NODE_STRIDE
@@ -24,12 +23,7 @@ from sampling import Sampling
 
 GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha"]
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
-MIXTRAL = pytest.param(
-    "eagle2_mixtral_k4_d3_t12",
-    marks=pytest.mark.skipif(
-        "MixtralForCausalLM" not in hf.config.ARCHITECTURES, reason="needs a Mixtral target, not supported yet"
-    ),
-)
+MIXTRAL = "eagle2_mixtral_k4_d3_t12"
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
 
 

@@ -260,8 +260,11 @@ def test_traced_steps_equal_vanilla_and_never_recompile(model, name, temperature
 
 @pytest.mark.parametrize(
     "model, name, temperature, batch",
-    [("llama", "tiny", 1.0, 2), ("llama", "ngram", 0.0, 1), ("mixtral", "twigs", 0.0, 1)],
-)
+    [
+        ("llama", "tiny", 1.0, 2), ("mixtral", "eagle+ngram:tiny", 0.0, 1), ("llama", "model:twigs", 1.0, 1),
+        ("llama", "trimmed:tiny", 0.0, 1),
+    ],
+)  # fmt: skip
 def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
     check_compiled(model, name, temperature, batch)
 
@@ -271,7 +274,7 @@ def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperatu
     "model, name, temperature, batch",
     [
         ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "model:twigs", 1.0, 2),
-        ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "trimmed:tiny", 0.0, 1),
+        ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "ngram", 0.0, 2),
         ("llama", "dynamic", 1.0, 2), ("llama", "static", 0.0, 1), ("llama", "chain", 1.0, 1),
         ("llama", "dynamic", 0.0, 1), ("mixtral", "dynamic", 1.0, 2), ("llama", "model:chain", 1.0, 2),
         ("llama", "model:small", 0.0, 1), ("llama", "eagle+ngram", 1.0, 1), ("llama", "trimmed:dynamic", 1.0, 2),

@@ -62,6 +62,10 @@ def test_an_operator_that_was_interrupted_once_does_not_count():
         ("gpt_eagle::rotary", "norms, rotary, SiLU, cache writes"),
         ("graph_1_cpp_fused_add_bitwise_and_bitwise_xor_log1p_neg_0", "noise"),
         ("aten::bmm", "building the tree"),
+        ("gpt_eagle::move_rows", "choice, acceptance, compaction"),
+        ("compact_kernel", "choice, acceptance, compaction"),
+        ("experts_kernel", "products"),
+        ("lists_kernel", "products"),
         ("triton_poi_fused_add_argmax_index_put_4", "choice, acceptance, compaction"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "products"),
         ("aten::fill_", "other operators"),
@@ -80,12 +84,14 @@ def test_kernels_of_a_device_overlap_and_leave_gaps():
 
 def test_the_parts_add_up(tmp_path, capsys):
     out = tmp_path / "where.json"
-    profile_cycle.run(ProfileConfig(cycles=3, rounds=2, temperature=1.0, device="cpu", json=str(out)))
+    profile_cycle.run(
+        ProfileConfig(cycles=3, rounds=2, tree="dynamic", tree_size=16, temperature=1.0, device="cpu", json=str(out))
+    )
     found = json.loads(out.read_text())
-    assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0])
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0]) and found["parts_ms"][PYTHON] >= 0
     lines = (profile_cycle.TARGET, profile_cycle.DRAFT, "attention", profile_cycle.NOISE, profile_cycle.TREE)
-    assert all(found["parts_ms"][line] > 0 for line in lines) and PYTHON in found["parts_ms"]
-    assert found["config"]["tree"] == "auto" and found["tokens_per_cycle"] > 1
+    assert set(lines) <= set(found["parts_ms"])
+    assert found["config"]["tree"] == "dynamic" and found["tokens_per_cycle"] > 1
     assert f"| cycle | {found['wall_ms'][0]:.3f} | 100.0 |" in capsys.readouterr().out
 
 

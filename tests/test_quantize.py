@@ -535,6 +535,7 @@ def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
     assert "quantized already (int8)" in failure(capsys, quantize.main, "--checkpoint", str(out), "--out", f"{out}-2")
     run(capsys, quantize.main, *argv, "--overwrite")
     assert saved_quantization(read_json(out / "config.json")).format == "int4"
+    assert isinstance(load_model(out).lm_head, Int4Linear)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -642,7 +643,7 @@ def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, 
     want, _ = run(capsys, main, *argv)
     for name, value in (environment | {"XDG_CACHE_HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(build, "load_operators", functools.cache(build.load_operators.__wrapped__))
+    monkeypatch.setattr(build, "load_operators", functools.cache(build._load.__wrapped__))
     got, said = run(capsys, main, *argv)
     notes = [line for line in said.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1 and "no C++ compiler" in notes[0]

@@ -140,14 +140,14 @@ void softmax_row(float* scores, int64_t used, int64_t stride, int64_t start, con
   for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
 }
 
-template <class T> struct Buffers {
+struct Buffers {
   std::vector<float> q, keys, scores, out;
 };
 
 // Rows first .. first + n of key-value head h of batch row b; row r is token r / group, head h * group + r % group.
 template <class T>
 void attend(const Shape& shape, const T* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
-            int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, T* y, Buffers<T>& buffer) {
+            int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, T* y, Buffers& buffer) {
   const int64_t e = shape.width, group = shape.heads / shape.kv_heads, used = start + shape.window;
   const int64_t stride = (used + LANES - 1) / LANES * LANES;
   const auto offset = [&](int64_t r) { return (r / group * shape.heads + h * group + r % group) * e; };
@@ -189,7 +189,7 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
   const int64_t total = shape.rows * shape.heads / shape.kv_heads, parts = (total + ROWS - 1) / ROWS;
   const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a batch row of q and y
   at::parallel_for(0, q.size(0) * shape.kv_heads * parts, 1, [&](int64_t begin, int64_t end) {
-    Buffers<T> buffer;
+    Buffers buffer;
     for (int64_t item = begin; item < end; item++) {
       const int64_t part = item % parts, h = item / parts % shape.kv_heads, b = item / parts / shape.kv_heads;
       const int64_t first = total * part / parts, n = total * (part + 1) / parts - first;
@@ -211,6 +211,9 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
               "q, k and v must have one dtype; they have ", q.scalar_type(), ", ", k.scalar_type(), ", ",
               v.scalar_type());
+  TORCH_CHECK(shape.heads % shape.kv_heads == 0 && k.size(0) == q.size(0) && v.sizes() == k.sizes() &&
+                  start.numel() == q.size(0) && mask.size(0) == q.size(0) && mask.size(1) == q.size(1),
+              "heads, batch rows or mask rows do not match");
   const at::Tensor rows = q.contiguous(), begin = start.contiguous(), seen = mask.contiguous();
   for (int64_t b = 0; b < q.size(0); b++) {
     const int64_t first = begin.const_data_ptr<int64_t>()[b];

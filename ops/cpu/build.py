@@ -11,7 +11,6 @@ so that the builds of other processors can be tested on this one.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -20,12 +19,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 HERE = Path(__file__).parent
 SOURCES = ("operators.cpp", "attention.cpp", "layers.cpp", "linear.cpp", "quantized.cpp", "rows.cpp", "common.h")
@@ -95,8 +100,8 @@ def build(march: str = "") -> Path:
         f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
     ]  # fmt: skip
     link = ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    sources = [(HERE / name).read_text() for name in SOURCES]
-    key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources, *command, *link])
+    sources = {name: (HERE / name).read_text() for name in SOURCES}
+    key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources.values(), *command, *link])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if library.is_file():
@@ -106,7 +111,9 @@ def build(march: str = "") -> Path:
         with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
             if not library.is_file():  # made by another process meanwhile
                 made = Path(temporary) / library.name
-                _compile([*command, str(HERE / SOURCES[0]), *link, "-o", str(made)])
+                for name, text in sources.items():  # what was read, whatever is edited meanwhile
+                    (made.parent / name).write_text(text)
+                _compile([*command, str(made.parent / SOURCES[0]), *link, "-o", str(made)])
                 os.replace(made, library)
     except OSError as error:
         raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
@@ -118,7 +125,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other process is here. Where a file system has no locks, two may build the same: no harm."""
     held = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):
             fcntl.flock(held, fcntl.LOCK_EX)
         yield
     finally:
@@ -127,7 +134,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _compile(command: list[str]) -> None:
     print("note: building the CPU operators, once (20 s)", file=sys.stderr)
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise RuntimeError(f"{command[0]} does not start: {error.strerror}") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or ["it gave no reason"]
         raise RuntimeError(f"{command[0]} failed: {errors[0].strip()[:200]}")
@@ -155,10 +165,16 @@ def register(namespace: str, library: Path) -> torch.library.Library:
 
 @functools.cache
 def load_operators() -> str:
-    """Make the operators of `OPERATORS` available in `torch.ops.gpt_eagle`.
+    """Make the operators of `OPERATORS` available in `torch.ops.gpt_eagle`. Safe to call from several threads.
 
     Returns: why they are not, which is also said once, or the empty string.
     """
+    with _one_at_a_time:
+        return _load()
+
+
+@functools.cache
+def _load() -> str:
     try:
         _libraries.append(register("gpt_eagle", build()))
     except (RuntimeError, OSError) as error:
@@ -169,4 +185,5 @@ def load_operators() -> str:
     return ""
 
 
+_one_at_a_time = threading.Lock()
 _libraries: list[torch.library.Library] = []  # a definition ends with its object

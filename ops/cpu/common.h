@@ -1,4 +1,5 @@
-// What the CPU operators share: vectors of LANES numbers for the processor at hand, bfloat16, and rows of experts.
+// What the CPU operators share: vectors of LANES numbers for the processor at hand, bfloat16, the exponential, the
+// rotary embedding, rows of experts, and how fast a loop of dot products can be.
 // operators.cpp compiles all of them as one unit.
 #pragma once
 

@@ -285,6 +285,7 @@ at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList 
   TORCH_CHECK(x.scalar_type() == at::kBFloat16, "rows must be bfloat16");
   TORCH_CHECK(cos.numel() == B * T * e && sin.numel() == B * T * e,
               "cos and sin must hold an angle per row and element");
+  TORCH_CHECK(slots.numel() == B * T && k[0].size(0) == B, "a slot per row and a cache row per batch row");
   const at::Tensor each_cos = cos.contiguous(), each_sin = sin.contiguous(), to = slots.contiguous();
   for (int64_t r = 0; r < B * T; r++) {
     const int64_t slot = to.const_data_ptr<int64_t>()[r];

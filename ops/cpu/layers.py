@@ -36,7 +36,8 @@ class FusedLayers:
         """Whether these layers can be served."""
         weight, head_dim = layers[0].ffn_norm.weight, layers[0].attention.head_dim
         on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        return on_cpu and head_dim % 16 == 0 and has_cpu_operators()
+        known = all(getattr(layer.attention.wo, "format", "none") in ("none", "int8", "int4") for layer in layers)
+        return on_cpu and known and head_dim % 16 == 0 and has_cpu_operators()
 
     def takes(self, x: Tensor) -> bool:
         """Whether these rows can be served. x: [B, T, F]."""

@@ -137,7 +137,7 @@ struct Layer {
   Order order;
 };
 
-// sums [rows, STRIP] = the rows `x` times the outputs from `column` on. next: the weights that follow the strip's
+// sums [rows, STRIP] = the rows `x` times a strip of outputs, its `weights`. next: the weights that follow the strip's
 void strip_sums(const Layer& layer, const Value* weights, const Value* next, int64_t columns, const Value* const* x,
                 int64_t rows, float* sums) {
   alignas(64) int32_t panel[PANEL / 2 * STRIP];

@@ -1,5 +1,5 @@
-// Row operations between a model's products on a CPU: top-k with the normalizer, the rotary embedding, and moves of
-// rows within a cache. PyTorch's operators and the compiler's loops do this work several times.
+// Row operations between a model's products on a CPU: top-k with the normalizer, the rotary embedding, moves of rows
+// within a cache, and a clock. PyTorch's operators and the compiler's loops do this work several times.
 //
 // 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk whose largest score
 //    does not beat the last of the list is skipped, so a row costs about one maximum per element. The second pass adds
@@ -7,6 +7,7 @@
 // 2. `rotary` turns the heads of queries and keys. Its cosines and sines come as tensors: a compiler that fuses them
 //    computes them again for every head of every layer.
 // 3. `move_rows` touches the rows that do move, which are few: often only the tail of a path moves.
+// 4. `stamp` tells the time between two steps of a compiled cycle.
 //
 // Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
 
