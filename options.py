@@ -435,14 +435,19 @@ def pick_device(name: str) -> str:
     return name
 
 
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write under a temporary name, then rename, so that a kill leaves the old file whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
 def write_text(where: str, text: str) -> None:
     """Write a whole file under its final name, or to standard output for `-`."""
     if where == "-":
         print(text, flush=True)
         return
-    temporary = Path(f"{where}.tmp")
     try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, where)
+        replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot write {where}: {error.strerror}") from None

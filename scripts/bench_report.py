@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _path  # noqa: F401  (finds the project)
-from options import write_text
-from train_demo import replace_file
+from options import replace_file, write_text
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (

@@ -51,6 +51,12 @@ class TreesConfig:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     json: str = option("", "JSON lines are appended here, one per method")
 
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        for name, least in (("limit", 1), ("max_new_tokens", 2)):  # the first token is not timed
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
+
 
 class Always(NamedTuple):
     """Chooses one preset, or the largest below it that makes sense."""
@@ -102,6 +108,7 @@ def row_of(engine: Engine, method: str, done: Batch, vanilla: list[list[int]], b
 def bench(config: TreesConfig) -> None:
     """Decode in turn, print and append the rows."""
     log = measure.Log(config.json, "--json")
+    config.check()
     if config.threads:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)

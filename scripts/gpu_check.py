@@ -11,7 +11,7 @@ demo     The bundled demo, compiled: vanilla, the three trees in fp32 and bf16, 
          tau, tokens/s, draft and verify time, the share of sequences identical with vanilla.
 models   Stand-ins of real size, a process for each (`MODEL_RUNS`, scripts/bench_trees.py): vanilla, every tree, auto,
          with the share of the bandwidth roofline, the time split, tau and token identity. The most telling ones come
-         first; what does not fit into --minutes is named and left out. Mixtral needs its demo (README).
+         first; what does not fit into --minutes is named and left out. Mixtral needs its demo (benchmarks/README.md).
 One JSON line is appended after every row, so that a run that is cut off loses nothing. A part that fails does not
 stop the others; the exit status is then 1.
 """
@@ -114,8 +114,9 @@ def run_models(config: CheckConfig) -> bool:
     well, began = True, time.monotonic()
     for flags in MODEL_RUNS:
         checkpoint = flags.partition("--checkpoint ")[2]
-        if checkpoint and not Path(checkpoint).is_dir():
-            reason = f"there is no {Path(checkpoint).name}"
+        missing = [name for name in (checkpoint, f"{checkpoint}-eagle") if checkpoint and not Path(name).is_dir()]
+        if missing:
+            reason = f"there is no {Path(missing[0]).name}"
         elif time.monotonic() - began > 60 * config.minutes:
             reason = f"{config.minutes:g} minutes are over"
         else:

@@ -36,8 +36,7 @@ from draft_tree import MAX_NODES, build_tree
 from generate import Batch, load
 from measure import Series, block_inputs, environment, pass_bytes, shown_path, with_config
 from model import KVCache, Transformer, Window, causal_window, rope_angles
-from options import GenerateConfig, one_line_errors, option, parse, write_text
-from train_demo import replace_file
+from options import GenerateConfig, one_line_errors, option, parse, replace_file, write_text
 
 MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the router's logits
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import _path  # noqa: F401  (finds the project)
+import _path  # finds the project
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -87,8 +87,7 @@ def read_texts(config: QualityConfig) -> dict[str, list[str]]:
         raise ValueError("--text is missing; only the demo has held-out text of its own")
     from train_demo import TrainConfig, read_python, read_sums
 
-    sums = Path(TrainConfig().sums)
-    return {"python": read_python()["held_out"], "sums": read_sums(sums)["held_out"]}
+    return {"python": read_python()["held_out"], "sums": read_sums(_path.ROOT / TrainConfig.sums)["held_out"]}
 
 
 def batches(documents: list[str], tokenizer: Tokenizer, config: QualityConfig) -> list[Tensor]:

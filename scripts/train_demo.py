@@ -47,7 +47,7 @@ import _path  # noqa: F401  (finds the project)
 import experts_gradient  # noqa: F401  (what a mixture needs to be trained)
 from hf.weights import export_weights, weight_names
 from model import ModelConfig, Router, Transformer, rope_angles
-from options import one_line_errors, option, parse, pick_device, read_jsonl, write_text
+from options import one_line_errors, option, parse, pick_device, read_jsonl, replace_file, write_text
 
 BOS, EOS = 1, 2
 EXPERTS_PER_TOKEN = 2  # Mixtral's
@@ -309,13 +309,6 @@ def evaluate(model, batches: list[Tensor], device: str) -> float:
     """Mean held-out loss, nats per token."""
     with torch.autocast(device.split(":")[0], torch.bfloat16):
         return sum(loss_of(model, b.to(device)).item() for b in batches) / len(batches)
-
-
-def replace_file(path: Path, write) -> None:
-    """Write to a temporary name, then rename, so that a kill leaves the old file whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def resume_file(out: Path, resume: bool) -> Path:

@@ -1,7 +1,7 @@
 """Train an EAGLE-1/2 draft head for any target, in the paper's way.
 
     python scripts/train_eagle.py --checkpoint DIR --data sharegpt.jsonl --chat vicuna --out heads/mine
-    python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # the bundled head; all flags in README
+    python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # the bundled head; all flags in benchmarks/README.md
 
 How it works:
 1. Data are dialogues (`turns` and `answers`, or ShareGPT's `conversations`), texts (`text`), or `demo`, the corpus of
@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import _path  # noqa: F401  (finds the project)
+import _path  # finds the project
 import train_demo
 from decode import Engine, Session, common_prefix, with_cycles
 from drafters import RootOnly
@@ -42,7 +42,17 @@ from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, KVCache, Transformer, Window
-from options import DEMO, GenerateConfig, one_line_errors, option, parse, pick_device, read_jsonl, write_text
+from options import (
+    DEMO,
+    GenerateConfig,
+    one_line_errors,
+    option,
+    parse,
+    pick_device,
+    read_jsonl,
+    replace_file,
+    write_text,
+)
 
 INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
@@ -187,7 +197,7 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
 
 
 def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
-    sums = Path(DEMO).parent.parent / train_demo.TrainConfig.sums
+    sums = _path.ROOT / train_demo.TrainConfig.sums
     python, worked = train_demo.read_python(), train_demo.read_sums(sums)
     encode = lambda text: engine.tokenizer.encode(text, bos=False)  # noqa: E731
     documents = [ids for part in (python, worked) for ids in train_demo.encode_documents(part["train"], encode, 0.25)]
@@ -407,10 +417,10 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "qkv_bias": c.qkv_bias,
         "draft_sharpness": head.config.sharpness, "draft_inputs": config.inputs,
     }  # fmt: skip
-    train_demo.replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
     write_text(str(out / "config.json"), json.dumps(raw, indent=2))
     write_text(str(out / "training.json"), json.dumps(info, indent=1))
-    train_demo.replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], p))
+    replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], p))
 
 
 def plot_curve(curve: list[dict], path: Path) -> None:
