@@ -1,7 +1,7 @@
 """Train an EAGLE-1/2 draft head for any target, in the paper's way.
 
     python scripts/train_eagle.py --checkpoint DIR --data sharegpt.jsonl --chat vicuna --out heads/mine
-    python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # the bundled head; all flags in benchmarks/README.md
+    python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # all flags in benchmarks/README.md
 
 How it works:
 1. Data are dialogues (`turns` and `answers`, or ShareGPT's `conversations`), texts (`text`), or `demo`, the corpus of
