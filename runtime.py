@@ -105,7 +105,7 @@ _compiled = itertools.count()
 
 def why_not_compiled(device: str) -> str:
     """Try the compiler on a small step. Returns: why it does not work here, or the empty string."""
-    if device == "cpu" and not has_cpu_operators():  # a compiled cycle tells the time by one of them
+    if device.startswith("cpu") and not has_cpu_operators():  # a compiled cycle tells the time by one of them
         return "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True)(torch.ones(2, device=device))

@@ -100,6 +100,8 @@ def test_one_line_per_task_and_method(measured):
         assert sum(row["histogram"]) == row["cycles"]
         assert row["tau"] == pytest.approx(1 + sum(n * c for n, c in enumerate(row["histogram"])) / row["cycles"])
         assert min(row["draft_ms"], row["verify_ms"], row["rest_ms"]) >= 0
+        split = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
+        assert split * row["cycles"] / 1e3 == pytest.approx(row["decode_s"])
         nodes = [n for n, _, _ in row["calibration"]]
         assert sum(nodes) == 0 if plain else sum(nodes) >= 3
         assert row["config"]["checkpoint"] == "checkpoints/demo" and row["environment"]["threads"]

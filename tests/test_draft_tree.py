@@ -26,7 +26,7 @@ from draft_tree import (
 )  # fmt: skip
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
-from helpers import golden_case, golden_head, golden_target
+from helpers import golden_case, golden_head, golden_target, order_of
 from model import KVCache, ModelConfig
 from options import read_tree
 from sampling import Sampling
@@ -440,23 +440,18 @@ def test_children_of_a_dynamic_tree_are_not_sampled():
 # ------------------------------------------------------------------------------------------ static trees
 
 
-def order(tree):
-    """Paths by node number."""
-    return [path for level in tree.levels for path in level]
-
-
 def parents_of(tree):
     """Parent's node number per node, as the tree has it that grows."""
     rows = [1, *tree.widths]
     tokens = [torch.arange(rows[level] * tree.ranks(level)).view(1, rows[level], -1) for level in range(tree.depth)]
     made, *_ = grown(tree.on("cpu"), torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens])
-    assert made.valid.all() and made.values[0].tolist() == [-float(len(path)) for path in order(tree)]
+    assert made.valid.all() and made.values[0].tolist() == [-float(len(path)) for path in order_of(tree)]
     return made.parents[0].tolist()
 
 
 def test_order_is_by_depth_then_path():
     tree = StaticTree(((1,), (0, 1), (0,), (1, 0), (2,), (0, 1, 3)))
-    assert order(tree) == [(), (0,), (1,), (2,), (0, 1), (1, 0), (0, 1, 3)]
+    assert order_of(tree) == [(), (0,), (1,), (2,), (0, 1), (1, 0), (0, 1, 3)]
     assert parents_of(tree) == [0, 0, 0, 0, 1, 2, 4]
     assert (tree.depth, tree.size, tree.width, tree.widths) == (3, 7, 4, [2, 1])
     assert tree.inner == [[()], [(0,), (1,)], [(0, 1)]]
@@ -467,7 +462,7 @@ def test_order_is_by_depth_then_path():
 
 def test_chain():
     tree = StaticTree.chain(3)
-    assert order(tree) == [(), (0,), (0, 0), (0, 0, 0)]
+    assert order_of(tree) == [(), (0,), (0, 0), (0, 0, 0)]
     assert parents_of(tree) == [0, 0, 1, 2]
 
 
@@ -482,8 +477,8 @@ def test_chain():
 def test_official_static_trees(name, tree):
     official = golden_case(name)["static_tree"]
     assert parents_of(tree) == [0, *official["parents"][1:]]
-    assert [len(p) for p in order(tree)] == official["tree_position_ids"]
-    assert [list(p) for p in order(tree)[1:]] == sorted(official["tree_choices"], key=lambda p: (len(p), p))
+    assert [len(p) for p in order_of(tree)] == official["tree_position_ids"]
+    assert [list(p) for p in order_of(tree)[1:]] == sorted(official["tree_choices"], key=lambda p: (len(p), p))
 
 
 def saved(folder, text):

@@ -131,7 +131,7 @@ def test_other_drafters(capsys, tmp_path, argv):
     run(capsys, *IDS, "--draft", "none", "--temperature", "1", "--json", file)
     assert drafted["tokens"] == json.loads(Path(file).read_text())["tokens"]
     config = drafted["config"]
-    assert config["draft"] == argv[1]
+    assert config["draft"] == argv[1] and config["ngram_branches"] == 2
     if argv[1] == "model":
         assert config["tree"] == ("dynamic" if "--tree" in argv else "chain") and drafted["stats"]["tau"] > 4
 
@@ -178,6 +178,13 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     assert err.count("turn 2 of prompt 1 no longer fits the context of 60") == 1, err
     file.write_text("\n".join(map(json.dumps, [rows[1], {"turns": [" x" * 100]}])))
     assert "the context holds 60" in failure(capsys, *base, "--context", "60"), "before anything is decoded"
+
+
+def test_a_lookup_of_one_branch():
+    options = {"max_new_tokens": 20, "device": "cpu", "temperature": 1.0, "draft": "ngram"}
+    one, two = load(**options, ngram_branches=1), load(**options)
+    assert one.drafter.presets[-1].size < two.drafter.presets[-1].size
+    assert generate(one, [PROMPT * 3]).tokens == generate(two, [PROMPT * 3]).tokens
 
 
 def test_a_cuda_device_is_chosen_by_its_number(monkeypatch):
@@ -249,6 +256,9 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no C++ compiler found\nlong story")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "has_cpu_operators", lambda: False)
+        assert runtime.why_not_compiled("cpu") == "it needs the CPU operators"
     monkeypatch.setattr(runtime, "_probe", broken)
     out, err = run(capsys, *IDS, "--compile", "--json", "-")
     assert err.startswith("note: torch.compile does not work here") and "running eagerly" in err

@@ -174,7 +174,9 @@ def test_every_method_is_measured_over_one_target(monkeypatch, tmp_path):
     rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/10/60"} < set(rows)
     fixed = [row["tau"] for name, row in rows.items() if name not in ("vanilla", "auto")]
-    assert rows["vanilla"]["tau"] == 1 <= rows["auto"]["tau"]  # which tree is fastest depends on who else computes here
+    assert (
+        rows["vanilla"]["tau"] == 1 <= rows["auto"]["tau"] <= 1.1 * max(fixed)
+    )  # which tree is fastest depends on who else computes here
     assert min(fixed) > 2
     for row in rows.values():
         assert row["stand_in"] and row["identical"] == 1 and row["of_ceiling"] > 0

@@ -207,6 +207,9 @@ def test_what_is_left_to_the_modules():
         engine_for(target, RootOnly(), compile=True)
         assert target.layers.fused is None
     target = model()
+    target.layers[1].attention.wo.format = "fp8"
+    assert not FusedLayers.fits(target.layers)
+    target = model()
     fuse(target.layers)
     assert target.layers.fused.takes(torch.zeros(1, 1, 64, dtype=BF16))
     assert not target.layers.fused.takes(torch.zeros(1, 1, 64))

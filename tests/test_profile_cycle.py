@@ -90,7 +90,7 @@ def test_the_parts_add_up(tmp_path, capsys):
     found = json.loads(out.read_text())
     assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0]) and found["parts_ms"][PYTHON] >= 0
     lines = (profile_cycle.TARGET, profile_cycle.DRAFT, "attention", profile_cycle.NOISE, profile_cycle.TREE)
-    assert set(lines) <= set(found["parts_ms"])
+    assert all(found["parts_ms"][line] > 0 for line in lines)
     assert found["config"]["tree"] == "dynamic" and found["tokens_per_cycle"] > 1
     assert f"| cycle | {found['wall_ms'][0]:.3f} | 100.0 |" in capsys.readouterr().out
 

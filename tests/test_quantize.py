@@ -526,6 +526,21 @@ def test_mistakes_of_quantize(capsys, tmp_path, mistake):
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
+def test_a_kill_between_two_renames_loses_nothing(tmp_path):
+    out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    out.rename(tmp_path / "out.old.tmp")  # where the old model lies until the new one has its name
+
+    def tensors():
+        raise OSError(28, "No space left on device")
+        yield
+
+    with pytest.raises(ValueError, match="cannot write .*No space left"):
+        checkpoint.write_checkpoint(out, tensors(), {}, TARGET, overwrite=True)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
     out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
     before = {f.name: f.read_bytes() for f in out.iterdir()}

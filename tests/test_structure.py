@@ -36,8 +36,8 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 def sources() -> list[Path]:
     """The project's code but the tests; an environment beside it (.venv) is not the project's."""
-    folders = [*(ROOT / name for name in ("hf", "ops", "extras", "scripts"))]
-    files = [*ROOT.glob("*.py"), *(f for folder in folders for f in sorted(folder.rglob("*")))]
+    folders = ("hf", "ops", "extras", "scripts")
+    files = [*ROOT.glob("*.py"), *(f for folder in folders for f in sorted((ROOT / folder).rglob("*")))]
     return [f for f in files if f.suffix in (".py", ".cpp", ".h")]
 
 
