@@ -215,13 +215,10 @@ class Cycle:
     ) -> tuple[DecodeState, Rows, Decision]:
         """Accept and compact. features: [B, N, F], the target's. Writes: the cache, state.tokens."""
         logits = self.target.logits(features)  # [B, N, V]
-        if noise is None:
-            accepted = accept(tree, logits.argmax(-1), self.drafter.depth)  # ties go to the lowest id
-        elif self.residual:
+        if self.residual:
             accepted = accept_residual(tree, logits, noise, state, self)
         else:
-            at_node = noise.gather(1, tree.depths[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
-            accepted = accept(tree, sampling.choose(logits, self.rule, at_node), self.drafter.depth)
+            accepted = accept(tree, sampling.choose(logits, self.rule, noise, tree.depths), self.drafter.depth)
         if self.drafter.width > 1:  # the rows of a chain lie where they belong
             cache.compact(state.pos, compaction(accepted))
         return advance(state, tree, accepted, features, self)
@@ -286,10 +283,9 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     features = engine.target(tokens, window.slots, cache, window)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     logits = engine.target.logits(features.gather(1, last))  # [B, 1, V]
-    if rule.temperature > 0:
-        root = sampling.choose(logits, rule, sampling.gumbel(state.key, state.draws[:, None], logits.shape[2]))
-    else:
-        root = logits.argmax(-1)  # [B, 1]
+    draws = state.draws[:, None]
+    noise = sampling.gumbel(state.key, draws, logits.shape[2]) if rule.temperature > 0 else None  # [B, 1, V]
+    root = sampling.choose(logits, rule, noise, torch.zeros_like(draws))  # [B, 1]
     ends_here = ((count > 0) & (start + count == state.pos))[:, None]
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos[:, None], trash), root)

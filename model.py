@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from ops.attention import compact, rotary, tree_attention
 from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, route
+from ops.library import served_in_cpp
 from ops.linear import has_own_product, linear
+from ops.norm import rms_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,13 +127,15 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `ops.attention.rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
+    if served_in_cpp(freq):
+        return torch.ops.gpt_eagle.angles(freq, positions)
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
     return angles.cos(), angles.sin()
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with fp32 statistics. Source: arXiv 1910.07467."""
+    """Root-mean-square norm."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -139,9 +143,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(nn.Linear):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import DraftTree
+from ops.library import on_cpu_operators, served_in_cpp
 
 MASK32 = 0xFFFFFFFF
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -71,6 +72,8 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
 
 def gumbel(key: NoiseKey, draws: Tensor, vocab: int, domain: int = CHOICE) -> Tensor:
     """Standard Gumbel noise, [B, R, vocab] fp32. draws: [B, R] int64."""
+    if on_cpu_operators(draws):
+        return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, draws, vocab, domain)
     return -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))  # log1p keeps the upper tail fine
 
 
@@ -91,6 +94,8 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     z = logits / sampling.temperature
     if sampling.top_k <= 0 and sampling.top_p >= 1:
         return z
+    if served_in_cpp(logits):
+        return torch.ops.gpt_eagle.cut(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if sampling.top_k > 0:
@@ -101,14 +106,21 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
 
-def choose(logits: Tensor, sampling: Sampling, noise: Tensor) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, noise: Tensor | None = None, draw: Tensor | None = None) -> Tensor:
     """The target's own token after each node; ties go to the lowest id.
 
     logits: [B, N, V] fp32
-    noise: [B, N, V] Gumbel noise of each node's draw
+    noise: [B, R, V], Gumbel noise of R draws; None when greedy; draw: [B, N] int64, which of them is each node's
     Returns: [B, N] int64.
     """
-    return (process(logits, sampling) + noise).argmax(-1)
+    if noise is not None and (sampling.top_k > 0 or sampling.top_p < 1):
+        logits, sampling = process(logits, sampling), Sampling(1.0)
+    if served_in_cpp(logits):
+        return torch.ops.gpt_eagle.best(logits, sampling.temperature, noise, draw)
+    if noise is None:
+        return logits.argmax(-1)
+    at_node = noise.gather(1, draw[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
+    return (process(logits, sampling) + at_node).argmax(-1)
 
 
 # ---------------------------------------------------------------------------------------- residual rule

@@ -51,7 +51,12 @@ def has_cpu_operators() -> bool:
     return not build.load_operators()
 
 
+def on_cpu_operators(x: Tensor) -> bool:
+    """Whether x is where the C++ operators are."""
+    return x.device.type == "cpu" and has_cpu_operators()
+
+
 def served_in_cpp(x: Tensor) -> bool:
     """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
-    known = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
-    return known and not x.requires_grad and has_cpu_operators()  # the operators have no gradients
+    known = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad  # the operators have no gradients
+    return known and on_cpu_operators(x)

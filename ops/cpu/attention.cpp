@@ -188,7 +188,7 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
   const Strided<T> k(keys), v(values);
   const int64_t total = shape.rows * shape.heads / shape.kv_heads, parts = (total + ROWS - 1) / ROWS;
   const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a batch row of q and y
-  at::parallel_for(0, q.size(0) * shape.kv_heads * parts, 1, [&](int64_t begin, int64_t end) {
+  parallel(q.size(0) * shape.kv_heads * parts, 1, [&](int64_t begin, int64_t end) {
     Buffers buffer;
     for (int64_t item = begin; item < end; item++) {
       const int64_t part = item % parts, h = item / parts % shape.kv_heads, b = item / parts / shape.kv_heads;

@@ -1,6 +1,6 @@
 """Builds and loads the C++ operators of this folder.
 
-`load_operators` compiles them for this processor at the first use (20 s), keeps the library in the user's cache under
+`load_operators` compiles them for this processor at the first use (10 s), keeps the library in the user's cache under
 a name made of everything that it depends on, and loads it. Where that fails, it says why; PyTorch's operators and the
 references serve then.
 
@@ -33,7 +33,7 @@ except ImportError:  # Windows has no such locks
     fcntl = None
 
 HERE = Path(__file__).parent
-SOURCES = ("operators.cpp", "attention.cpp", "layers.cpp", "linear.cpp", "quantized.cpp", "rows.cpp", "common.h")
+UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
 
 
 def _rows_of(x: Tensor, n: int, wide: bool) -> Tensor:
@@ -49,6 +49,10 @@ def _rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) ->
     return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
 
 
+def _angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    return tuple(freq.new_empty(*positions.shape, 1, 2 * len(freq)) for _ in range(2))
+
+
 # schema -> what its results look like, for the compiler; None: it is never compiled
 OPERATORS: dict[str, Callable | None] = {
     "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor":
@@ -62,6 +66,14 @@ OPERATORS: dict[str, Callable | None] = {
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
     "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)": _rotary,
     "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": lambda buffers, start, path: None,
+    "angles(Tensor freq, Tensor positions) -> (Tensor, Tensor)": _angles,
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": lambda x, weight, eps: torch.empty_like(x),
+    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor draws, int vocab, int domain) -> Tensor":
+        lambda seed, prompt, sample, draws, vocab, domain: draws.new_empty(*draws.shape, vocab, dtype=torch.float32),
+    "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor":
+        lambda scores, temperature, top_k, top_p: torch.empty_like(scores),
+    "best(Tensor scores, float temperature, Tensor? noise, Tensor? row) -> Tensor":
+        lambda scores, temperature, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
     "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)":
         lambda x, after: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
     "prepare_layers(Tensor?[] weights, int heads, int inner, int chosen, float eps) -> Tensor": None,
@@ -95,12 +107,12 @@ def build(march: str = "") -> Path:
     include = Path(torch.__file__).parent / "include"
     # a product must not be fused with a sum unless the source says so: results would depend on the compiler
     command = [
-        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC",
+        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fopenmp", "-fPIC",
         "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
     ]  # fmt: skip
-    link = ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    sources = {name: (HERE / name).read_text() for name in SOURCES}
+    link = ["-shared", "-fopenmp", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    sources = {file.name: file.read_text() for file in sorted(HERE.glob("*.[ch]*"))}
     key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources.values(), *command, *link])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -113,7 +125,10 @@ def build(march: str = "") -> Path:
                 made = Path(temporary) / library.name
                 for name, text in sources.items():  # what was read, whatever is edited meanwhile
                     (made.parent / name).write_text(text)
-                _compile([*command, str(made.parent / SOURCES[0]), *link, "-o", str(made)])
+                print("note: building the CPU operators, once (10 s)", file=sys.stderr)
+                units = [made.parent / name for name in UNITS]
+                _run(*([*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))] for unit in units))
+                _run([command[0], *(str(unit.with_suffix(".o")) for unit in units), *link, "-o", str(made)])
                 os.replace(made, library)
     except OSError as error:
         raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
@@ -132,15 +147,17 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _compile(command: list[str]) -> None:
-    print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+def _run(*commands: list[str]) -> None:
+    """Run the compiler, several at a time. Raises: RuntimeError with its first error line."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     except OSError as error:
-        raise RuntimeError(f"{command[0]} does not start: {error.strerror}") from None
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["it gave no reason"]
-        raise RuntimeError(f"{command[0]} failed: {errors[0].strip()[:200]}")
+        raise RuntimeError(f"{commands[0][0]} does not start: {error.strerror}") from None
+    ended = [(process.communicate()[1], process.returncode) for process in running]
+    for messages, status in ended:
+        if status:
+            errors = [line for line in messages.splitlines() if "error" in line] or ["it gave no reason"]
+            raise RuntimeError(f"{commands[0][0]} failed: {errors[0].strip()[:200]}")
 
 
 def processor() -> str:

@@ -1,13 +1,12 @@
-// What the CPU operators share: vectors of LANES numbers for the processor at hand, bfloat16, the exponential, the
-// rotary embedding, rows of experts, and how fast a loop of dot products can be.
-// operators.cpp compiles all of them as one unit.
+// What the CPU operators share: loops on several threads, vectors of LANES numbers for the processor at hand, bfloat16,
+// the exponential, the rotary embedding, rows of experts, and how fast a loop of dot products can be.
 #pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -18,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-// --------------------------------------------------------------------------- operators that others are made of
+// -------------------------------------------------------------------------- what one file takes from another
 
 namespace quantized {
 at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
@@ -26,17 +25,34 @@ at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert);
 int64_t int4_group(const at::Tensor& packed);
+double dot_peak(int64_t rounds);
 }  // namespace quantized
 namespace linear {
 at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
                        const std::optional<at::Tensor>& expert);
+double pair_peak(int64_t rounds);
 }  // namespace linear
 namespace attention {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
                      const at::Tensor& mask);
 }  // namespace attention
 
+// ------------------------------------------------------------------------------------------------- threads
+
+struct Loop {
+  void (*run)(const void* body, int64_t begin, int64_t end);
+  const void* body;
+  int64_t size, grain;
+};
+void run_loop(const Loop& loop);  // threads.cpp
+
 namespace {
+
+// f(begin, end) for parts of 0 .. size of at least `grain`, by several threads where that pays
+template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
+  run_loop({[](const void* body, int64_t begin, int64_t end) { (*static_cast<const F*>(body))(begin, end); }, &f, size,
+            grain});
+}
 
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
@@ -202,6 +218,31 @@ inline float exponential(float x) {
   return x > -87.0f ? y : (x != x ? x : 0.0f);
 }
 
+// The largest of x [n]
+inline float largest(const float* x, int64_t n) {
+  float lanes[LANES], most = -INFINITY;
+  for (int l = 0; l < LANES; l++) lanes[l] = -INFINITY;
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int l = 0; l < LANES; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+  for (; i < n; i++) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+  for (float lane : lanes) most = lane > most ? lane : most;
+  return most;
+}
+
+// The sum of e^(x - most) over x [n], whose largest is `most`
+inline double exponential_sum(const float* x, int64_t n, float most) {
+  if (std::isinf(most)) return 1;
+  float lanes[64] = {};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int64_t l = 0; l < 64; l++) lanes[l] += exponential(x[i + l] - most);
+  for (; i < n; i++) lanes[0] += exponential(x[i] - most);
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
 // ---------------------------------------------------------------------------------------------- bfloat16
 
 inline float widen(float v) { return v; }
@@ -247,7 +288,7 @@ template <int64_t WHOLE, class Out> void put_row(Out* y, const float* sums, int6
 template <class F> double peak(double each, const F& f) {
   const int64_t threads = at::get_num_threads();
   std::vector<float> sink(threads);  // or the compiler would leave the work out
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel(threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       float lanes[LANES];
       store(lanes, f(t));

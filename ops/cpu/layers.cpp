@@ -27,7 +27,7 @@ const Value* data(const at::Tensor& t) { return t.const_data_ptr<Value>(); }
 
 // f(row) for all rows, by several threads where that pays
 template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
+  parallel(rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) f(r);
   });
 }
@@ -39,7 +39,8 @@ struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it 
   std::optional<at::Tensor> scale, bias;
 };
 struct Layer {
-  std::optional<at::Tensor> attention_norm, ffn_norm;  // the first layer of a draft head has no norm before attention
+  std::optional<at::Tensor> attention_norm;  // the first layer of a draft head has none
+  at::Tensor ffn_norm;
   std::optional<at::Tensor> router;                    // of a mixture of experts, whose w13 and w2 are stacks
   Matrix wqkv, wo, w13, w2;
 };
@@ -59,7 +60,7 @@ Layer layer_of(const Weights& weights, int64_t i) {
   };
   Layer layer;
   layer.attention_norm = next(), layer.wqkv = matrix(), layer.wo = matrix();
-  layer.ffn_norm = next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix();
+  layer.ffn_norm = *next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix();
   return layer;
 }
 
@@ -99,14 +100,13 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std:
 
 // --------------------------------------------------------------------------------------------------- rows
 
-// x [..., F] -> the same; without a weight, x itself
-at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps) {
-  if (!weight) return x;
+// x [..., F] -> the same
+at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   constexpr int64_t SUMS = 32;  // side by side, whatever the processor
   const int64_t width = x.size(-1);
   const at::Tensor y = empty_rows(x, width, at::kBFloat16);
-  const Value *from = data(x), *w = data(*weight);
+  const Value *from = data(x), *w = data(weight);
   Value* to = y.mutable_data_ptr<Value>();
   each_row(x.numel() / width, width, [&](int64_t r) {
     const Value* row = from + r * width;
@@ -265,11 +265,12 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Tensor& x, const at::Tensor& k,
                      const at::Tensor& v, const Rows& rows) {
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
-  const at::Tensor qkv = multiply(rms_norm(x, layer.attention_norm, prepared.eps), layer.wqkv, all * e);
+  const at::Tensor normed = layer.attention_norm ? norm(x, *layer.attention_norm, prepared.eps) : x;
+  const at::Tensor qkv = multiply(normed, layer.wqkv, all * e);
   const at::Tensor q = rotate_and_store(qkv.view({B, T, all, e}), k, v, rows);
   at::Tensor attended = multiply(attend(q, k, v, rows), layer.wo, F);
   add_to(x, attended);
-  at::Tensor y = feed_forward(prepared, layer, rms_norm(attended, layer.ffn_norm, prepared.eps));
+  at::Tensor y = feed_forward(prepared, layer, norm(attended, layer.ffn_norm, prepared.eps));
   add_to(attended, y);
   return y;
 }
@@ -298,4 +299,12 @@ at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList 
 }
 
 }  // namespace
+
+// `rms_norm` of ops/norm.py for bfloat16. x: [..., F]; weight: [F]
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16, "x and weight must be bfloat16");
+  TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));
+  return norm(x.contiguous(), weight.contiguous(), eps);
+}
+
 }  // namespace layers

@@ -161,7 +161,7 @@ template <class Out> void product(const Layer& layer, Out* y) {
   int64_t work = 0;  // of a strip
   for (const Group& group : layer.order.groups) work += STRIP * k * sizeof(Value) * (1 + group.rows / 8);
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
-  at::parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
+  parallel(strips, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[ROWS * STRIP];
     const Value* x[ROWS];
     for (const Group& group : layer.order.groups)
@@ -185,6 +185,8 @@ template <class Out> void product(const Layer& layer, Out* y) {
   });
 }
 
+}  // namespace
+
 // Multiply-adds that one call does on all threads, with everything in registers: the peak to compare with.
 double pair_peak(int64_t rounds) {
   constexpr int CHAINS = 16;
@@ -198,8 +200,6 @@ double pair_peak(int64_t rounds) {
     return total;
   });
 }
-
-}  // namespace
 
 // ----------------------------------------------------------------------------------------------- operator
 

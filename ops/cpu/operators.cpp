@@ -1,10 +1,12 @@
-// The CPU operators, as one unit: reading PyTorch's headers takes longer than compiling any of the files.
+// The operators' names, and those files that are not in products.cpp. The two units are compiled side by side; more of
+// them would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
 
-#include "attention.cpp"
+#include "choice.cpp"
 #include "layers.cpp"
-#include "linear.cpp"
-#include "quantized.cpp"
 #include "rows.cpp"
+#include "threads.cpp"
+
+#include <torch/library.h>
 
 // Adds them to a namespace of torch.ops, whose schemas build.py defines. Called by build.py.
 extern "C" __attribute__((visibility("default"))) void add_operators(const char* name) {
@@ -21,6 +23,11 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("rotary", rows::rotary)
       .impl("move_rows", rows::move_rows)
       .impl("stamp", rows::stamp)
+      .impl("angles", rows::angles)
+      .impl("gumbel", choice::gumbel)
+      .impl("cut", choice::cut)
+      .impl("best", choice::best)
+      .impl("rms_norm", layers::rms_norm)
       .impl("prepare_layers", layers::prepare_layers)
       .impl("layers", layers::layers);
   add(c10::DispatchKey::CompositeExplicitAutograd)

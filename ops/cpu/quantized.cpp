@@ -76,7 +76,7 @@ template <class T> void round_rows(Activations& a, const T* x, int offset) {
   std::vector<Tile> tiles;
   for (const Group& group : a.order.groups)
     for (int64_t t = 0; t < count_tiles(group); t++) tiles.push_back(tile_of(group, t));
-  at::parallel_for(0, tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
+  parallel(tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
     std::vector<int8_t> codes(a.block);
     for (int64_t t = begin; t < end; t++) {
       const auto [first, height] = tiles[t];
@@ -189,7 +189,7 @@ void product(const Activations& a, const uint8_t* packed, int64_t n, const float
     work += STRIP * a.k * std::max<int64_t>(1, group.rows / 4);
   }
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
-  at::parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
+  parallel(strips, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> acc(most * STRIP);
     for (const Group& group : a.order.groups)
       for (int64_t strip = begin; strip < end; strip++) {
@@ -246,6 +246,8 @@ template <class F> at::Tensor multiply(const Layer& layer) {
   return y;
 }
 
+}  // namespace
+
 // Multiply-adds that one call does on all threads, with everything in registers: the peak to compare with.
 double dot_peak(int64_t rounds) {
   constexpr int CHAINS = 16;
@@ -259,8 +261,6 @@ double dot_peak(int64_t rounds) {
     return total;
   });
 }
-
-}  // namespace
 
 // ---------------------------------------------------------------------------------------------- operators
 

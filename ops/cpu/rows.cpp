@@ -6,6 +6,7 @@
 //    up the exponentials.
 // 2. `rotary` turns the heads of queries and keys. Its cosines and sines come as tensors: a compiler that fuses them
 //    computes them again for every head of every layer.
+//    `angles` computes them, once for all layers.
 // 3. `move_rows` touches the rows that do move, which are few: often only the tail of a path moves.
 // 4. `stamp` tells the time between two steps of a compiled cycle.
 //
@@ -49,19 +50,6 @@ void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) 
   for (; i < n; i++) offer(i);
 }
 
-// log of the sum of e^x over x [n], whose largest is `most`
-float log_sum(const float* x, int64_t n, float most) {
-  if (std::isinf(most)) return most;
-  float lanes[CHUNK] = {};
-  int64_t i = 0;
-  for (; i + CHUNK <= n; i += CHUNK)
-    for (int64_t l = 0; l < CHUNK; l++) lanes[l] += exponential(x[i + l] - most);
-  for (; i < n; i++) lanes[0] += exponential(x[i] - most);
-  double sum = 0;
-  for (float lane : lanes) sum += lane;
-  return float(most + std::log(sum));
-}
-
 // `topk_logsumexp` of ops/topk.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, int64_t k) {
   TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
@@ -73,10 +61,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, in
   const float* x = rows.const_data_ptr<float>();
   float *best = values.mutable_data_ptr<float>(), *sum = total.mutable_data_ptr<float>();
   int64_t* where = index.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, count, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
+  parallel(count, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
       best_of(x + r * n, n, k, best + r * k, where + r * k);
-      sum[r] = log_sum(x + r * n, n, best[r * k]);
+      sum[r] = float(best[r * k] + std::log(exponential_sum(x + r * n, n, best[r * k])));
     }
   });
   return {values, index, total};
@@ -92,7 +80,7 @@ void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor&
   const T* x = qkv.const_data_ptr<T>();
   T* to_k = k.mutable_data_ptr<T>();
   const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / (all * e)), [&](int64_t begin, int64_t end) {
+  parallel(rows, std::max<int64_t>(1, GRAIN / (all * e)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++)
       for (int64_t h = 0; h < heads + kv_heads; h++) {
         T* y = h < heads ? to_q + (r * heads + h) * e : to_k + (r * kv_heads + h - heads) * e;
@@ -115,6 +103,25 @@ std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tenso
   return {q, k};
 }
 
+// `rope_angles` of model.py: cosines and sines of positions [B, T] int64 times freq [E/2] fp32, both [B, T, 1, E] fp32.
+std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions) {
+  const at::Tensor at_row = positions.contiguous(), of = freq.contiguous();
+  const int64_t rows = at_row.numel(), half = of.numel();
+  const at::Tensor cos = at::empty({positions.size(0), positions.size(1), 1, 2 * half}, of.options());
+  const at::Tensor sin = at::empty(cos.sizes(), of.options());
+  const float* f = of.const_data_ptr<float>();
+  const int64_t* position = at_row.const_data_ptr<int64_t>();
+  float *c = cos.mutable_data_ptr<float>(), *s = sin.mutable_data_ptr<float>();
+  parallel(rows, std::max<int64_t>(1, GRAIN / (64 * half)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * half; i < end * half; i++) {
+      const int64_t r = i / half, j = i % half, to = 2 * r * half + j;
+      const float angle = float(position[r]) * f[j];
+      c[to] = c[to + half] = std::cos(angle), s[to] = s[to + half] = std::sin(angle);
+    }
+  });
+  return {cos, sin};
+}
+
 // ------------------------------------------------------------------------------------------------- moves
 
 // `compact` of ops/attention.py, for any dtype. buffers: each [B, H, S, E]; start: [B]; path: [B, D+1]
@@ -132,7 +139,7 @@ void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor
                 slot);
   }
   const int64_t grain = std::max<int64_t>(1, GRAIN / (B * H * count * row));
-  at::parallel_for(0, int64_t(buffers.size()), grain, [&](int64_t first, int64_t last) {
+  parallel(int64_t(buffers.size()), grain, [&](int64_t first, int64_t last) {
     std::vector<char> held(count * row);
     for (int64_t i = first * B * H; i < last * B * H; i++) {
       const int64_t b = i / H % B, *source = sources + b * count;

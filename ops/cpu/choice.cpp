@@ -1,0 +1,183 @@
+// Choosing tokens on a CPU: the noise of sampling.py, the cuts of top-k and top-p, and the best score of a row.
+//
+// 1. `gumbel` computes Philox4x32-10 and both logarithms for eight counters side by side, in 32 bits where tensors take 64.
+// 2. `cut` sorts only the tokens that can be kept: those beyond the k-th best, or with so little mass that all of them
+//    together are less than what top-p may leave out, are dropped first. Of 49,152 tokens a few hundred stay.
+// 3. `best` adds the noise of a node's draw while it looks for the largest sum.
+//
+// A row's result does not depend on the other rows, and not on whether a compiled or an eager step asks for it.
+
+#include "common.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace choice {
+namespace {
+
+constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
+constexpr int64_t SIDE = 16;        // counters side by side
+constexpr float LEAST = -INFINITY;
+
+// ln x for finite x > 0, to about 1e-7; without a branch, so that loops vectorize (polynomial of Cephes)
+inline float logarithm(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  int32_t power = (bits >> 23) - 126;
+  bits = (bits & 0x007fffff) | 0x3f000000;  // 0.5 .. 1
+  float m;
+  std::memcpy(&m, &bits, 4);
+  const bool low = m < 0.707106781f;
+  power -= low;
+  m = (low ? m + m : m) - 1.0f;
+  const float square = m * m;
+  float y = 7.0376836292e-2f;
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    y = y * m + c;
+  y = y * m * square - 2.12194440e-4f * float(power) - 0.5f * square;
+  return m + y + 0.693359375f * float(power);
+}
+
+// ln (1 - u) for 0 < u < 1: what rounding 1 - u loses is given back by the factor (Kahan)
+inline float logarithm_of_rest(float u) {
+  const float rest = 1.0f - u, lost = 1.0f - rest, factor = u / (lost > 0.0f ? lost : 1.0f);
+  return lost > 0.0f ? logarithm(rest) * factor : -u;
+}
+
+struct Key {
+  uint32_t seed[2], prompt, sample;
+};
+
+// Noise of tokens first .. first + 4 SIDE of one draw. word: the draw and its use
+void fill_noise(const Key& key, uint32_t word, uint32_t first, float* noise) {
+  uint32_t c[4][SIDE], words[4 * SIDE], k0 = key.seed[0], k1 = key.seed[1];
+  for (uint32_t i = 0; i < SIDE; i++) c[0][i] = first / 4 + i, c[1][i] = word, c[2][i] = key.sample, c[3][i] = key.prompt;
+  for (int round = 0; round < 10; round++) {
+    for (int64_t i = 0; i < SIDE; i++) {
+      const uint32_t a = c[0][i], b = c[2][i];
+      c[0][i] = uint32_t(uint64_t(b) * 0xCD9E8D57u >> 32) ^ c[1][i] ^ k0, c[1][i] = b * 0xCD9E8D57u;
+      c[2][i] = uint32_t(uint64_t(a) * 0xD2511F53u >> 32) ^ c[3][i] ^ k1, c[3][i] = a * 0xD2511F53u;
+    }
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  for (int64_t i = 0; i < 4 * SIDE; i++) words[i] = c[i % 4][i / 4];
+  for (int64_t i = 0; i < 4 * SIDE; i++) {
+    const float u = (float(words[i]) + 0.5f) * 0x1p-32f, most = 1.0f - 0x1p-24f;
+    noise[i] = -logarithm(-logarithm_of_rest(u < most ? u : most));
+  }
+}
+
+struct Scored {
+  float score;
+  int64_t token;
+};
+inline bool before(const Scored& a, const Scored& b) {
+  return a.score > b.score || (a.score == b.score && a.token < b.token);
+}
+
+// The tokens that top-k and top-p keep of scores z [n], in any order.
+void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Scored>& kept) {
+  const float most = largest(z, n);
+  const double total = top_p < 1 && top_k <= 0 ? exponential_sum(z, n, most) : 0;
+  const double rest = total * (1 - top_p) / (2 * double(n));  // all tokens below it are half of what may go
+  const float floor = rest > 0 ? most + float(std::log(rest)) : LEAST;
+  kept.clear();
+  for (int64_t i = 0; i < n; i++)
+    if (z[i] >= floor && z[i] > LEAST) kept.push_back({z[i], i});
+  if (top_k > 0 && top_k < int64_t(kept.size())) {
+    std::nth_element(kept.begin(), kept.begin() + top_k - 1, kept.end(), before);
+    kept.resize(top_k);
+  }
+  if (top_p >= 1) return;
+  std::sort(kept.begin(), kept.end(), before);
+  double mass = total, sum = 0;
+  if (top_k > 0)
+    for (const Scored& each : kept) mass += std::exp(each.score - most);
+  size_t count = 0;  // the mass before a kept token is less than top_p; the first is always kept
+  for (; count < kept.size() && (count == 0 || sum < top_p * mass); count++) sum += std::exp(kept[count].score - most);
+  kept.resize(count);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------- operators
+
+// `gumbel` of sampling.py: [B, R, V] fp32. seed: [2]; prompt, sample: [B]; draws: [B, R], all int64
+at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& draws,
+                  int64_t vocab, int64_t domain) {
+  const int64_t rows = draws.numel(), per_row = draws.size(1), whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
+  const at::Tensor noise = at::empty({draws.size(0), per_row, vocab}, draws.options().dtype(at::kFloat));
+  const at::Tensor at_draw = draws.contiguous();
+  const int64_t *seeds = seed.const_data_ptr<int64_t>(), *draw = at_draw.const_data_ptr<int64_t>();
+  const int64_t *prompts = prompt.const_data_ptr<int64_t>(), *samples = sample.const_data_ptr<int64_t>();
+  float* to = noise.mutable_data_ptr<float>();
+  parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; piece++) {
+      const int64_t row = piece / whole, first = piece % whole * 4 * SIDE, b = row / per_row;
+      const Key key{{uint32_t(seeds[0]), uint32_t(seeds[1])}, uint32_t(prompts[b]), uint32_t(samples[b])};
+      float made[4 * SIDE];
+      fill_noise(key, uint32_t(draw[row]) + (uint32_t(domain) << 30), uint32_t(first), made);
+      std::copy_n(made, std::min<int64_t>(4 * SIDE, vocab - first), to + row * vocab + first);
+    }
+  });
+  return noise;
+}
+
+// `process` of sampling.py: scores [..., V] divided by the temperature, -inf where they are cut away.
+at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p) {
+  const at::Tensor from = scores.contiguous(), result = at::empty(from.sizes(), from.options());
+  const int64_t n = from.size(-1), rows = from.numel() / n;
+  const float *x = from.const_data_ptr<float>(), by = float(temperature);
+  float* y = result.mutable_data_ptr<float>();
+  parallel(rows, std::max<int64_t>(1, GRAIN / (8 * n)), [&](int64_t begin, int64_t end) {
+    std::vector<float> z(n);
+    std::vector<Scored> kept;
+    for (int64_t r = begin; r < end; r++) {
+      for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / by;
+      keep(z.data(), n, top_k, float(top_p), kept);
+      std::fill_n(y + r * n, n, LEAST);
+      for (const Scored& each : kept) y[r * n + each.token] = each.score;
+    }
+  });
+  return result;
+}
+
+// The best token of every row of scores [B, N, V], the lowest of equal ones: [B, N] int64. With noise [B, R, V] fp32 and
+// row [B, N] int64: of scores / temperature + noise[row].
+at::Tensor best(const at::Tensor& scores, double temperature, const std::optional<at::Tensor>& noise,
+                const std::optional<at::Tensor>& row) {
+  const at::Tensor from = scores.contiguous();
+  const int64_t B = from.size(0), N = from.size(1), n = from.size(2), draws = noise ? noise->size(1) : 0;
+  const at::Tensor token = at::empty({B, N}, from.options().dtype(at::kLong));
+  const at::Tensor added = noise ? noise->contiguous() : from, which = row ? row->contiguous() : token;
+  TORCH_CHECK(!noise || (row && which.numel() == B * N && added.size(0) == B && added.size(2) == n),
+              "noise must be [B, R, V], and row [B, N]");
+  const float *x = from.const_data_ptr<float>(), *g = added.const_data_ptr<float>(), by = float(temperature);
+  const int64_t* of = which.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < B * N && noise; i++)
+    TORCH_CHECK(of[i] >= 0 && of[i] < draws, "there is no row ", of[i], " of noise");
+  int64_t* to = token.mutable_data_ptr<int64_t>();
+  constexpr int64_t CHUNK = 1024;
+  parallel(B * N, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
+    float sums[CHUNK];
+    for (int64_t r = begin; r < end; r++) {
+      const float* more = noise ? g + (r / N * draws + of[r]) * n : nullptr;
+      float most = LEAST;
+      to[r] = 0;
+      for (int64_t first = 0; first < n; first += CHUNK) {
+        const int64_t size = std::min(CHUNK, n - first);
+        const float* s = x + r * n + first;
+        if (more) {
+          for (int64_t i = 0; i < size; i++) sums[i] = s[i] / by + more[first + i];
+          s = sums;
+        }
+        const float top = largest(s, size);
+        if (top > most) most = top, to[r] = first + (std::find(s, s + size, top) - s);
+      }
+    }
+  });
+  return token;
+}
+
+}  // namespace choice

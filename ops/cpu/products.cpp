@@ -1,0 +1,5 @@
+// Products and attention, as one unit: together they take as long to compile as operators.cpp.
+
+#include "attention.cpp"
+#include "linear.cpp"
+#include "quantized.cpp"
