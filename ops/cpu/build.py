@@ -121,15 +121,21 @@ def build(march: str = "") -> Path:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[bool]:
+def alone(folder: Path, note: str = "") -> Iterator[bool]:
     """Wait until no other process is here. Where a file system has no locks, two may make the same file: no harm.
 
+    note: printed when there is another one to wait for
     Yields: whether this process is alone, False without locks.
     """
     held, locked = os.open(folder, os.O_RDONLY), False
     try:
         with suppress(OSError, AttributeError):
-            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if note:
+                    print(note, file=sys.stderr, flush=True)
+                fcntl.flock(held, fcntl.LOCK_EX)
             locked = True
         yield locked
     finally:
