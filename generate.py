@@ -1,6 +1,6 @@
 """Generate text with a LLaMA target and whatever drafts for it.
 
-    python generate.py --compile --prompt "def read_lines(path):"
+    python generate.py --compile --chat --prompt "What is the capital of France?"
 
 From Python:
     engine = load(checkpoint="checkpoints/demo", compile=True)
@@ -8,8 +8,7 @@ From Python:
     for piece in stream(engine, "def read_lines(path):"): print(piece, end="")
 
 `load` reads the target, the drafter and the tokenizer and warms the compiled steps; `generate` decodes any number of
-prompts, `batch_size` at a time; `stream` yields text as it is decided. The loop itself is in decode.py, the
-options are in options.py. `python generate.py --help` lists them.
+prompts, `batch_size` at a time; `stream` yields text as it is decided. The loop is in decode.py, options in options.py.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from decode import Engine, Session, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
 from hf.config import resolve_draft
+from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
 from hf.weights import load_model
 from model import DTYPES, Transformer
@@ -94,7 +94,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     config = replace(config, device=pick_device(config.device))
     if config.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(config.device).index or 0)
-    path = Path(config.checkpoint)
+    path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_json(path / "config.json"))
     if saved is not None:  # the checkpoint holds codes; another group size is what --quant_draft asks for

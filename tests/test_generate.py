@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 import runtime
 from generate import generate, load, main, stream
 from helpers import GOLDEN
-from options import DEMO, GenerateConfig
+from options import DEMO, GenerateConfig, read_prompts
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 IDS = ["--checkpoint", TARGET, "--prompt_ids", "5,17,3,40", "--max_new_tokens", "20", "--ignore_eos", "--device", "cpu"]
 PROMPT = "def read_lines(path):"
+ON_DEMO = ["--checkpoint", DEMO, "--device", "cpu"]
 
 
 def run(capsys, *argv: str) -> tuple[str, str]:
@@ -107,10 +108,10 @@ def test_finish_reasons(capsys):
 
 
 def test_demo_streams_text_and_ends_with_statistics(capsys):
-    out, _ = run(capsys, "--max_new_tokens", "12", "--device", "cpu")
+    out, _ = run(capsys, *ON_DEMO, "--max_new_tokens", "12")
     *_, last = out.strip().splitlines()
     assert "tokens/s" in last and "tau" in last
-    result = generate(load(max_new_tokens=12, device="cpu"), [PROMPT])
+    result = generate(load(checkpoint=DEMO, max_new_tokens=12, device="cpu"), [PROMPT])
     assert out.startswith(result.text[0])
 
 
@@ -137,7 +138,7 @@ def test_other_drafters(capsys, tmp_path, argv):
 
 
 def test_python_interface():
-    engine = load(max_new_tokens=16, device="cpu")
+    engine = load(checkpoint=DEMO, max_new_tokens=16, device="cpu")
     assert engine.config.draft == "eagle", "the bundled head is the default"
     result = generate(engine, [PROMPT])
     assert "".join(stream(engine, PROMPT)) == result.text[0]
@@ -172,7 +173,7 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     file = tmp_path / "p.jsonl"
     rows = [{"turns": ["import os", " x" * 100, "y"]}, {"turns": ["def f():", "return", "a"]}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    base = ["--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--device", "cpu", "--ignore_eos"]
+    base = [*ON_DEMO, "--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--ignore_eos"]
     out, err = run(capsys, *base, "--context", "60", "--batch_size", "2")
     assert json.loads(out)["index"] == [[0, 0, 0], [1, 0, 0], [1, 0, 1], [1, 0, 2]]
     assert err.count("turn 2 of prompt 1 no longer fits the context of 60") == 1, err
@@ -181,7 +182,7 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
 
 
 def test_a_lookup_of_one_branch():
-    options = {"max_new_tokens": 20, "device": "cpu", "temperature": 1.0, "draft": "ngram"}
+    options = {"checkpoint": DEMO, "max_new_tokens": 20, "device": "cpu", "temperature": 1.0, "draft": "ngram"}
     one, two = load(**options, ngram_branches=1), load(**options)
     assert one.drafter.presets[-1].size < two.drafter.presets[-1].size
     assert generate(one, [PROMPT * 3]).tokens == generate(two, [PROMPT * 3]).tokens
@@ -202,10 +203,10 @@ def test_a_cuda_device_is_chosen_by_its_number(monkeypatch):
 def test_residual_children_are_draws_without_gaps(capsys, tmp_path):
     file = tmp_path / "tree.json"
     file.write_text("[[0], [1], [1, 1]]")
-    argv = ("--accept", "residual", "--temperature", "1", "--tree_file", str(file))
+    argv = (*ON_DEMO, "--accept", "residual", "--temperature", "1", "--tree_file", str(file))
     assert "ranks without gaps; before (1, 1) another" in failure(capsys, *argv)
     file.write_text("[[0], [1], [1, 0]]")
-    assert run(capsys, *argv, "--max_new_tokens", "4", "--device", "cpu")[0]
+    assert run(capsys, *argv, "--max_new_tokens", "4")[0]
 
 
 def test_prompt_file_with_turns(capsys, tmp_path):
@@ -213,7 +214,7 @@ def test_prompt_file_with_turns(capsys, tmp_path):
     file.write_text(
         '{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n'
     )
-    base = ["--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--device", "cpu", "--dtype", "float32"]
+    base = [*ON_DEMO, "--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--dtype", "float32"]
     alone, _ = run(capsys, *base)
     together, _ = run(capsys, *base, "--batch_size", "2")
     alone, together = json.loads(alone), json.loads(together)
@@ -223,17 +224,16 @@ def test_prompt_file_with_turns(capsys, tmp_path):
 
 def test_text_prompt_file(capsys, tmp_path):
     (tmp_path / "p.txt").write_text(PROMPT)
-    a, _ = run(
-        capsys, "--prompt_file", str(tmp_path / "p.txt"), "--max_new_tokens", "8", "--json", "-", "--device", "cpu"
-    )
-    b, _ = run(capsys, "--prompt", PROMPT, "--max_new_tokens", "8", "--json", "-", "--device", "cpu")
+    base = [*ON_DEMO, "--max_new_tokens", "8", "--json", "-"]
+    a, _ = run(capsys, *base, "--prompt_file", str(tmp_path / "p.txt"))
+    b, _ = run(capsys, *base, "--prompt", PROMPT)
     assert json.loads(a)["tokens"] == json.loads(b)["tokens"]
 
 
 def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):
     lines = "\n".join(["def a():", "", "x = 1\n" * 30, "y = 2\n" * 3, "z = 3 " * 200, "pass"])
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    main(["--interactive", "--context", "120", "--max_new_tokens", "20", "--device", "cpu"])
+    main([*ON_DEMO, "--interactive", "--context", "120", "--max_new_tokens", "20"])
     out, _ = capsys.readouterr()
     assert "oldest turn(s) dropped" in out
     assert "the context holds 120" in out, "a turn that never fits is refused, and the chat goes on"
@@ -315,8 +315,8 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "-1"], "--draft_vocab must be at least 0; it is -1"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "98"], "--draft_vocab must be at most the 97 tokens of the vocabulary; it is 98; lower it"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
-        (["--prompt", "a", "--draft_vocab", "9"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
-        (["--prompt", "a", "--draft_vocab", "3", "--tree", "static"], "a node cannot have 4 ranked children of 3 tokens"),
+        ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "9"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
+        ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "3", "--tree", "static"], "a node cannot have 4 ranked children of 3 tokens"),
         ([*IDS, "--draft_vocab", "9"], "--draft_vocab needs a draft"),
         ([*IDS, "--draft", "none", "--draft_vocab", "9"], "--draft_vocab needs a draft"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--draft_vocab", "9"], "--draft_vocab does nothing with --draft model"),
@@ -326,6 +326,7 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--draft", "eagle+ngram"], "--draft eagle+ngram needs a head"),
         ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree", "chain"], "grafts onto a re-ranked dynamic tree"),
         ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree_size", "12"], "leave no room"),
+        (["--inflate", "tiny-0.5b"], "--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one"),
         (["--interactive", "--batch_size", "2"], "--interactive"),
         (["--interactive", "--trace", "t"], "--interactive"),
         ([*IDS, "--tree", "static"], "--tree needs a draft"),
@@ -335,8 +336,8 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS[:2], "--prompt_ids", ""], "numbers like 5,17,3"),
         ([*IDS[:2], "--prompt_ids=--5"], "numbers like 5,17,3"),
         ([*IDS, "--json", "."], "is a directory"),
-        (["--chat", "--prompt", "a"], "--chat NAME"),
-        (["--chat", "alpaca", "--prompt", "a"], "alpaca"),
+        ([*ON_DEMO, "--chat", "--prompt", "a"], "--chat NAME"),
+        ([*ON_DEMO, "--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
         ([*IDS, "--json", "no/such/dir/out.json"], "cannot write no/such/dir/out.json; there is no directory"),
     ],
@@ -454,3 +455,13 @@ def test_a_tree_file_is_used(capsys, tmp_path):
 
 def test_the_demo_is_where_the_code_is():
     assert (Path(DEMO) / "config.json").is_file() and (Path(DEMO + "-eagle") / "config.json").is_file()
+
+
+def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(monkeypatch):
+    assert read_prompts(GenerateConfig()) == [["The capital of France is"]]
+    monkeypatch.chdir(Path(DEMO).parents[1])
+    for name in (DEMO, "checkpoints/demo", "checkpoints/demo/"):
+        assert read_prompts(GenerateConfig(checkpoint=name)) == [[PROMPT]]
+    monkeypatch.chdir(Path(DEMO).parent)
+    with pytest.raises(ValueError, match="no prompt"):
+        read_prompts(GenerateConfig(checkpoint="checkpoints/demo"))

@@ -21,7 +21,7 @@ from generate import generate, load, warm_up
 from helpers import GOLDEN, decode, quantized, quantized_experts
 from hf.weights import load_model
 from model import KVCache, ModelConfig, MoEFeedForward
-from options import GenerateConfig
+from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from runtime import WARM_UPS
@@ -447,7 +447,13 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
 def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
     """The demo has two query heads per key head; the golden models have one."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    options = {"device": "cuda", "dtype": "float32", "temperature": temperature, "max_new_tokens": 64}
+    options = {
+        "checkpoint": DEMO,
+        "device": "cuda",
+        "dtype": "float32",
+        "temperature": temperature,
+        "max_new_tokens": 64,
+    }
     prompts = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):

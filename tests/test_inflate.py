@@ -448,7 +448,7 @@ def test_tensors_are_the_same_every_time():
     [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "dynamic"}, {"tree": "chain", "tree_depth": 4}],
 )
 def test_decoding_gives_the_same_tokens(options):
-    options = {"max_new_tokens": 32, "device": "cpu", "dtype": "float32", **options}
+    options = {"checkpoint": DEMO, "max_new_tokens": 32, "device": "cpu", "dtype": "float32", **options}
     small, large = load(**options), load(inflate=EXACT, **options)
     assert large.target.config.dim == 1024 and large.config.draft == "eagle"
     a, b = generate(small, [PROMPT]), generate(large, [PROMPT])
@@ -469,7 +469,7 @@ def test_a_mixture_decodes_the_same_tokens(options):
 
 
 def test_everything_printed_names_the_stand_in(capsys, tmp_path):
-    argv = ["--inflate", EXACT, "--max_new_tokens", "8", "--device", "cpu", "--tree", "dynamic"]
+    argv = ["--checkpoint", DEMO, "--inflate", EXACT, "--max_new_tokens", "8", "--device", "cpu", "--tree", "dynamic"]
     main([*argv, "--json", str(tmp_path / "out.json"), "--compare"])
     out, _ = capsys.readouterr()
     assert out.splitlines()[-1].startswith(f"stand-in, a {EXACT}-shaped function of demo: ")
@@ -499,7 +499,8 @@ def test_what_is_written_is_what_is_built(monkeypatch, tmp_path, capsys):
         assert json.loads((path / "config.json").read_text()) == files.config
     assert sorted(p.name for p in out.parent.iterdir()) == ["half", "half-eagle"]
     options = {"max_new_tokens": 16, "device": "cpu", "dtype": "float32", "tree": "dynamic"}
-    assert generate(load(checkpoint=str(out), **options), [PROMPT]).text == generate(load(**options), [PROMPT]).text
+    small, large = load(checkpoint=DEMO, **options), load(checkpoint=str(out), **options)
+    assert generate(large, [PROMPT]).text == generate(small, [PROMPT]).text
 
 
 def test_shards_are_bounded_and_complete(tmp_path):
@@ -625,6 +626,11 @@ def test_shape_texts():
 def test_generate_refuses_a_twin_without_a_shape():
     with pytest.raises(ValueError, match="--random_twin needs a shape"):
         load(random_twin=True)
+
+
+def test_the_default_model_is_not_inflated():
+    with pytest.raises(ValueError, match="--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo"):
+        load(inflate=EXACT)
 
 
 def test_what_is_there_is_kept(monkeypatch, capsys, tmp_path):

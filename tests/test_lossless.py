@@ -608,7 +608,7 @@ DEMO_TREES = (("chain", 1), ("static", 1), ("dynamic", 2))  # and rows decoded t
 
 def assert_no_difference(texts, length, trees, **options) -> None:
     """The drafted tokens of every prompt are vanilla's, without any margin."""
-    options |= {"max_new_tokens": length, "device": "cpu"}
+    options |= {"checkpoint": DEMO, "max_new_tokens": length, "device": "cpu"}
     vanilla = generate(load(draft="none", **options), texts)
     for tree, batch in trees:
         drafted = generate(load(tree=tree, batch_size=batch, **options), texts)
@@ -653,7 +653,8 @@ def test_exact_demo_prompts(quant, compiled):
 def test_demo_prompts_equal_vanilla():
     """40 held-out prompts x 128 tokens on the bundled demo in fp32; the result is logged in benchmarks/LOG.md."""
     for temperature in (0.0, 1.0):
-        options = {"dtype": "float32", "temperature": temperature, "max_new_tokens": 128, "device": "cpu"}
+        options = {"checkpoint": DEMO, "dtype": "float32", "temperature": temperature}
+        options |= {"max_new_tokens": 128, "device": "cpu"}
         vanilla = load(draft="none", **options)
         prompts = [vanilla.tokenizer.encode(text) for text in held_out_prompts()]
         plain = generate(vanilla, prompts)

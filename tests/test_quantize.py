@@ -492,7 +492,7 @@ def test_quantize_and_generate(capsys, tmp_path):
         assert err.endswith(f"int4: {total} of {total} tensors\n") and err.count("\r") == total
     ids = ["--prompt", "def f(x):", "--max_new_tokens", "16", "--json", "-", "--device", "cpu", "--tree", "dynamic"]
     got, _ = run(capsys, main, "--checkpoint", str(tmp_path / "demo"), *ids)
-    want, _ = run(capsys, main, "--quant", "int4", *ids)
+    want, _ = run(capsys, main, "--checkpoint", DEMO, "--quant", "int4", *ids)
     got, want = json.loads(got), json.loads(want)
     assert got["tokens"] == want["tokens"]
     assert {k: got["config"][k] for k in ("quant", "quant_draft", "group_size", "draft")} == {
@@ -687,7 +687,7 @@ def test_without_a_compiler_a_model_is_close(monkeypatch):
 def test_quantized_demo_stays_the_demo():
     """Mean KL divergence from the bf16 demo on held-out text, in nats."""
     text = (Path(DEMO).parents[1] / "data/eval/demo.jsonl").read_text().splitlines()[0]
-    exact = load(draft="none", device="cpu", dtype="float32")
+    exact = load(checkpoint=DEMO, draft="none", device="cpu", dtype="float32")
     ids = torch.tensor([exact.tokenizer.encode(json.loads(text)["turns"][0])[:200]])
     positions = torch.arange(ids.shape[1])[None]
     log_p = exact.target.logits(exact.target(ids, positions)).log_softmax(-1)

@@ -16,6 +16,7 @@ import decode
 import generate
 import model
 from draft_tree import accept
+from options import DEMO
 
 ROOT = Path(generate.__file__).parent
 METHOD = ("model", "generate", "eagle_draft", "quantize", "decode", "draft_tree", "drafters", "sampling")
@@ -108,7 +109,7 @@ def test_names_of_files_in_the_text_are_true():
 
 # ------------------------------------------------------------------------------------------- what runs
 
-EAGER = ["--max_new_tokens", "24", "--device", "cpu"]
+EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "24", "--device", "cpu"]
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "chain", "auto"])
@@ -132,7 +133,7 @@ def test_at_most_ten_frames_to_accept(tree, monkeypatch, capsys):
 @pytest.mark.parametrize("options", [{"draft": "none"}, {"tree": "chain"}, {"tree": "dynamic"}], ids=str)
 def test_a_cycle_visits_at_most_ten_files(options):
     """Greedy; sampling adds sampling.py, the chooser of trees extras/autosize.py, int4 quantize.py."""
-    engine = generate.load(max_new_tokens=64, device="cpu", **options)
+    engine = generate.load(checkpoint=DEMO, max_new_tokens=64, device="cpu", **options)
     session, files, own = decode.Session(engine, [(0, 0)]), set(), {str(f) for f in sources()}
     decoding = session.run([[5, 17, 3]])
     next(decoding), next(decoding)
@@ -159,7 +160,7 @@ def test_what_one_edits_is_what_runs(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(model.Block, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
-                generate.load(max_new_tokens=4, device="cpu", **options)
+                generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options)
 
 
 def test_extras_can_be_deleted(tmp_path):
@@ -172,7 +173,7 @@ def test_extras_can_be_deleted(tmp_path):
         copy(source, tmp_path / source.relative_to(ROOT))
 
     def run(*argv: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "generate.py", *EAGER, *argv]
+        command = [sys.executable, "generate.py", *EAGER[2:], "--checkpoint", "checkpoints/demo", *argv]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     vanilla, eagle = run("--draft", "none"), run("--tree", "dynamic")

@@ -120,7 +120,7 @@ def build(march: str = "") -> Path:
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
+        with alone(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
             if not library.is_file():  # made by another process meanwhile
                 made = Path(temporary) / library.name
                 for name, text in sources.items():  # what was read, whatever is edited meanwhile
@@ -136,13 +136,23 @@ def build(march: str = "") -> Path:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process is here. Where a file system has no locks, two may build the same: no harm."""
-    held = os.open(folder, os.O_RDONLY)
+def alone(folder: Path, note: str = "") -> Iterator[bool]:
+    """Wait until no other process is here. Where a file system has no locks, two may make the same file: no harm.
+
+    note: printed when there is another one to wait for
+    Yields: whether this process is alone, False without locks.
+    """
+    held, locked = os.open(folder, os.O_RDONLY), False
     try:
         with suppress(OSError, AttributeError):
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if note:
+                    print(note, file=sys.stderr, flush=True)
+                fcntl.flock(held, fcntl.LOCK_EX)
+            locked = True
+        yield locked
     finally:
         os.close(held)
 
