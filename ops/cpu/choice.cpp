@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace choice {
 namespace {
@@ -76,15 +77,31 @@ inline bool before(const Scored& a, const Scored& b) {
   return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
 
+// No token below it is among the k best of z [n]: the k-th best of the maxima of parts.
+float least_of_best(const float* z, int64_t n, int64_t k, std::vector<float>& maxima) {
+  constexpr int64_t PART = 64;
+  maxima.clear();
+  for (int64_t i = 0; i < n; i += PART) maxima.push_back(largest(z + i, std::min(PART, n - i)));
+  if (k > int64_t(maxima.size())) return LEAST;
+  std::nth_element(maxima.begin(), maxima.begin() + k - 1, maxima.end(), std::greater<>());
+  return maxima[k - 1];
+}
+
 // The tokens that top-k and top-p keep of scores z [n], in any order.
 void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Scored>& kept) {
+  static thread_local std::vector<float> maxima;  // its memory is kept from row to row
   const float most = largest(z, n);
   const double total = top_p < 1 && top_k <= 0 ? exponential_sum(z, n, most) : 0;
   const double rest = total * (1 - top_p) / (2 * double(n));  // all tokens below it are half of what may go
-  const float floor = rest > 0 ? most + float(std::log(rest)) : LEAST;
+  float floor = rest > 0 ? most + float(std::log(rest)) : LEAST;
+  if (top_k > 0) floor = least_of_best(z, n, top_k, maxima);
   kept.clear();
-  for (int64_t i = 0; i < n; i++)
-    if (z[i] >= floor && z[i] > LEAST) kept.push_back({z[i], i});
+  for (int64_t first = 0; first < n; first += LANES) {
+    const int64_t size = std::min<int64_t>(LANES, n - first);
+    if (largest(z + first, size) < floor) continue;
+    for (int64_t i = first; i < first + size; i++)
+      if (z[i] >= floor && z[i] > LEAST) kept.push_back({z[i], i});
+  }
   if (top_k > 0 && top_k < int64_t(kept.size())) {
     std::nth_element(kept.begin(), kept.begin() + top_k - 1, kept.end(), before);
     kept.resize(top_k);
