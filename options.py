@@ -139,7 +139,9 @@ class GenerateConfig:
     chat: str | None = option(
         None, "apply a chat template: the checkpoint's own, or the built-in one named", needs=(TEXT,), optional=True
     )
-    system: str | None = option(None, "system message of the chat; default: what its template has", needs=(CHAT,))
+    system: str | None = option(
+        None, "system message of the chat, '' for an empty one; default: the template's own", needs=(CHAT,)
+    )
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k most likely tokens; 0: all", needs=(SAMPLED,), least=0)
