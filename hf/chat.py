@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,15 @@ class JinjaTemplate(ChatTemplate):
     special: dict[str, str]  # bos_token and the like -> their texts
     system: str | None = None  # None: as the template has it
 
-    bos, reply = False, ""
+    bos = False
+
+    @cached_property
+    def reply(self) -> str:
+        """What a rendered probe has between the prompt for an answer and that answer, once it is an earlier one."""
+        question, answer, another = PROBE
+        prompt, whole = self.render([question], []), self.render([question, another], [answer])
+        before = whole.partition(answer)[0]
+        return before.removeprefix(prompt) if before.startswith(prompt) else ""
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """As the base class. Raises: ValueError when the template fails."""
@@ -76,10 +85,15 @@ class JinjaTemplate(ChatTemplate):
             raise refusal(self.path, error) from None
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The control or added token that follows an answer in a rendered probe, if one does."""
+        """The control or added token that follows an answer in a rendered probe, if one does.
+
+        Raises: ValueError when the template fails, or leaves out the system message.
+        """
         question, answer, another = PROBE
-        after = self.render([question, another], [answer]).partition(answer)[2].lstrip()
-        return tokenizer.ids_at_start(after)
+        text = self.render([question, another], [answer])
+        if (self.system or "").strip() not in text:
+            raise ValueError(f"{self.path}: its chat template leaves out the system message; drop --system")
+        return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
 
 
 def refusal(path: Path, reason: Any) -> ValueError:

@@ -229,6 +229,11 @@ def test_system_message(json_dir, tmp_path):
     text = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
     assert own(path, text).render(["q"], []) == "ok"
     tokenizer = Tokenizer.load(path)
+    own(path, "{{ messages[-1].content }}", "").stop_ids(tokenizer)
+    with pytest.raises(ValueError, match="leaves out the system message; drop --system") as caught:
+        own(path, system="Be brief.").stop_ids(tokenizer)
+    assert str(path) in one_line(caught)
+    write(path, "chat_template.jinja", text)
     for system in ("Be brief.", ""):
         with pytest.raises(ValueError, match="raises: System role not supported; use --chat NAME") as caught:
             own(path, system=system).stop_ids(tokenizer)  # load() asks for it
