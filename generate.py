@@ -102,7 +102,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         config = replace(config, quant=saved.format, group_size=saved.group_size if own else config.group_size)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
-    template = chat_template(path, config.chat or None) if config.chat is not None else None
+    template = chat_template(path, tokenizer, config.chat, config.system) if config.chat is not None else None
     stop_ids = template.stop_ids(tokenizer) if template else ()
     own_eos = tokenizer.eos_ids if tokenizer else ()
     context = config.context or min(target.config.max_context, MAX_DEFAULT_CONTEXT)
@@ -373,11 +373,11 @@ def chat(engine: Engine) -> None:
         if not turn.strip():
             continue
         said, past = [*turns, turn], list(answers)
-        ids = encode(engine, said, past)
-        while len(ids) + reserve > engine.context and len(said) > 1:
-            said, past = said[1:], past[1:]
-            ids = encode(engine, said, past)
         try:
+            ids = encode(engine, said, past)
+            while len(ids) + reserve > engine.context and len(said) > 1:
+                said, past = said[1:], past[1:]
+                ids = encode(engine, said, past)
             check_ids(ids, engine.target.config.vocab_size, engine.context)
         except ValueError as error:  # the conversation so far stays
             print(f"[{error}]")

@@ -55,6 +55,7 @@ INFLATABLE = Need(
 SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
 TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
 TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
+CHAT = Need("belongs to a chat template; add --chat", lambda o: o.chat is not None)
 NOT_CHAT = Need("cannot go with --interactive, which is one conversation", lambda o: not o.interactive)
 
 
@@ -144,7 +145,10 @@ class GenerateConfig:
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
     chat: str | None = option(
-        None, "apply a chat template: the model's, or the one named", needs=(TEXT,), optional=True
+        None, "apply a chat template: the checkpoint's own, or the built-in one named", needs=(TEXT,), optional=True
+    )
+    system: str | None = option(
+        None, "system message of the chat, '' for an empty one; default: the template's own", needs=(CHAT,)
     )
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)

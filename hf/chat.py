@@ -1,52 +1,179 @@
 """Chat templates: the text before, between and after the turns of a conversation.
 
-There are four. `chat_template` chooses the one whose markers appear in the checkpoint's own Jinja template.
-Sources: the evaluation scripts of the official EAGLE, and FastChat's conversation templates.
-Trade-off: the templates are fixed strings, so no code of a checkpoint is executed, and no other template is supported.
+`chat_template` gives one of two kinds, with one interface:
+
+1. `JinjaTemplate`, for `--chat`: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as `transformers`
+   does. It writes BOS itself. `stop_ids` renders a probe, so that one that fails is refused before decoding.
+2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to repeat the official
+   EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation templates). None is chosen unasked.
+
+`--system TEXT` takes the place of a template's own system message. An empty text leaves it out of a fixed template; the
+checkpoint's own is given an empty message.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from hf.tokenizer import Tokenizer, optional_json
 
+OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
+PROBE = ("A question.", "The answer of the probe.", "Another question.")
+
+
+class ChatTemplate:
+    """Renders conversations. Subclasses give `render` and `turn_ends`."""
+
+    bos = True  # whether to begin with BOS where the text does not
+    reply: str  # the text before an earlier answer
+
+    def render(self, turns: list[str], answers: list[str]) -> str:
+        """The text of the prompt for the next answer. answers: one fewer than turns."""
+        raise NotImplementedError
+
+    def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The ids that end an answer besides EOS."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
+        """Token ids of the prompt for the next answer. Control tokens within a turn are parsed too."""
+        return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
+
+    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The ids that end an answer. Raises: ValueError when the template cannot work with this tokenizer."""
+        return tuple(dict.fromkeys((*tokenizer.eos_ids, *self.turn_ends(tokenizer))))
+
+
+# ------------------------------------------------------------------------------------- a checkpoint's own
+
 
 @dataclass(frozen=True)
-class ChatTemplate:
+class JinjaTemplate(ChatTemplate):
+    """A checkpoint's own template."""
+
+    path: Path  # the checkpoint, for messages
+    program: Any  # hf.sandbox.Template
+    special: dict[str, str]  # bos_token and the like -> their texts
+    system: str | None = None  # None: as the template has it
+
+    bos = False
+
+    @cached_property
+    def reply(self) -> str:
+        """What a rendered probe has between the prompt for an answer and that answer, once it is an earlier one."""
+        question, answer, another = PROBE
+        prompt, whole = self.render([question], []), self.render([question, another], [answer])
+        before = whole.partition(answer)[0]
+        return before.removeprefix(prompt) if before.startswith(prompt) else ""
+
+    def render(self, turns: list[str], answers: list[str]) -> str:
+        """As the base class. Raises: ValueError when the template fails."""
+        said = [{"role": "user", "content": turn} for turn in turns]
+        for number, answer in enumerate(answers):
+            said.insert(2 * number + 1, {"role": "assistant", "content": answer})
+        if self.system is not None:
+            said.insert(0, {"role": "system", "content": self.system})
+        given = {"messages": said, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self.program.render(**given, **self.special)
+        except ValueError as error:
+            raise refusal(self.path, error) from None
+
+    def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The control or added token that follows an answer in a rendered probe, if one does.
+
+        Raises: ValueError when the template fails, or leaves out the system message.
+        """
+        question, answer, another = PROBE
+        text = self.render([question, another], [answer])
+        if (self.system or "").strip() not in text:
+            raise ValueError(f"{self.path}: its chat template leaves out the system message; drop --system")
+        return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
+
+
+def refusal(path: Path, reason: Any) -> ValueError:
+    """The one line about a template that cannot be used."""
+    return ValueError(f"{path}: its chat template {reason}; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}")
+
+
+def template_text(path: Path) -> str | None:
+    """The Jinja template that a checkpoint brings, or None. Raises: ValueError when it is not a text."""
+    jinja = path / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8", errors="replace")
+    found = optional_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # of {name, template}
+        named = {row.get("name"): row.get("template") for row in found if isinstance(row, dict)}
+        found = named.get("default", found)
+    if found is not None and not isinstance(found, str):
+        raise refusal(path, "is neither a text nor a list of named ones with a default")
+    return found
+
+
+def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> JinjaTemplate:
+    """The checkpoint's own template. Raises: ValueError when it has none, or one that fails."""
+    text = template_text(path)
+    if text is None:
+        raise ValueError(f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}")
+    try:
+        from hf.sandbox import Template
+    except ImportError:
+        raise ValueError(f"the chat template of {path} needs the package jinja2; run: pip install jinja2") from None
+    if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
+        least = ".".join(map(str, OLDEST_JINJA2))
+        raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")
+    try:
+        return JinjaTemplate(path, Template(text), tokenizer.special, system)
+    except ValueError as error:
+        raise refusal(path, error) from None
+
+
+# ------------------------------------------------------------------------------------------------- fixed
+
+
+@dataclass(frozen=True)
+class FixedTemplate(ChatTemplate):
     """The text around the turns of a conversation."""
 
     name: str
-    start: str  # before the first turn
+    start: str  # before everything
+    slot: str  # around the system message; "" where the template has no place for one
+    system: str  # the system message; "" for none
+    turn: str  # before the first turn
     ask: str  # after every turn
     reply: str  # before an earlier answer
     next: str  # between an earlier answer and the turn after it
-    markers: tuple[str, ...]  # a checkpoint whose own Jinja template has all of these uses this template
     stops: tuple[str, ...] = ()  # tokens that end an answer besides EOS
     trim_turns: bool = False  # whether to drop white space around a turn; around an answer it is always dropped
 
     def render(self, turns: list[str], answers: list[str]) -> str:
-        """The text of the prompt for the next answer. answers: one fewer than turns."""
+        """As the base class."""
         *earlier, last = (turn.strip() for turn in turns) if self.trim_turns else turns
         pairs = zip(earlier, answers, strict=True)
         past = "".join(turn + self.ask + self.reply + answer.strip() + self.next for turn, answer in pairs)
-        return self.start + past + last + self.ask
+        opening = self.slot.replace("{system}", self.system) if self.system else ""
+        return self.start + opening + self.turn + past + last + self.ask
 
-    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
-        """Token ids of the prompt for the next answer, with BOS. Control tokens within a turn are parsed too."""
-        return tokenizer.encode(self.render(turns, answers), special=True)
-
-    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The ids that end an answer. Raises: ValueError when the tokenizer lacks one of the template's tokens."""
-        for token in CONTROL.findall(self.start + self.ask + self.reply + self.next):
+    def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """As the base class. Raises: ValueError when the tokenizer lacks one of the template's tokens."""
+        for token in CONTROL.findall(self.start + self.slot + self.turn + self.ask + self.reply + self.next):
             if tokenizer.id_of(token) is None:
                 raise ValueError(
                     f"the chat template {self.name} needs the control token {token}, which this tokenizer lacks; "
                     f"use another --chat: {', '.join(CHAT_TEMPLATES)}"
                 )
-        return tuple(dict.fromkeys((*tokenizer.eos_ids, *map(tokenizer.id_of, self.stops))))
+        return tuple(map(tokenizer.id_of, self.stops))
+
+    def with_system(self, text: str) -> FixedTemplate:
+        """The template with another system message. Raises: ValueError when it has no place for one."""
+        if not self.slot:
+            raise ValueError(f"the chat template {self.name} has no place for a system message; drop --system")
+        return replace(self, system=text)
 
 
 CONTROL = re.compile(r"</?s>|<\|\w+\|>")  # the control tokens in the templates' text
@@ -66,44 +193,36 @@ HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n".format
 # LLaMA-3's text begins with BOS; `encode` adds it to the others
 CHAT_TEMPLATES = {
     template.name: template
-    for template in (  # the first one whose markers are found is chosen
-        ChatTemplate(  # LLaMA-3.1's own has two more lines, with dates, before the system message
-            name="llama3",
-            start=f"<|begin_of_text|>{HEADER('system')}{SYSTEM}<|eot_id|>{HEADER('user')}",
-            ask=f"<|eot_id|>{HEADER('assistant')}", reply="", next=f"<|eot_id|>{HEADER('user')}",
-            markers=("<|start_header_id|>",), stops=("<|eot_id|>",), trim_turns=True,
+    for template in (
+        FixedTemplate(  # LLaMA-3.1's own has two more lines, with dates, before the system message
+            name="llama3", start="<|begin_of_text|>", slot=f"{HEADER('system')}{{system}}<|eot_id|>", system=SYSTEM,
+            turn=HEADER("user"), ask=f"<|eot_id|>{HEADER('assistant')}", reply="", next=f"<|eot_id|>{HEADER('user')}",
+            stops=("<|eot_id|>",), trim_turns=True,
         ),
-        ChatTemplate(
-            name="llama2", start=f"[INST] <<SYS>>\n{SYSTEM}\n<</SYS>>\n\n",
-            ask=" [/INST] ", reply="", next=" </s><s>[INST] ", markers=("<<SYS>>",),
+        FixedTemplate(
+            name="llama2", start="[INST] ", slot="<<SYS>>\n{system}\n<</SYS>>\n\n", system=SYSTEM,
+            turn="", ask=" [/INST] ", reply="", next=" </s><s>[INST] ",
         ),
-        ChatTemplate(  # Mixtral uses it too
-            name="mistral", start="[INST] ", ask=" [/INST]", reply=" ", next="</s>[INST] ", markers=("[INST]",),
+        FixedTemplate(  # Mixtral uses it too
+            name="mistral", start="[INST] ", slot="", system="",
+            turn="", ask=" [/INST]", reply=" ", next="</s>[INST] ",
         ),
-        ChatTemplate(
-            name="vicuna", start=f"{VICUNA_SYSTEM} USER: ",
-            ask=" ASSISTANT:", reply=" ", next="</s>USER: ", markers=("USER:", "ASSISTANT:"),
+        FixedTemplate(
+            name="vicuna", start="", slot="{system} ", system=VICUNA_SYSTEM,
+            turn="USER: ", ask=" ASSISTANT:", reply=" ", next="</s>USER: ",
         ),
     )
 }  # fmt: skip
 
 
-def chat_template(path: Path, name: str | None = None) -> ChatTemplate:
-    """Choose the chat template called `name`, or the one that the checkpoint in `path` uses.
+def chat_template(path: Path, tokenizer: Tokenizer, name: str = "", system: str | None = None) -> ChatTemplate:
+    """Choose the chat template: the fixed one called `name`, or for "" the own one of the checkpoint in `path`.
 
-    Raises: ValueError for an unknown name, or when the checkpoint has no template or an unknown one.
+    system: the system message; None: the template's own
+    Raises: ValueError for an unknown name, and when the template is missing, fails, or has no place for `system`.
     """
-    names = ", ".join(CHAT_TEMPLATES)
-    if name is not None and name not in CHAT_TEMPLATES:
-        raise ValueError(f"--chat must be one of {names}; got {name}")
-    if name is not None:
-        return CHAT_TEMPLATES[name]
-    jinja = path / "chat_template.jinja"
-    if jinja.is_file():
-        text = jinja.read_text(encoding="utf-8", errors="replace")
-    else:  # one template, or a list of named ones
-        text = str(optional_json(path / "tokenizer_config.json").get("chat_template"))
-    for template in CHAT_TEMPLATES.values():
-        if all(marker in text for marker in template.markers):
-            return template
-    raise ValueError(f"{path} has no chat template that is known here; use --chat NAME with one of {names}")
+    if not name:
+        return jinja_template(path, tokenizer, system)
+    if name not in CHAT_TEMPLATES:
+        raise ValueError(f"--chat must be one of {', '.join(CHAT_TEMPLATES)}; got {name}")
+    return CHAT_TEMPLATES[name] if system is None else CHAT_TEMPLATES[name].with_system(system)

@@ -28,6 +28,7 @@ from checkpoint import read_json
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
 class Added(NamedTuple):
@@ -49,8 +50,10 @@ class Tokenizer:
         self._added = added
         self._hidden = frozenset(token.id for token in added.values() if token.control)
         self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])  # ids in all
-        self.bos_id = self.id_of(_token_text(config, "bos_token"))
-        eos = self.id_of(_token_text(config, "eos_token"))
+        texts = {key: _token_text(config, key) for key in SPECIAL}
+        self.special = {key: text for key, text in texts.items() if text}  # as chat templates name them -> their texts
+        self.bos_id = self.id_of(texts["bos_token"])
+        eos = self.id_of(texts["eos_token"])
         self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
         self.adds_bos: bool = bool(config["add_bos_token"]) and self.bos_id is not None
         self.strips_space = strips_space
@@ -115,6 +118,11 @@ class Tokenizer:
         """The id of a control or added token."""
         return self._added[token].id if token in self._added else None
 
+    def ids_at_start(self, text: str) -> tuple[int, ...]:
+        """The id of the control or added token that `text` begins with, the longest one; empty where none does."""
+        found = [token for token in self._added if text.startswith(token)]
+        return (self._added[max(found, key=len)].id,) if found else ()
+
 
 def has_tokenizer(path: Path) -> bool:
     """Whether a directory holds a tokenizer's file."""
@@ -169,7 +177,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, sp: SentencePieceProcessor, config: dict, added: dict[str, Added]):
         controls = [i for i in range(len(sp)) if sp.is_control(i) or sp.is_unknown(i)]
         added = {sp.id_to_piece(i): Added(i, True) for i in controls} | added
-        named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id()}
+        named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
         defaults = {key: sp.id_to_piece(i) for key, i in named.items() if i >= 0}
         prefixed = sp.encode("a", out_type=str)[0].startswith("▁")
         super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)

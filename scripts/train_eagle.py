@@ -162,7 +162,9 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
 
     def encode(t: int, answer: str = "") -> list[int]:  # up to turn t and, with an answer, to its end
         text = template.render(turns[: t + 1], answers[:t])
-        return tokenizer.encode(text + template.reply + answer.strip() if answer else text, special=True)
+        return tokenizer.encode(
+            text + template.reply + answer.strip() if answer else text, bos=template.bos, special=True
+        )
 
     ids = encode(len(turns) - 1, answers[-1]) + end
     mask = [False] * len(ids)
@@ -189,7 +191,7 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
     prompts = []
     for d in held:
         if d.turns:
-            prompts.append(tokenizer.encode(template.render(d.turns[:1], []), special=True))
+            prompts.append(template.encode(tokenizer, d.turns[:1], []))
         else:
             ids = tokenizer.encode(d.answers[0])
             prompts.append(ids[: len(ids) // 2 or 1])
@@ -455,7 +457,7 @@ def make_engine(config: TrainConfig, target: Transformer) -> Engine:
     path = Path(config.checkpoint)
     tokenizer, template = Tokenizer.load(path), None
     try:
-        template = chat_template(path, config.chat or None)
+        template = chat_template(path, tokenizer, config.chat)
     except ValueError:
         if config.chat:
             raise

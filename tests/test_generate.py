@@ -240,6 +240,27 @@ def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatc
     assert out.count("tokens/s") >= 5
 
 
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('such words') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}{% endfor %}"
+)
+
+
+def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
+    for file in Path(DEMO).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    base = ["--checkpoint", str(tmp_path), "--draft", "none", "--max_new_tokens", "8", "--device", "cpu", "--chat"]
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    chat, _ = run(capsys, *base, "--system", "b", "--prompt", "c", "--json", "-")
+    plain, _ = run(capsys, *base[:-1], "--prompt", "system: buser: c", "--json", "-")
+    assert json.loads(chat)["tokens"] == json.loads(plain)["tokens"]
+    assert "raises: such words; use --chat NAME" in failure(capsys, *base, "--system", "bad", "--prompt", "c")
+    assert "raises: such words; use --chat NAME" in failure(capsys, *base, "--prompt", "bad")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\nbad\ntwo"))
+    out, _ = run(capsys, *base, "--interactive")
+    assert out.count("tokens/s") == 2 and out.count("raises: such words") == 1, "a turn is refused, the chat goes on"
+
+
 def test_every_field_has_a_flag_and_a_help_text(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
@@ -249,7 +270,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 36
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 37
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
@@ -339,6 +360,8 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*ON_DEMO, "--chat", "--prompt", "a"], "--chat NAME"),
         ([*ON_DEMO, "--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
+        (["--prompt", "a", "--system", "b"], "--system belongs to a chat template; add --chat"),
+        (["--prompt", "a", "--chat", "mistral", "--system", "b"], "mistral has no place for a system message; drop --system"),
         ([*IDS, "--json", "no/such/dir/out.json"], "cannot write no/such/dir/out.json; there is no directory"),
     ],
 )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Tokenizers against sentencepiece, tokenizers and transformers on files trained here; chat templates against
-literal texts and the checkpoints' own Jinja."""
+"""Tokenizers against sentencepiece, tokenizers and transformers on files trained here."""
 
 import builtins
 import io
@@ -11,7 +10,6 @@ import pytest
 import sentencepiece as spm
 
 import hf.tokenizer
-from hf.chat import CHAT_TEMPLATES, SYSTEM, chat_template
 from hf.tokenizer import Tokenizer
 
 LINES = [
@@ -434,138 +432,4 @@ def test_missing_package(json_dir, monkeypatch):
 def test_malformed_configuration(sp_dir, tmp_path, name, content):
     with pytest.raises(ValueError, match=str(tmp_path)) as caught:
         Tokenizer.load(with_files(sp_dir, tmp_path, **{name: content}))
-    one_line(caught)
-
-
-# ----------------------------------------------------------------------------------- chat templates
-
-SYSTEM_MESSAGE = (
-    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
-    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, "
-    "or illegal content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
-    "If a question does not make any sense, or is not factually coherent, explain why instead of answering "
-    "something not correct. If you don't know the answer to a question, please don't share false information."
-)
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-    "detailed, and polite answers to the user's questions. USER: q1 ASSISTANT:"
-)
-LLAMA2 = f"[INST] <<SYS>>\n{SYSTEM_MESSAGE}\n<</SYS>>\n\nq1 [/INST] "
-LLAMA3 = (
-    f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-)
-LLAMA3_SECOND = (
-    "a1<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("llama2", LLAMA2, LLAMA2 + "a1 </s><s>[INST] q2 [/INST] "),
-        ("vicuna", VICUNA, VICUNA + " a1</s>USER: q2 ASSISTANT:"),
-        ("llama3", LLAMA3, LLAMA3 + LLAMA3_SECOND),
-        ("mistral", "[INST] q1 [/INST]", "[INST] q1 [/INST] a1</s>[INST] q2 [/INST]"),
-    ],
-)
-def test_rendered_text(name, first, second):
-    template = CHAT_TEMPLATES[name]
-    assert template.render(["q1"], []) == first
-    assert template.render(["q1", "q2"], ["a1"]) == second
-    assert template.render(["q1", "q2"], ["\n a1 "]) == second  # answers are stripped
-    with pytest.raises(ValueError):
-        template.render(["q1", "q2"], [])
-
-
-# as published in the checkpoints' tokenizer_config.json
-JINJA = {
-    "llama3": (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
-        "'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-        "{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    ),
-    "mistral": (
-        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
-        "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
-        "eos_token}}{% endif %}{% endfor %}"
-    ),
-    "llama2": (
-        "{% for message in messages %}{% if loop.index0 == 0 and system_message != false %}{% set content = "
-        "'<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% endif %}"
-        "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% endfor %}"
-    ),
-    "vicuna": "{% for m in messages %}{% if m.role == 'user' %}USER: {% else %}ASSISTANT: {% endif %}{% endfor %}",
-}
-
-
-def test_rendered_text_against_jinja():
-    jinja2 = pytest.importorskip("jinja2")
-    turns, answers = ["  first\n", "second?", "third"], ["one", "two"]
-
-    def reference(name, messages, answer_prefix=""):
-        rows = [{"role": "user", "content": turn} for turn in turns]
-        for n, answer in enumerate(answers):
-            rows.insert(2 * n + 1, {"role": "assistant", "content": answer_prefix + answer})
-        names = {"bos_token": "<|begin_of_text|>" if name == "llama3" else "<s>", "eos_token": "</s>"}
-        return jinja2.Template(JINJA[name]).render(messages=messages + rows, add_generation_prompt=True, **names)
-
-    system = [{"role": "system", "content": SYSTEM}]
-    assert CHAT_TEMPLATES["llama3"].render(turns, answers) == reference("llama3", system)
-    # the official EAGLE runs put a space before Mixtral's answers, which its own template does not
-    assert "<s>" + CHAT_TEMPLATES["mistral"].render(turns, answers) == reference("mistral", [], " ")
-
-
-@pytest.mark.parametrize("name", ["llama2", "vicuna", "mistral"])
-def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
-    tok, template = Tokenizer.load(sp_dir), CHAT_TEMPLATES[name]
-    ids = template.encode(tok, ["q1", "q2"], ["a1"])
-    assert ids[0] == tok.bos_id and ids[1] != tok.bos_id
-    assert ids[1:] == tok.encode(template.render(["q1", "q2"], ["a1"]), bos=False, special=True)
-    assert (ids.count(1), ids.count(2)) == ((2 if name == "llama2" else 1), 1)
-    assert template.stop_ids(tok) == tok.eos_ids == (2,)
-
-
-def test_llama3_chat(json_dir, tmp_path):
-    tok = Tokenizer.load(with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]}))
-    template = CHAT_TEMPLATES["llama3"]
-    ids = template.encode(tok, ["q1", "q2"], ["a1"])
-    assert ids[0] == tok.bos_id and ids.count(tok.bos_id) == 1
-    assert ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
-    assert template.stop_ids(tok) == (tok.id_of("<|end_of_text|>"), tok.id_of("<|eot_id|>"))
-    eot = with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": "<|eot_id|>"})  # LLaMA-3 Instruct
-    assert template.stop_ids(Tokenizer.load(eot)) == (tok.id_of("<|eot_id|>"),)
-
-
-def test_template_of_another_vocabulary(sp_dir, json_dir):
-    for path, name, token in ((sp_dir, "llama3", "<|begin_of_text|>"), (json_dir, "llama2", "</s>")):
-        with pytest.raises(ValueError, match="use another --chat: ") as caught:
-            CHAT_TEMPLATES[name].stop_ids(Tokenizer.load(path))
-        assert token in one_line(caught)
-
-
-@pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_template_is_recognised(tmp_path, name):
-    write(tmp_path, "tokenizer_config.json", {"chat_template": JINJA[name]})
-    assert chat_template(tmp_path).name == name
-    named = [{"name": "default", "template": JINJA[name]}, {"name": "other", "template": "{{ bos_token }}"}]
-    write(tmp_path, "tokenizer_config.json", {"chat_template": named})
-    assert chat_template(tmp_path).name == name
-    write(tmp_path, "tokenizer_config.json", {"chat_template": "<|im_start|>"})
-    write(tmp_path, "chat_template.jinja", JINJA[name])  # the newer place, which comes first
-    assert chat_template(tmp_path).name == name
-
-
-def test_template_is_not_guessed(tmp_path):
-    assert chat_template(tmp_path, "vicuna").name == "vicuna"
-    for config in ({}, {"chat_template": None}, {"chat_template": "<|im_start|>{{ messages }}"}):
-        write(tmp_path, "tokenizer_config.json", config)
-        with pytest.raises(ValueError, match="--chat NAME with one of llama3, llama2, mistral, vicuna") as caught:
-            chat_template(tmp_path)
-        one_line(caught)
-    with pytest.raises(ValueError, match="must be one of llama3, llama2, mistral, vicuna; got alpaca") as caught:
-        chat_template(tmp_path, "alpaca")
     one_line(caught)

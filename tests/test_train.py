@@ -17,7 +17,8 @@ from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, head_names, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
-from hf.chat import CHAT_TEMPLATES
+from hf.chat import CHAT_TEMPLATES, JinjaTemplate
+from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors
 from sampling import Sampling
@@ -77,8 +78,18 @@ def test_chains_from_every_start_agree_with_the_loop():
     assert result["alpha"][0] == pytest.approx(ok[3:, 0].float().mean().item())
 
 
-def test_answers_are_marked_and_nothing_else():
+OWN = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
+    " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "own"])
+def test_answers_are_marked_and_nothing_else(kind):
     tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
+    if kind == "own":
+        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), tokenizer.special)
+        assert template.reply == " "
     turns, answers = ["What is 2 + 2?", "And 3 + 3?"], ["It is four.", "It is six."]
     example = to_example(Dialogue(turns, answers), tokenizer, template)
     assert to_example(Dialogue(turns, answers, ended=False), tokenizer, template).ids == example.ids[:-1]

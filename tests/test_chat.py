@@ -1,0 +1,508 @@
+"""Chat templates: the checkpoints' own against transformers, bad ones refused in a line, the fixed ones against literal
+texts."""
+
+import builtins
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+import hf.sandbox
+from hf.chat import CHAT_TEMPLATES, SYSTEM, chat_template
+from hf.sandbox import Template
+from hf.tokenizer import Tokenizer
+from test_tokenizer import CONTROLS, build_json, one_line, train_sp, with_files, write
+
+FOLDER = Path(__file__).parent / "chat_templates"
+TURNS, ANSWERS = ["  What is 2 + 2?\n", "And <3>?", "Größe 🙂 twice  "], ["It is four. ", "\nIt is six\n\nor so."]
+CHATML_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LLAMA3_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+# template -> the special tokens of its checkpoint, and the token that ends a turn
+CHECKPOINTS = {
+    "llama2": (LLAMA_TOKENS, "</s>"),
+    "llama3.1": (LLAMA3_TOKENS, "<|eot_id|>"),
+    "llama3.2": (LLAMA3_TOKENS, "<|eot_id|>"),
+    "mistral-v0.2": (LLAMA_TOKENS, "</s>"),
+    "mistral-v0.3": (LLAMA_TOKENS, "</s>"),
+    "qwen2.5": (CHATML_TOKENS, "<|im_end|>"),
+    "smollm2": ({**CHATML_TOKENS, "bos_token": "<|im_start|>"}, "<|im_end|>"),
+    "zephyr": (LLAMA_TOKENS, "</s>"),
+}
+FIXED_DATE = '    {%- set date_string = "26 Jul 2024" %}\n'
+
+
+def template_of(name):
+    if name != "llama3.2":
+        return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    text = template_of("llama3.1")
+    assert text.count(FIXED_DATE) == 1
+    now = '{%- if strftime_now is defined %}\n{%- set date_string = strftime_now("%d %b %Y") %}\n{%- else %}\n'
+    return text.replace(FIXED_DATE, now + FIXED_DATE + "{%- endif %}\n")
+
+
+def messages(turns, answers, system=None):
+    said = [] if system is None else [{"role": "system", "content": system}]
+    for number, turn in enumerate(turns):
+        said.append({"role": "user", "content": turn})
+        said += [{"role": "assistant", "content": a} for a in answers[number : number + 1]]
+    return said
+
+
+@pytest.fixture(scope="module")
+def sp_dir(tmp_path_factory):
+    return train_sp(tmp_path_factory.mktemp("sp"))
+
+
+@pytest.fixture(scope="module")
+def json_dir(tmp_path_factory):
+    return build_json(tmp_path_factory.mktemp("json"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Makes a directory with a byte-level tokenizer that has a checkpoint's special tokens, and its template."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            special, _ = CHECKPOINTS[name]
+            names = [*special.values(), "<|im_start|>", *CONTROLS]
+            path = build_json(tmp_path_factory.mktemp(name), list(dict.fromkeys(names)), bos=False)
+            write(path, "tokenizer_config.json", special)
+            made[name] = write(path, "chat_template.jinja", template_of(name))
+        return made[name]
+
+    return make
+
+
+def own(path, text=None, system=None):
+    """The template of a directory, or of a text, with the tokenizer of the directory."""
+    if text is not None:
+        write(path, "chat_template.jinja", text)
+    return chat_template(path, Tokenizer.load(path), system=system)
+
+
+# ------------------------------------------------------------------------------------------ against transformers
+
+
+@pytest.mark.parametrize("system", [None, "", " Be brief.\n"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_text_and_ids_equal_apply_chat_template(checkpoint, name, system):
+    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    path, (special, _) = checkpoint(name), CHECKPOINTS[name]
+    reference = fast(tokenizer_file=str(path / "tokenizer.json"), chat_template=template_of(name), **special)
+    tokenizer, template = Tokenizer.load(path), own(path, system=system)
+    for n in range(len(TURNS)):
+        turns, answers = TURNS[: n + 1], ANSWERS[:n]
+        said, options = messages(turns, answers, system), {"add_generation_prompt": True, "return_dict": False}
+        text = reference.apply_chat_template(said, tokenize=False, **options)
+        assert template.render(turns, answers) == text
+        assert "It is four." in text or n == 0
+        ids = template.encode(tokenizer, turns, answers)
+        assert ids == reference.apply_chat_template(said, tokenize=True, **options)
+        if tokenizer.bos_id is not None and name != "smollm2":  # its BOS begins every message
+            starts = n + 1 if name == "llama2" else "bos_token }}" in template_of(name) or name == "llama2"
+            assert ids.count(tokenizer.bos_id) == int(starts)
+
+
+# not mistral-v0.2 with legacy: version 5 does not double the space after its <s>, sentencepiece and version 4 do
+@pytest.mark.parametrize("name, legacy", [
+    ("llama2", True), ("mistral-v0.3", True), ("zephyr", True),
+    ("llama2", False), ("mistral-v0.3", False), ("zephyr", False), ("mistral-v0.2", False),
+])  # fmt: skip
+def test_ids_with_a_sentencepiece_model(sp_dir, tmp_path, name, legacy):
+    llama = pytest.importorskip("transformers").LlamaTokenizer
+    from transformers.tokenization_utils_sentencepiece import SentencePieceExtractor
+
+    vocab, _, merges = SentencePieceExtractor(str(sp_dir / "tokenizer.model")).extract()
+    reference = llama(vocab=vocab, merges=merges, legacy=legacy, chat_template=template_of(name))
+    path = with_files(sp_dir, tmp_path, tokenizer_config__json={"legacy": legacy, "chat_template": template_of(name)})
+    tokenizer, template = Tokenizer.load(path), own(path)
+    for n in range(len(TURNS)):
+        said = messages(TURNS[: n + 1], ANSWERS[:n])
+        expected = reference.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        assert template.encode(tokenizer, TURNS[: n + 1], ANSWERS[:n]) == expected
+    assert template.stop_ids(tokenizer) == (2,)
+
+
+def test_dates(checkpoint):
+    system = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+    rest = "\n\nHi.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+    for name, date in (("llama3.1", "26 Jul 2024"), ("llama3.2", datetime.now().strftime("%d %b %Y"))):
+        text = own(checkpoint(name), system="Hi.").render(["q"], [])
+        assert text == f"{system}Today Date: {date}{rest}<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+SNIPPETS = [
+    "{%- for m in messages %}\n  {% if loop.index0 == 1 %}{% continue %}{% endif %}\n{{ m.content }}\n{% endfor %}\n",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "{% set x = 1 %}{% generation %}\n{% set x = 2 %}{{ messages[0].content }}{% endgeneration %}{{ x }}",
+    "{{ messages[0] | tojson }}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}",
+    "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}{{ dict(a=1) }}{{ dict.fromkeys is defined }}",
+    "{{ tools is none }}{{ documents is none }}{{ nothing }}{{ bos_token }}{{ pad_token }}{{ '%03d|%s' % (7, 'x') }}",
+    "{{ [1, 2] + [3] }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 'a' ~ 1 ~ none }}{{ messages[::-1][0].content[:3] }}{{ (1, 2) }}",
+    "{{ messages | map(attribute='role') | join(', ') }}{{ 'a,b'.split(',') }}{{ '{:>5}'.format('x') }}{{ 7 % 4 }}",
+    "{% macro show(m) %}<{{ m.content | trim | replace('a', 'b') | upper }}>{% endmacro %}{{ show(messages[0]) }}",
+    "{% set x %}{{ messages | length }}{% endset %}{{ x }}{{ messages[0].items() | list }}{{ 'x' in 'xy' }}{# no #}\n",
+    "{{ messages[0].get('content') }}{% filter indent(2, true) %}a\nb{% endfilter %}{{ 'x'.ljust(4) }}{{ 3.14159 | round(2) }}",
+]
+
+
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_language_equals_transformers(text):
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    given = {"bos_token": "<s>", "eos_token": "</s>"}
+    said = messages(TURNS, ANSWERS, "a sum")
+    whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
+    ours = Template(text).render(messages=said, tools=None, documents=None, add_generation_prompt=True, **given)
+    assert ours == render(**whole, **given)[0][0]
+
+
+# ------------------------------------------------------------------------------------------------ where it comes from
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_tokens_that_end_a_turn(checkpoint, name):
+    path, (_, end) = checkpoint(name), CHECKPOINTS[name]
+    tokenizer = Tokenizer.load(path)
+    assert own(path).turn_ends(tokenizer) == (tokenizer.id_of(end),)
+    write(path, "tokenizer_config.json", {**CHECKPOINTS[name][0], "eos_token": "<|end_of_text|>"})
+    base = Tokenizer.load(path)  # as LLaMA-3-Instruct's first files had it
+    write(path, "tokenizer_config.json", CHECKPOINTS[name][0])
+    template = chat_template(path, tokenizer)  # renders the EOS it was made with
+    assert template.stop_ids(base) == (base.id_of("<|end_of_text|>"), base.id_of(end))
+
+
+def test_turns_that_end_without_a_token(json_dir, tmp_path):
+    path = with_files(json_dir, tmp_path)
+    for text in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ messages[-1].content }}"):
+        tokenizer = Tokenizer.load(path)
+        assert own(path, text).stop_ids(tokenizer) == tokenizer.eos_ids
+
+
+def test_where_the_template_lies(json_dir, tmp_path):
+    path = with_files(json_dir, tmp_path)
+    row = {"name": "other", "template": "other"}
+    for found in (
+        "config",
+        [{"name": "default", "template": "config"}, row],
+        [row, {"name": "default", "template": "config"}],
+    ):
+        write(path, "tokenizer_config.json", {"chat_template": found})
+        assert own(path).render(["q"], []) == "config"
+    assert own(path, "file\n").render(["q"], []) == "file"  # the newer place, which comes first
+
+
+def test_no_template(json_dir, tmp_path):
+    path = with_files(json_dir, tmp_path)
+    tokenizer = Tokenizer.load(path)
+    for config in ({}, {"chat_template": None}):
+        write(path, "tokenizer_config.json", config)
+        with pytest.raises(
+            ValueError, match="no chat template.*--chat NAME with one of llama3, llama2, mistral, vicuna"
+        ) as e:
+            chat_template(path, tokenizer)
+        one_line(e)
+    with pytest.raises(ValueError, match="must be one of llama3, llama2, mistral, vicuna; got alpaca") as caught:
+        chat_template(path, tokenizer, "alpaca")
+    one_line(caught)
+    assert chat_template(path, tokenizer, "vicuna").name == "vicuna"
+
+
+@pytest.mark.parametrize(
+    "found", [5, {}, [], ["x"], [{"name": "tool_use", "template": "x"}], [{"name": "default", "template": 1}]]
+)
+def test_malformed_configuration(json_dir, tmp_path, found):
+    path = write(with_files(json_dir, tmp_path), "tokenizer_config.json", {"chat_template": found})
+    with pytest.raises(
+        ValueError, match="neither a text nor a list of named ones with a default; use --chat NAME"
+    ) as caught:
+        chat_template(path, Tokenizer.load(json_dir))
+    assert str(path) in one_line(caught)
+
+
+def test_system_message(json_dir, tmp_path):
+    path = with_files(json_dir, tmp_path)
+    text = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
+    assert own(path, text).render(["q"], []) == "ok"
+    tokenizer = Tokenizer.load(path)
+    own(path, "{{ messages[-1].content }}", "").stop_ids(tokenizer)
+    with pytest.raises(ValueError, match="leaves out the system message; drop --system") as caught:
+        own(path, system="Be brief.").stop_ids(tokenizer)
+    assert str(path) in one_line(caught)
+    write(path, "chat_template.jinja", text)
+    for system in ("Be brief.", ""):
+        with pytest.raises(ValueError, match="raises: System role not supported; use --chat NAME") as caught:
+            own(path, system=system).stop_ids(tokenizer)  # load() asks for it
+        assert str(path) in one_line(caught)
+
+
+def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
+    path, original = checkpoint("zephyr"), builtins.__import__
+    with monkeypatch.context() as patch:
+        patch.setattr("hf.chat.version", lambda package: "3.1.5")
+        with pytest.raises(ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"):
+            own(path)
+
+    def no_jinja2(name, *args, **kwargs):
+        if name == "jinja2":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "hf.sandbox")
+    monkeypatch.setattr(builtins, "__import__", no_jinja2)
+    with pytest.raises(ValueError, match="pip install jinja2") as caught:
+        own(path)
+    one_line(caught)
+
+
+# --------------------------------------------------------------------------------------------------- bad templates
+
+GROW = "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
+TOO_LARGE, TOO_WIDE, TOO_LONG = (
+    "builds more than 1e+08 characters",
+    "a width or count above 1e+06",
+    "takes more than 0.2 s",
+)
+BAD = {
+    "{{ raise_exception('no\n \x1b[2Jsuch thing') }}": "raises: no [2Jsuch thing",
+    "{{ nothing.attribute }}": "raises: 'nothing' is undefined",
+    "{% if %}": "is not valid Jinja (line 1)",
+    "{% for m in messages %}\n{{ m.content }}": "is not valid Jinja (line 2)",
+    "{{ 1 / 0 }}": "fails (ZeroDivisionError: division by zero)",
+    "{% include 'secrets' %}": "no loader",
+    # Python's internals
+    "{{ ''.__class__ }}": "reaches for the attribute __class__ of a str",
+    "{{ ''.__class__.__mro__ }}": "reaches for the attribute __class__ of a str",
+    "{{ messages|attr('__class__') }}": "reaches for the attribute __class__ of a list",
+    "{{ messages['__class__'] }}": "reaches for the attribute __class__ of a list",
+    "{{ '{0.__class__}'.format(1) }}": "reaches for the attribute __class__ of a int",
+    "{{ cycler.__init__.__globals__ }}": "reaches for the attribute __init__ of a type",
+    "{{ self.__init__.__globals__ }}": "reaches for the attribute __init__",
+    "{{ raise_exception.__globals__ }}": "reaches for the attribute __globals__ of a function",
+    "{{ strftime_now.__self__ }}": "reaches for the attribute __self__ of a method",
+    "{{ messages.append(1) }}": "reaches for the attribute append of a list",
+    "{% set ns = namespace(_x=1) %}": "sets the name _x of a namespace",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}": "sets the name __class__ of a namespace",
+    # time
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}": TOO_LONG,
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": TOO_LONG,
+    "{% for i in range(99999) %}{{ range(99999)|select('odd')|list|length }}{% endfor %}": TOO_LONG,
+    "{{ lipsum(n=1000000000) }}": TOO_LONG,
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages|map('upper')|first }}{% endfor %}{% endfor %}": TOO_LONG,
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ range(1000000000) }}": "Range too big",
+    # memory
+    "{{ 'x' * 10**10 }}": TOO_WIDE,
+    "{{ 'x' * 1000000 * 1000 }}": TOO_LARGE,
+    "{{ 'x' * 9999999999 }}": TOO_WIDE,
+    "{{ 'x'|center(9999999999) }}": TOO_WIDE,
+    "{{ 'x'.ljust(9999999999) }}": TOO_WIDE,
+    "{{ 'x'['ljust'](9999999999) }}": TOO_WIDE,
+    "{{ ['x']|map('center', 9999999999)|list }}": TOO_WIDE,
+    "{{ '%09999999d' % 1 }}": TOO_WIDE,
+    "{{ '%*d' % (99999999, 1) }}": TOO_WIDE,
+    "{{ '%099999999d'|format(1) }}": TOO_WIDE,
+    "{{ '{:099999999d}'.format(1) }}": TOO_WIDE,
+    "{{ '{:{w}}'.format('x', w=99999999) }}": TOO_WIDE,
+    "{{ '{x:099999999}'.format_map({'x': 1}) }}": TOO_WIDE,
+    "{{ strftime_now('%099999999d') }}": TOO_WIDE,
+    "{{ (1).to_bytes(99999999, 'big') }}": TOO_WIDE,
+    "{{ 'a'|indent(99999999, true) }}": TOO_WIDE,
+    "{{ {'a': 1}|tojson(indent=99999999) }}": TOO_WIDE,
+    "{{ [1]|batch(99999999, 0)|list }}": TOO_WIDE,
+    "{{ 1.5|round(99999999) }}": TOO_WIDE,
+    "{{ (10**300)**300 }}": "computes a number of more than 1024 bits",
+    "{{ range(999)|map('string')|join('x' * 900000) }}": TOO_LARGE,
+    "{{ ('x' * 900000).join(range(999)|map('string')) }}": TOO_LARGE,
+    "{{ ('a' * 90000).strip('b' * 90000 ~ 'a') }}": TOO_LARGE,  # a quadratic search
+    "{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}": TOO_LARGE,
+    GROW % "{% set ns.x = ns.x ~ ns.x %}": TOO_LARGE,
+    GROW % "{% set ns.x = ns.x + ns.x %}": TOO_LARGE,
+    GROW % "{% set ns.x = ns.x|replace('x', 'xxx') %}": TOO_LARGE,
+    GROW % "{% set ns.x = '%s%s' % (ns.x, ns.x) %}": TOO_LARGE,
+    GROW % "{% set ns.x = [ns.x, ns.x]|join %}": TOO_LARGE,
+    GROW % "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}": TOO_LARGE,
+    GROW % "{% set ns.x = [ns.x, ns.x] %}": TOO_LONG,  # its text would be as long
+    GROW % "{% set ns.x = dict(a=ns.x, b=ns.x) %}": TOO_LONG,
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
+    "x" * 1000001: "has 1000001 characters; at most 1000000 are read",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
+def test_bad_templates_are_refused_in_one_line(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.2)
+    began = time.thread_time()
+    with pytest.raises(ValueError) as caught:
+        Template(text).render(messages=messages(TURNS, ANSWERS))
+    message = one_line(caught)
+    assert BAD[text] in message and message.isprintable() and len(message) < 500
+    assert time.thread_time() - began < 2, "all that is slow is interrupted"
+
+
+def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
+    source = checkpoint("zephyr")
+    for text, reason in (("{% if %}", "is not valid Jinja"), ("{{ raise_exception('no') }}", "raises: no")):
+        path = with_files(source, tmp_path)
+        write(path, "chat_template.jinja", text)
+        tokenizer = Tokenizer.load(path)
+        with pytest.raises(
+            ValueError, match=f"its chat template {reason}.*; use --chat NAME with one of llama3"
+        ) as caught:
+            chat_template(path, tokenizer).stop_ids(tokenizer)
+        assert str(path) in one_line(caught)
+
+
+def test_a_trace_function_survives(monkeypatch):
+    """A debugger's; and a rendering that fails leaves the next one its whole budget."""
+    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.2)
+    seen, template = [], Template("{{ 'x' * 1000000 * (99 if large else 9) }}")
+    before = sys.gettrace()
+    watch = lambda frame, event, argument: seen.append(event)  # noqa: E731
+    sys.settrace(watch)
+    try:
+        with pytest.raises(ValueError):
+            Template("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}").render()
+        assert sys.gettrace() is watch
+    finally:
+        sys.settrace(before)
+    for large in (False, False):
+        assert len(template.render(large=large)) == 9 * 10**6
+    with pytest.raises(ValueError, match="builds more"):
+        template.render(large=True)
+    assert len(template.render(large=False)) == 9 * 10**6
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_long_conversations_are_within_the_limits(checkpoint, name):
+    template = own(checkpoint(name), system="Be brief.")
+    turns = ["word " * 200 for _ in range(301)]
+    began = time.thread_time()
+    assert len(template.render(turns, turns[1:])) > 601 * 900
+    assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 4
+
+
+# ---------------------------------------------------------------------------------------------- fixed templates
+
+SYSTEM_MESSAGE = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
+    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, "
+    "or illegal content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering "
+    "something not correct. If you don't know the answer to a question, please don't share false information."
+)
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the user's questions. USER: q1 ASSISTANT:"
+)
+LLAMA2 = f"[INST] <<SYS>>\n{SYSTEM_MESSAGE}\n<</SYS>>\n\nq1 [/INST] "
+LLAMA3 = (
+    f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+LLAMA3_SECOND = (
+    "a1<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("llama2", LLAMA2, LLAMA2 + "a1 </s><s>[INST] q2 [/INST] "),
+        ("vicuna", VICUNA, VICUNA + " a1</s>USER: q2 ASSISTANT:"),
+        ("llama3", LLAMA3, LLAMA3 + LLAMA3_SECOND),
+        ("mistral", "[INST] q1 [/INST]", "[INST] q1 [/INST] a1</s>[INST] q2 [/INST]"),
+    ],
+)
+def test_rendered_text(name, first, second):
+    template = CHAT_TEMPLATES[name]
+    assert template.render(["q1"], []) == first
+    assert template.render(["q1", "q2"], ["a1"]) == second
+    assert template.render(["q1", "q2"], ["\n a1 "]) == second  # answers are stripped
+    with pytest.raises(ValueError):
+        template.render(["q1", "q2"], [])
+
+
+# as published in the checkpoints' tokenizer_config.json
+JINJA = {
+    "llama3": (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
+        "'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
+        "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
+        "eos_token}}{% endif %}{% endfor %}"
+    ),
+}
+
+
+def test_rendered_text_against_jinja():
+    jinja2 = pytest.importorskip("jinja2")
+    turns, answers = ["  first\n", "second?", "third"], ["one", "two"]
+
+    def reference(name, messages, answer_prefix=""):
+        rows = [{"role": "user", "content": turn} for turn in turns]
+        for n, answer in enumerate(answers):
+            rows.insert(2 * n + 1, {"role": "assistant", "content": answer_prefix + answer})
+        names = {"bos_token": "<|begin_of_text|>" if name == "llama3" else "<s>", "eos_token": "</s>"}
+        return jinja2.Template(JINJA[name]).render(messages=messages + rows, add_generation_prompt=True, **names)
+
+    system = [{"role": "system", "content": SYSTEM}]
+    assert CHAT_TEMPLATES["llama3"].render(turns, answers) == reference("llama3", system)
+    # the official EAGLE runs put a space before Mixtral's answers, which its own template does not
+    assert "<s>" + CHAT_TEMPLATES["mistral"].render(turns, answers) == reference("mistral", [], " ")
+
+
+def test_system_message_of_fixed_templates(sp_dir, json_dir):
+    sp, json = Tokenizer.load(sp_dir), Tokenizer.load(json_dir)
+    assert (
+        chat_template(sp_dir, sp, "llama2", "Be brief.").render(["q"], [])
+        == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nq [/INST] "
+    )
+    assert chat_template(sp_dir, sp, "llama2", "").render(["q"], []) == "[INST] q [/INST] "
+    assert chat_template(sp_dir, sp, "vicuna", "Be {brief}.").render(["q"], []) == "Be {brief}. USER: q ASSISTANT:"
+    assert chat_template(sp_dir, sp, "vicuna", "").render(["q"], []) == "USER: q ASSISTANT:"
+    assert chat_template(json_dir, json, "llama3", "").render(["q"], []) == LLAMA3.replace("q1", "q").replace(
+        f"<|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>", ""
+    )
+    for system in ("Be brief.", ""):
+        with pytest.raises(ValueError, match="mistral has no place for a system message; drop --system") as caught:
+            chat_template(sp_dir, sp, "mistral", system)
+        one_line(caught)
+
+
+@pytest.mark.parametrize("name", ["llama2", "vicuna", "mistral"])
+def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
+    tok, template = Tokenizer.load(sp_dir), CHAT_TEMPLATES[name]
+    ids = template.encode(tok, ["q1", "q2"], ["a1"])
+    assert ids[0] == tok.bos_id and ids[1] != tok.bos_id
+    assert ids[1:] == tok.encode(template.render(["q1", "q2"], ["a1"]), bos=False, special=True)
+    assert (ids.count(1), ids.count(2)) == ((2 if name == "llama2" else 1), 1)
+    assert template.stop_ids(tok) == tok.eos_ids == (2,)
+
+
+def test_llama3_chat(json_dir, tmp_path):
+    tok = Tokenizer.load(with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]}))
+    template = CHAT_TEMPLATES["llama3"]
+    ids = template.encode(tok, ["q1", "q2"], ["a1"])
+    assert ids[0] == tok.bos_id and ids.count(tok.bos_id) == 1
+    assert ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
+    assert template.stop_ids(tok) == (tok.id_of("<|end_of_text|>"), tok.id_of("<|eot_id|>"))
+    eot = with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": "<|eot_id|>"})  # LLaMA-3 Instruct
+    assert template.stop_ids(Tokenizer.load(eot)) == (tok.id_of("<|eot_id|>"),)
+
+
+def test_template_of_another_vocabulary(sp_dir, json_dir):
+    for path, name, token in ((sp_dir, "llama3", "<|begin_of_text|>"), (json_dir, "llama2", "</s>")):
+        with pytest.raises(ValueError, match="use another --chat: ") as caught:
+            CHAT_TEMPLATES[name].stop_ids(Tokenizer.load(path))
+        assert token in one_line(caught)
