@@ -27,6 +27,11 @@ from torch import Tensor
 from ops.library import has_cpu_operators, has_triton
 
 WARM_UPS = 2  # runs before a capture
+OPTIONS = {
+    "emulate_precision_casts": True,  # to bf16 where eager code does, or steps of different sizes give different bits
+    "cpp.threads": 1,  # the loops that pay for threads are in ops/cpu, and do not wait for one that is busy elsewhere
+    "cpp.vec_isa_ok": True,  # instructions that the processor names need no trial of 5 s
+}
 
 
 class Replay:
@@ -95,9 +100,8 @@ def compiled(step: Callable) -> Callable:
     # one process would reach together
     code = body.__code__.replace(co_name=f"{getattr(step, '__name__', type(step).__name__)}_{next(_compiled)}")
     own = FunctionType(code, body.__globals__, code.co_name, None, body.__closure__)
-    # rounds to bf16 where eager code does, or the same row would get other bits in a step of another size
-    options = {"emulate_precision_casts": True, "guard_filter_fn": _guards_of_modes}
-    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+    has_cpu_operators()  # is known before a step is traced
+    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS | {"guard_filter_fn": _guards_of_modes})
 
 
 _compiled = itertools.count()
@@ -108,7 +112,7 @@ def why_not_compiled(device: str) -> str:
     if device.startswith("cpu") and not has_cpu_operators():  # a compiled cycle tells the time by one of them
         return "it needs the CPU operators"
     try:
-        torch.compile(_probe, fullgraph=True)(torch.ones(2, device=device))
+        torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
     except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
         return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
     return ""

@@ -45,10 +45,14 @@ def triton_products() -> ModuleType:
     return products
 
 
-@torch.compiler.assume_constant_result  # decided while a step is captured
+_there: list[bool] = []  # whether the C++ operators are, once somebody has asked; a step that is traced only reads it
+
+
 def has_cpu_operators() -> bool:
     """Whether the C++ operators are there; the first call builds them, and says once why it cannot."""
-    return not build.load_operators()
+    if not _there:
+        _there.append(not build.load_operators())
+    return _there[0]
 
 
 def on_cpu_operators(x: Tensor) -> bool:
