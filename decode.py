@@ -33,7 +33,7 @@ from drafters import Drafter, Root, Rows, Text
 from model import KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
 from options import GenerateConfig
-from runtime import HostCopy, Replay, compiled, leaves, mark, store
+from runtime import HostCopy, Replay, Warming, compiled, leaves, mark, store
 from sampling import NoiseKey
 from stats import Stats, trace_row
 
@@ -107,6 +107,9 @@ class Largest:
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
 
+    def retime(self, costs_s: list[float]) -> None:
+        """Take other times (s) of the presets' cycles."""
+
     def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
         """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
         return []
@@ -121,6 +124,7 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
+    accept: Callable[..., Accepted] | None = None  # the rule of acceptance; None: `accept_exact`
     cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     chooser: Any = field(default_factory=Largest)
@@ -149,7 +153,7 @@ def with_cycles(engine: Engine) -> Engine:
     if compile and cuda:
         cycles = [cycle.compiled_by_layer() for cycle in cycles]
     elif compile:  # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
-        cycles = [compiled(cycle) for cycle in cycles]
+        cycles = [Warming(cycle) for cycle in cycles]
     return replace(engine, cycles=tuple(cycles), captured=compile and cuda, chooser=Largest(), pool=[])
 
 
@@ -161,7 +165,7 @@ class Cycle:
 
     def __init__(self, engine: Engine, drafter: Drafter):
         self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
-        self.prefer, self.residual = engine.drafter.prefer, engine.config.accept == "residual"
+        self.prefer, self.accept = engine.drafter.prefer, engine.accept or accept_exact
         device = engine.target.embedding.weight.device
         self.ends = torch.tensor(end_ids(engine), device=device)
         self.levels = torch.arange(drafter.depth + 1, device=device)
@@ -215,10 +219,7 @@ class Cycle:
     ) -> tuple[DecodeState, Rows, Decision]:
         """Accept and compact. features: [B, N, F], the target's. Writes: the cache, state.tokens."""
         logits = self.target.logits(features)  # [B, N, V]
-        if self.residual:
-            accepted = accept_residual(tree, logits, noise, state, self)
-        else:
-            accepted = accept(tree, sampling.choose(logits, self.rule, noise, tree.depths), self.drafter.depth)
+        accepted = self.accept(tree, logits, noise, state, self)
         if self.drafter.width > 1:  # the rows of a chain lie where they belong
             cache.compact(state.pos, compaction(accepted))
         return advance(state, tree, accepted, features, self)
@@ -228,17 +229,9 @@ class Cycle:
         return state._replace(draft=self.drafter.extend(state.draft, rows))
 
 
-def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle) -> Accepted:
-    """Accept by the papers' rule. logits: [B, N, V]; noise: [B, D+1, V]."""
-    p = sampling.process(logits, cycle.rule).softmax(-1)  # [B, N, V]
-    uniform = sampling.uniforms(state.key, state.draws[:, None], tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
-    node, rest = sampling.residual_accept(tree, p, uniform, cycle.drafter.depth, cycle.drafter.width)
-    path, length = path_to(tree, node, cycle.drafter.depth)
-    last = length[:, None]  # [B, 1]
-    at_end = noise.gather(1, last[:, :, None].expand(-1, 1, noise.shape[2])).squeeze(1)  # [B, V]
-    bonus = (rest.log() + at_end).argmax(-1, keepdim=True)  # [B, 1]
-    emitted = tree.tokens.gather(1, path).roll(-1, dims=1).scatter(1, last, bonus)  # [B, D+1]
-    return Accepted(path, length, emitted)
+def accept_exact(tree: DraftTree, logits: Tensor, noise: Tensor | None, state: DecodeState, cycle: Cycle) -> Accepted:
+    """Accept what the target chooses itself. logits: [B, N, V]; noise: [B, D+1, V], None when greedy."""
+    return accept(tree, sampling.choose(logits, cycle.rule, noise, tree.depths), cycle.drafter.depth)
 
 
 def advance(

@@ -49,7 +49,7 @@ from options import (
     write_text,
 )  # fmt: skip
 from quantize import Quantization, saved_quantization
-from runtime import WARM_UPS, why_not_compiled
+from runtime import WARM_UPS, Warming, behind, ends_at_once, why_not_compiled
 from stats import Stats, environment, peak_memory_bytes, stats_line
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
@@ -82,10 +82,10 @@ class Result:
 # -------------------------------------------------------------------------------------------------- load
 
 
-def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
+def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any) -> Engine:
     """Load everything that `config` names, and compile.
 
-    options: fields of `GenerateConfig`, when no config is given
+    wait: as for `warm_up`; options: fields of `GenerateConfig`, when no config is given
     Raises: ValueError for anything wrong with options or files.
     """
     config = config or GenerateConfig(**options)
@@ -113,9 +113,18 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         config, target, make_drafter(target, config), context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
         tokenizer=tokenizer, template=template,
-        load_s=time.perf_counter() - began,
+        load_s=time.perf_counter() - began, accept=accept_rule(config),
     )  # fmt: skip
-    return warm_up(with_cycles(engine))
+    return warm_up(with_cycles(engine), wait)
+
+
+def accept_rule(config: GenerateConfig) -> Callable | None:
+    """The rule of acceptance; None: the exact one."""
+    if config.accept == "exact":
+        return None
+    from extras.residual import accept_residual
+
+    return accept_residual
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
@@ -168,24 +177,51 @@ def _head_extras(target: Transformer, config: GenerateConfig) -> dict[str, Any]:
     return extras
 
 
-def warm_up(engine: Engine) -> Engine:
+def warm_up(engine: Engine, wait: bool = True) -> Engine:
     """Run a few cycles, so that everything is compiled before the first prompt; fall back to eager aloud.
 
+    wait: False lets eager cycles run until the compiled ones are there, where both give the same bits
     Where the host chooses among trees, their cycles are timed.
     """
+    if engine.config.compile and not wait and engine.target.layers.fused and engine.accept is None:
+        engine = with_chooser(engine, 0.0)
+        for cycle in engine.cycles:
+            cycle.eager = 0  # those that were timed do not count
+        behind(lambda: _take_over(engine))
+        return engine
     began = time.perf_counter()
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
     if reason:
         print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
+    for cycle in engine.cycles:
+        if isinstance(cycle, Warming):
+            cycle.warm()
     for _ in range(1 + WARM_UPS if engine.captured else 1):
         time_cycles(engine)
-    engine = replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0)
-    if engine.drafter.timed:
-        from extras.autosize import timed
+    return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
 
-        engine = replace(engine, chooser=timed(engine.drafter.presets, lambda: time_cycles(engine)))
-    return engine
+
+def _take_over(engine: Engine) -> None:
+    """Compile the cycles one by one while others decode with the eager ones, and let them take over."""
+    reason = why_not_compiled(engine.config.device)
+    if reason:
+        return print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
+    session = Session(replace(engine, cycles=tuple(cycle.compiled for cycle in engine.cycles), pool=[]), [(0, 0)])
+    next(session.run([[0]]))
+    for preset, cycle in enumerate(engine.cycles):
+        session.time_cycle(preset)
+        cycle.warm()
+    engine.chooser.retime(time_cycles(session.engine))
+
+
+def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
+    """The engine with what chooses among its trees. seconds: to time them for, at most, if once takes less."""
+    if not engine.drafter.timed:
+        return engine
+    from extras.autosize import timed
+
+    return replace(engine, chooser=timed(engine.drafter.presets, lambda: time_cycles(engine), seconds))
 
 
 def time_cycles(engine: Engine) -> list[float]:
@@ -284,6 +320,7 @@ def summary(engine: Engine, stats: Stats) -> dict[str, Any]:
         | ({"tree_auto": table} if table else {})
         | stats.summary()
         | {"compile_s": engine.compile_s, "load_s": engine.load_s}
+        | {"eager_cycles": sum(c.eager for c in engine.cycles if isinstance(c, Warming))}
         | {"peak_memory_bytes": peak_memory_bytes(engine.config.device)}
     )
 
@@ -319,7 +356,8 @@ def compare(engine: Engine, prompts: list[Conversation]) -> tuple[Result, dict[s
     Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of equal sequences
     (None with the residual rule).
     """
-    vanilla = replace(engine, drafter=RootOnly(), config=replace(engine.config, accept="exact", trace=""))
+    config = replace(engine.config, accept="exact", trace="")
+    vanilla = replace(engine, drafter=RootOnly(), accept=None, config=config)
     plain, drafted = Batch(warm_up(with_cycles(vanilla)), prompts), Batch(engine, prompts)
     for number, group in enumerate(drafted.groups):
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
@@ -428,15 +466,16 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(config.device)}))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+def main(argv: list[str] | None = None, wait: bool = True) -> None:
+    """The command line. wait: as for `warm_up`, where nothing is measured; if not, end with `ends_at_once`."""
     config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
     with one_line_errors("generate.py"):
         config.check()
         prompts = [] if config.interactive else read_prompts(config)
-        engine = load(config)
+        engine = load(config, wait or bool(config.compare or config.json or config.trace or config.profile))
         chat(engine) if config.interactive else run(engine, prompts)
 
 
 if __name__ == "__main__":
-    main()
+    with ends_at_once():
+        main(wait=False)

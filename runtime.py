@@ -16,8 +16,12 @@ Not here: what a cycle does (decode.py).
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -105,6 +109,49 @@ def compiled(step: Callable) -> Callable:
 
 
 _compiled = itertools.count()
+
+
+class Warming:
+    """A step that runs as it is until `warm`, and then compiled. `behind` does that while it is in use."""
+
+    def __init__(self, step: Callable):
+        self.step, self.compiled, self.run = step, compiled(step), step
+        self.eager = 0  # how often it ran as it is
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.eager += self.run is self.step
+        return self.run(*inputs)
+
+    def warm(self) -> Warming:
+        """Run it compiled from now on."""
+        self.run = self.compiled
+        return self
+
+
+_behind: list[threading.Thread] = []
+
+
+def behind(work: Callable[[], Any]) -> None:
+    """Do some work in a thread, which the end of the process does not wait for (`ends_at_once`)."""
+    _behind.append(threading.Thread(target=work, daemon=True))
+    _behind[-1].start()
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """End the process behind the body, also while a thread of `behind` compiles: the interpreter's own end would wait
+    for the compiler, or crash in it. What is compiled so far stays in the compiler's cache.
+    """
+    status: Any = 0
+    try:
+        yield
+    except SystemExit as end:
+        status = end.code
+    if not any(thread.is_alive() for thread in _behind):
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 def why_not_compiled(device: str) -> str:

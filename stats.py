@@ -45,9 +45,10 @@ class Stats:
 def stats_line(stats: dict[str, Any]) -> str:
     """The line a run ends with."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
+    eager = f", {stats['eager_cycles']} before they were compiled" if stats["eager_cycles"] else ""
     line = (
         f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, tau {stats['tau']:.2f} "
-        f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
+        f"({stats['cycles']} cycles{eager}); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
         f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
     if "stand_in" in stats:

@@ -72,10 +72,10 @@ def shape_of(preset: Drafter) -> TreeShape | None:
     return TreeShape(tree.depth, tree.width, tree.size) if tree else None
 
 
-def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]]) -> Autosizer:
-    """Time the presets' cycles, as often as 2 s allow. time_cycles: returns the seconds of a cycle of each."""
+def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]], seconds: float) -> Autosizer:
+    """Time the presets' cycles once, and more often as `seconds` allow. time_cycles: the seconds of a cycle of each."""
     began, rounds = time.perf_counter(), []
-    while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < 2):
+    while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < seconds):
         rounds.append(time_cycles())
     costs = [statistics.median(times) for times in zip(*rounds)]
     return Autosizer([shape_of(preset) for preset in presets], costs, [preset.name for preset in presets])
@@ -106,6 +106,10 @@ class Autosizer:
         self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
         self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
         self._decide()
+
+    def retime(self, costs_s: Sequence[float]) -> None:
+        """Take other costs, as cycles that are compiled by now have them."""
+        self.timed_s, self.costs, self.pace = tuple(costs_s), list(costs_s), 0.0
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle, the bonus included."""
