@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+from pathlib import Path
 
 import numpy
 import pytest
@@ -9,6 +10,15 @@ import torch
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """A real checkpoint, where it was downloaded."""
+    path = Path(__file__).parents[1] / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.is_file():
+        pytest.skip(f"there is no checkpoints/{path.name}")
+    return path
 
 
 @pytest.fixture
