@@ -241,10 +241,11 @@ class GgufFile:
         layer = f"model.layers.{part[1]}." if part else ""
         if part and part[3] and part[2] in EXPERT:  # all experts of a layer, or in older files one
             moe = f"{layer}block_sparse_moe.experts."
-            experts = range(shape[0]) if part[3] == "_exps" else [int(part[3][1:])]
-            for row, expert in enumerate(experts):
-                read = partial(self._tensor, name, len(experts), row)
-                yield f"{moe}{expert}.{EXPERT[part[2]]}.{kind}", read
+            if part[3] == "_exps":
+                for expert in range(shape[0]):
+                    yield f"{moe}{expert}.{EXPERT[part[2]]}.{kind}", partial(self._tensor, name, expert)
+            else:
+                yield f"{moe}{part[3][1:]}.{EXPERT[part[2]]}.{kind}", partial(self._tensor, name)
         elif part and not part[3] and part[2] in LAYER:
             heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part[2])
             llama = self.config["architectures"] != ["Qwen2ForCausalLM"]
@@ -253,11 +254,17 @@ class GgufFile:
         elif name != "rope_freqs.weight":
             yield f"{NAMES.get(stem, stem)}.{kind}", partial(self._tensor, name)
 
-    def _tensor(self, name: str, parts: int = 1, part: int = 0, heads: int = 0) -> Tensor:
-        """One of the equal parts of a tensor. heads: undo the order of rows that llama.cpp's rotation needs."""
-        info, size = self._header.tensors[name], self._sizes[name] // parts
-        shape = info.shape[1:] if parts > 1 or len(info.shape) == 3 else info.shape
-        blocks = np.frombuffer(self._header.data, np.uint8, size, self._header.start + info.offset + part * size)
+    def _tensor(self, name: str, part: int | None = None, heads: int = 0) -> Tensor:
+        """A tensor, or one part along its first dimension.
+
+        heads: undo the order of rows that llama.cpp's rotation needs
+        """
+        info, size = self._header.tensors[name], self._sizes[name]
+        shape, start = info.shape, self._header.start + info.offset
+        if part is not None:
+            shape, size = shape[1:], size // shape[0]
+            start += part * size
+        blocks = np.frombuffer(self._header.data, np.uint8, size, start)
         value = self._values(blocks, info.type).view(shape)
         rows = shape[0]
         if heads and rows % (2 * heads) == 0:  # else the loader says what is wrong with the shape

@@ -57,7 +57,8 @@ def read_bpe(metadata: Metadata) -> Any:
         # LLaMA-3's file says so: a word that is a token is not merged up to it
         model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=split == LLAMA3)
     except Exception as error:  # the package raises nothing more specific
-        raise ValueError(f"{metadata.path}: the tokenizer's merges are broken ({error}); use --prompt_ids") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids") from None
     tok = Tokenizer(model)
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
     first = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}
@@ -102,9 +103,8 @@ def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     types = metadata.read("tokenizer.ggml.token_type", list, [1] * len(tokens))
     if len(types) != len(tokens) or not all(type(t) is int and 1 <= t <= BYTE for t in types):
-        raise ValueError(
-            f"{metadata.path}: tokenizer.ggml.token_type must be 1 to 6 per token; convert the model again"
-        )
+        rule = "tokenizer.ggml.token_type must be 1 to 6 for every token"
+        raise ValueError(f"{metadata.path}: {rule}; convert the model again")
     return tokens, types
 
 
