@@ -32,6 +32,7 @@ MOST = 2**24  # entries of a list, tensors, keys; a broken count is above it
 LARGEST = 2**20  # of a width or a number of layers
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type: format
 STRING, ARRAY = 8, 9
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, from which `factor` is read
@@ -71,7 +72,7 @@ class Metadata(dict):
         if value is ...:
             raise ValueError(f"{self.path}: the metadata {key} is missing; convert the model again")
         if value is not default and type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ValueError(f"{self.path}: the metadata {key} must be a {kind.__name__}, not {str(value)[:40]!r}")
+            raise ValueError(f"{self.path}: the metadata {key} must be {KINDS[kind]}, not {str(value)[:40]!r}")
         return value
 
     def size(self, key: str, default: Any = ...) -> Any:
@@ -284,8 +285,16 @@ class GgufFile:
         with np.errstate(all="ignore"):  # scales that are no numbers stay so
             for n, first in enumerate(range(0, len(blocks), bytes_each)):
                 piece = blocks[None, first : first + bytes_each]
-                value[n * PIECE : (n + 1) * PIECE] = self._gguf.quants.dequantize(piece, kind)[0]
+                value[n * PIECE : (n + 1) * PIECE] = self._widened(piece, name)
         return torch.from_numpy(value)
+
+    def _widened(self, blocks: np.ndarray, name: str) -> np.ndarray:
+        """blocks: [1, bytes] uint8, of the named type. Returns: [elements] fp32."""
+        try:
+            return self._gguf.quants.dequantize(blocks, self._gguf.GGMLQuantizationType[name])[0]
+        except Exception as error:  # another version of the package may not know the type
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{self.path}: the package gguf cannot read {name} ({reason}); update it") from None
 
     def _add_rope_scaling(self) -> None:
         """Read LLaMA-3's scaling from `rope_freqs.weight`. Raises: ValueError where it is of another kind."""
@@ -312,17 +321,17 @@ def _config(header: Header, types: dict[str, str]) -> dict:
     size = lambda key, *default: metadata.size(f"{architecture}.{key}", *default)  # noqa: E731
     number = lambda key, default: metadata.read(f"{architecture}.{key}", float, default)  # noqa: E731
     width, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
-    experts, head_dim = size("expert_count", 0) if metadata.get(f"{architecture}.expert_count") else 0, width // heads
-    head_dim = size("attention.key_length", head_dim)
+    head_dim = size("attention.key_length", width // heads)
+    experts = size("expert_count") if metadata.get(f"{architecture}.expert_count") else 0
     shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
-    what = {
+    rules = {
         "token_embd.weight must be [tokens, embedding_length]": len(shape) == 2 and shape[-1] == width,
         "the file has fewer blocks than block_count": layers <= len(tensors),
         "expert_count must be at most 1024": experts <= 1024,
         "the rotation of a part of a head is not supported": size("rope.dimension_count", head_dim) == head_dim,
         "values must be as wide as keys": size("attention.value_length", head_dim) == head_dim,
     }
-    for rule, holds in what.items():
+    for rule, holds in rules.items():
         if not holds:
             raise ValueError(f"{metadata.path}: {rule}; convert the model again, or use the original")
     kinds = {types[name] for name, info in tensors.items() if len(info.shape) > 1}

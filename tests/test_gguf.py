@@ -7,7 +7,6 @@ import json
 import random
 import re
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -485,8 +484,8 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 METADATA = {
     "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
-    "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a int, not 'two'"),
-    "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a int, not '\[4, 4\]'"),
+    "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
+    "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a whole number, not '\[4, 4\]'"),
     "many layers": ({"llama.block_count": 2**32 - 1}, "llama.block_count must be 1 to 1048576; it is 4294967295"),
     "more layers": ({"llama.block_count": 500}, "the file has fewer blocks than block_count"),
     "one more layer": ({"llama.block_count": 3}, "9 missing weight"),
@@ -499,7 +498,7 @@ METADATA = {
     "rope": ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling must be none, linear or LLaMA-3's; the file says yarn"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "the rotation of a part of a head is not supported"),
     "parts": ({"split.count": 3}, "is one of several parts; join them first"),
-    "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a int, not '2'"),
+    "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip
 
 
@@ -595,11 +594,19 @@ def test_generate(whole, tmp_path):
         load(checkpoint=path, quant="int4", group_size=128, **options)
 
 
-def test_the_command_line(whole):
-    argv = ["--checkpoint", str(whole[0]), "--prompt", "hello", "--device", "cpu", "--max_new_tokens", "4"]
-    # the model is smaller than its vocabulary: ids beyond are the prompt's fault, and one line
-    done = subprocess.run([sys.executable, "generate.py", *argv], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "token ids must be in 0..95" in done.stderr and done.stderr.count("\n") == 1
+def test_the_command_line(capsys, whole):
+    argv = ["--checkpoint", str(whole[0]), "--device", "cpu", "--max_new_tokens", "4", "--ignore_eos"]
+    program.main([*argv, "--prompt_ids", "5,17"])
+    assert "3 tokens in" in capsys.readouterr().out  # after the first, which the prompt gives
+
+
+def test_a_type_that_the_package_cannot_read(capsys, whole, monkeypatch):
+    def dequantize(*_):
+        raise NotImplementedError("not yet")
+
+    monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
+    err = refused(capsys, "--checkpoint", str(whole[0]))
+    assert "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it" in err
 
 
 def test_directories_are_as_before():
@@ -643,10 +650,9 @@ def test_a_real_files_logits(smollm2):
 
 @pytest.mark.smollm2
 def test_a_real_files_tokenizer(smollm2):
-    """Against SmolLM2's own tokenizer.json: single digits, then GPT-2's words.
+    """Against what SmolLM2's tokenizer.json says: single digits, then GPT-2's words. llama.cpp's expression agrees.
 
-    transformers (5.23) reads `smollm` as GPT-2: it differs where a number that is no ASCII digit, or a space before
-    digits, could be merged with its neighbour. llama.cpp's regular expression agrees with tokenizer.json.
+    transformers (5.23) reads `smollm` as `gpt-2`. It differs where a digit follows two spaces or is not of ASCII.
     """
     fields = gguf.GGUFReader(smollm2).fields
     tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
@@ -654,15 +660,13 @@ def test_a_real_files_tokenizer(smollm2):
     truth.pre_tokenizer, truth.decoder = SPLITS["smollm"], decoders.ByteLevel()
     truth.add_special_tokens(tokens[:17])
     theirs = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
-    ours, equal = Tokenizer.load(smollm2), 0
-    for text in many_texts():
+    ours, texts = Tokenizer.load(smollm2), many_texts()
+    for text in texts:
         ids = truth.encode(text).ids
         assert ours.encode(text, special=True) == ids, text
-        assert ours.decode(ids) == truth.decode(ids), text
-        equal += theirs(text).input_ids == ids
-        if not re.search(r"\s\s[0-9]|[^\W\d_]*(?![0-9])[\d²½Ⅷ٣٤]", text):
-            assert theirs(text).input_ids == ids, text
-    assert equal > 500
+        assert ours.decode(ids) == truth.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+        assert theirs(text).input_ids == ids or re.search(r"\s\s\d|[½²Ⅷ٣٤]", text), text
+    assert len(texts) == 1000 and sum(theirs(text).input_ids == ours.encode(text, special=True) for text in texts) > 800
     assert ours.vocab_size == 49152 and not ours.adds_bos and ours.eos_ids == (2,)
 
 
