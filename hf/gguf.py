@@ -322,12 +322,14 @@ def _config(header: Header, types: dict[str, str]) -> dict:
     number = lambda key, default: metadata.read(f"{architecture}.{key}", float, default)  # noqa: E731
     width, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
     head_dim = size("attention.key_length", width // heads)
+    kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(f"{architecture}.expert_count") else 0
     shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": len(shape) == 2 and shape[-1] == width,
         "the file has fewer blocks than block_count": layers <= len(tensors),
         "expert_count must be at most 1024": experts <= 1024,
+        "head_count_kv must divide head_count": heads % kv_heads == 0,
         "the rotation of a part of a head is not supported": size("rope.dimension_count", head_dim) == head_dim,
         "values must be as wide as keys": size("attention.value_length", head_dim) == head_dim,
     }
@@ -340,7 +342,7 @@ def _config(header: Header, types: dict[str, str]) -> dict:
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": size("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": size("feed_forward_length"),
         "vocab_size": shape[0],

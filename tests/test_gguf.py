@@ -382,6 +382,10 @@ SPOILT_TOKENIZERS = {
     "types": ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type must be 1 to 6 for every token"),
     "bos": ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id 1000000 is not one of the .* tokens"),
     "scores": ({"tokenizer.ggml.model": "llama"}, "the metadata tokenizer.ggml.scores is missing"),
+    "no unknown": (
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0] * len(BPE_METADATA["tokenizer.ggml.tokens"])},
+        "holds no sentencepiece model .*; use --prompt_ids",
+    ),
     "short scores": ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "must be a number per token"),
 }  # fmt: skip
 
@@ -492,6 +496,7 @@ METADATA = {
     "wide": ({"llama.embedding_length": 2**20}, r"token_embd.weight must be \[tokens, embedding_length\]"),
     "ffn": ({"llama.feed_forward_length": 2**20}, "has shape .* asks for"),
     "heads": ({"llama.attention.head_count": 0}, "head_count must be 1 to 1048576; it is 0"),
+    "kv heads": ({"llama.attention.head_count_kv": 3}, "head_count_kv must divide head_count"),
     "odd heads": ({"llama.attention.head_count": 3, "llama.attention.head_count_kv": 3}, "has shape .* asks for"),
     "experts": ({"llama.expert_count": 2**20}, "expert_count must be at most 1024"),
     "experts missing": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "missing weight"),
