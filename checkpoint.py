@@ -31,8 +31,15 @@ COPIED = (  # files of the source that are copied if they exist: tokenizer, end-
 )  # fmt: skip
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
 def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
+    if path.parent.is_file():
+        raise ValueError(f"{path.parent} is a file; a Hugging Face model directory is expected here")
     if not path.parent.is_dir():
         raise ValueError(
             f"no such directory: {path.parent}; for a hub model run: python scripts/download.py {path.parent}"

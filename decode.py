@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction, path_to
+from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction
 from drafters import Drafter, Root, Rows, Text
 from model import KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers

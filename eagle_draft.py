@@ -38,7 +38,7 @@ from model import (
     rope_frequencies,
 )  # fmt: skip
 from options import GenerateConfig
-from quantize import FORMATS, Quantization, QuantLinear, check_group, saved_quantization
+from quantize import FORMATS, Quantization, QuantLinear, fit_group, saved_quantization
 from sampling import Sampling
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
@@ -217,9 +217,10 @@ def draft_lm_head(target: Transformer, quant: Quantization | None, ids: Tensor |
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = target.lm_head if ids is None else rows_of(target.lm_head, ids)
     rounded = isinstance(own, QuantLinear)
-    if quant is None or (rounded and own.format == quant.format and own.group_size in (0, quant.group_size)):
+    fits = rounded and quant is not None and own.group_size in (0, quant.group_size or own.group_size)
+    if quant is None or (fits and own.format == quant.format):
         return own
-    check_group(quant, "the draft's copy of lm_head", own.in_features)
+    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
     weight = own.dequantize() if rounded else own.weight
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
 

@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 import torch
 
 import eagle_draft
-from checkpoint import read_json
 from decode import Engine, Session, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
-from hf.config import resolve_draft
+from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
 from hf.weights import load_model
@@ -41,7 +40,6 @@ from options import (
     Conversation,
     GenerateConfig,
     check_ids,
-    default_of,
     one_line_errors,
     parse,
     pick_device,
@@ -96,10 +94,9 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
         torch.cuda.set_device(torch.device(config.device).index or 0)
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
-    saved = saved_quantization(read_json(path / "config.json"))
+    saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes; another group size is what --quant_draft asks for
-        own = config.group_size == default_of("group_size")
-        config = replace(config, quant=saved.format, group_size=saved.group_size if own else config.group_size)
+        config = replace(config, quant=saved.format, group_size=config.group_size or saved.group_size)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
     template = chat_template(path, tokenizer, config.chat, config.system) if config.chat is not None else None

@@ -73,7 +73,7 @@ class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
     checkpoint: str = option(
-        DEFAULT, "Hugging Face directory of the target model, or the default, which is fetched at the first use (93 MB)"
+        DEFAULT, "the target: a Hugging Face directory or a GGUF file; the default is fetched at the first use (93 MB)"
     )
     inflate: str = option(
         "", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b", needs=(INFLATABLE,)
@@ -96,7 +96,7 @@ class GenerateConfig:
         "", "a list of token ids by frequency for draft_vocab", needs=(DRAFT, HEAD, TRIMMED), flag=False
     )
     draft_checkpoint: str = option(
-        "", "Hugging Face directory of the draft model (--draft model)", needs=(DRAFT, MODEL)
+        "", "the draft model (--draft model): a Hugging Face directory, or a GGUF file", needs=(DRAFT, MODEL)
     )
     ngram_tokens: int = option(10, "tokens copied per continuation", needs=(DRAFT, LOOKUP), least=1, flag=False)
     ngram_branches: int = option(2, "different continuations at most", needs=(DRAFT, LOOKUP), least=1, flag=False)
@@ -160,7 +160,10 @@ class GenerateConfig:
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0)
     quant: str = option("none", "round the target's weights while loading", ("none", "int8", "int4"))
-    group_size: int = option(128, "inputs that share a scale (int4): 32, 64 or 128", needs=(INT4,))
+    group_size: int = option(
+        0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides the inputs of every layer",
+        needs=(INT4,),
+    )  # fmt: skip
     quant_draft: str = option(
         "", "the same for the draft; default: as the target", ("none", "int8", "int4"), needs=(DRAFT, TREE)
     )
@@ -227,7 +230,8 @@ class GenerateConfig:
         _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
-        _rule(self.group_size in GROUP_SIZES, f"--group_size must be one of {GROUP_SIZES}; it is {self.group_size}")
+        sizes = (0, *GROUP_SIZES)
+        _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
         _rule(self.draft != "model" or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
 
     def _check_files(self) -> None:
@@ -263,11 +267,6 @@ class GenerateConfig:
                 _rule(
                     gap is None, f"--accept residual needs ranks without gaps; before {gap} another is missing: add it"
                 )
-
-
-def default_of(name: str) -> Any:
-    """The default of an option."""
-    return next(f.default for f in fields(GenerateConfig) if f.name == name)
 
 
 def _rule(holds: bool, message: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,7 +36,7 @@ class Quantization:
     """What `--quant` asks for, or what a checkpoint's config.json says."""
 
     format: str  # a key of FORMATS
-    group_size: int = 128  # int4: inputs that share a scale
+    group_size: int = 0  # int4: inputs that share a scale; 0: what `fit_group` chooses
     saved: bool = False  # the files hold codes already
 
     @staticmethod
@@ -48,7 +48,7 @@ class Quantization:
         """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
         if self.format not in FORMATS:
             raise ValueError(f"{where}: the format must be one of {', '.join(FORMATS)}; it is {self.format}")
-        if self.group_size not in GROUP_SIZES:
+        if self.group_size not in (0, *GROUP_SIZES):
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
         return self
@@ -62,7 +62,7 @@ def saved_quantization(raw: dict) -> Quantization | None:
     if not isinstance(said, dict) or said.get("quant_method") != METHOD:
         method = said.get("quant_method") if isinstance(said, dict) else said
         raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
-    return Quantization(str(said.get("format")), said.get("group_size", 128), saved=True).check("quantization_config")
+    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check("quantization_config")
 
 
 def scale_name(weight: str) -> str:
@@ -70,16 +70,20 @@ def scale_name(weight: str) -> str:
     return weight + "_scale"
 
 
-def check_group(quant: Quantization, weight: str, inputs: int) -> None:
-    """Check a weight's inputs. Raises: ValueError when their number does not fit the format."""
-    if quant.format == "int4" and inputs % quant.group_size:
-        fits = [size for size in GROUP_SIZES if inputs % size == 0]
-        remedy = f"--group_size {fits[-1]}" if fits else "int8"
-        raise ValueError(
-            f"int4 group size {quant.group_size} does not divide in_features {inputs} of {weight}; use {remedy}"
-        )
-    if inputs % 4:
-        raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {inputs}")
+def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
+    """Choose the largest group size that divides the inputs of every weight, if none was asked for.
+
+    inputs: weight -> its number of inputs. Raises: ValueError when one does not fit the format.
+    """
+    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
+    group = quant.group_size or [GROUP_SIZES[0], *fits][-1]
+    for weight, n in inputs.items():
+        if quant.format == "int4" and n % group:
+            remedy = f"--group_size {fits[-1]}" if fits else "int8"
+            raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
+        if n % 4:
+            raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")
+    return replace(quant, group_size=group)
 
 
 # ------------------------------------------------------------------------------------------------ formats
@@ -301,7 +305,7 @@ class QuantizeConfig:
 
     checkpoint: str = option("", "Hugging Face directory of a target model or an EAGLE head")
     quant: str = option("int4", "format", ("int8", "int4"))
-    group_size: int = option(128, "inputs that share a scale (int4): 32, 64 or 128")
+    group_size: int = option(0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all")
     out: str = option("", "directory to write")
     device: str = option("cpu", "where to compute: cpu or cuda")
     overwrite: bool = option(False, "replace the directory if it is there")
@@ -344,13 +348,11 @@ def quantize_directory(
         raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
     check_out(out, overwrite)
     files, kind = WeightFiles(path), FORMATS[quant.format]
-    need_bytes = 0
-    for name in files.readers:
-        weight = files.read(name)
-        need_bytes += weight.nbytes
-        if is_quantized(name, weight):
-            check_group(quant, name, weight.shape[1])
-            need_bytes += kind.stored_bytes(weight.shape, quant.group_size) - weight.nbytes
+    tensors = {name: files.read(name) for name in files.readers}  # memory-mapped
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if is_quantized(name, tensor)}
+    quant = fit_group(quant, {name: shape[1] for name, shape in shapes.items()})
+    need_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in shapes)
+    need_bytes += sum(kind.stored_bytes(shape, quant.group_size) for shape in shapes.values())
     check_out(out, overwrite, need_bytes)
     group = {"group_size": quant.group_size} if quant.format == "int4" else {}
     raw["quantization_config"] = {"quant_method": METHOD, "format": quant.format, **group}

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import read_json
 from draft_tree import DraftTree, DynamicTree, StaticTree
 from drafters import LARGEST, Root, RootOnly, Rows, Text, TreeDrafter
-from hf.config import read_config
+from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from model import KVCache, Transformer, Window, causal_window
@@ -128,7 +127,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     """`--draft model`. Raises: ValueError for a draft model or a tree that does not fit."""
     path, weight = Path(config.draft_checkpoint), target.embedding.weight
     check_same_tokens(Path(config.checkpoint), path, target.config.vocab_size)
-    saved = saved_quantization(read_json(path / "config.json"))
+    saved = saved_quantization(read_raw(path))
     quant = None if saved else Quantization.of(config.quant_draft, config.group_size)
     model = load_model(path, weight.dtype, str(weight.device), quant)
     options = {"children": config.child_rule, "sharpness": config.sharpness or 1.0}

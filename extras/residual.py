@@ -3,8 +3,8 @@
 A drafted token x is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes norm(max(0, p - q)).
 Source: EAGLE-1 (arXiv 2401.15077), Algorithm 1; on a chain it is standard speculative sampling.
 
-The rule takes its uniforms as a tensor, so that recorded runs can be replayed. They and the noise of the bonus token are
-the request's own (sampling.py): the same seed and tree give the same tokens.
+The rule takes its uniforms as a tensor, so that recorded runs can be replayed. They and the noise of the bonus token
+are the request's own (sampling.py): the same seed and tree give the same tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from decode import Cycle, DecodeState
 from draft_tree import Accepted, DraftTree, path_to
 
 
-def accept_residual(
-    tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle
-) -> Accepted:
+def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle) -> Accepted:
     """Accept by the papers' rule; `Engine.accept`. logits: [B, N, V]; noise: [B, D+1, V]."""
     p = sampling.process(logits, cycle.rule).softmax(-1)  # [B, N, V]
     uniform = sampling.uniforms(state.key, state.draws[:, None], tree.tokens.shape[1], sampling.ACCEPT)[:, 0]

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import TensorSource, WeightFiles, read_json
+from checkpoint import TensorSource, read_json
 from eagle_draft import EagleConfig
-from hf.config import read_config
+from hf.config import open_source, read_config
 from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
@@ -402,7 +402,7 @@ class InflatedFiles:
 
     path: Path  # of the small model
     config: dict  # config.json of the stand-in
-    small: WeightFiles
+    small: TensorSource
     recipes: dict[str, Recipe]  # by Hugging Face name
     sizes: dict[str, tuple[int, ...]]  # of the small model's tensors, by its config.json
     dtype: torch.dtype
@@ -480,7 +480,8 @@ def _inflate(
 ) -> InflatedFiles:
     recipes = recipes_of(place)
     sizes = {name: recipe.size for name, recipe in recipes_of(replace(place, shape=_own_shape(place.small))).items()}
-    raw, files, shape = read_json(path / "config.json"), WeightFiles(path), place.shape
+    files, shape = open_source(path), place.shape
+    raw = files.config
     if raw.get("stand_in"):
         raise ValueError(f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from")
     if saved_quantization(raw) is not None:

@@ -1,1 +1,1 @@
-"""Reads what a Hugging Face directory holds: config.json, weights, tokenizer, chat template."""
+"""Reads what a Hugging Face directory or a GGUF file holds: config.json, weights, tokenizer, chat template."""

@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from checkpoint import is_gguf
+from hf.gguf import chat_template_text
 from hf.tokenizer import Tokenizer, optional_json
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
@@ -103,6 +105,8 @@ def refusal(path: Path, reason: Any) -> ValueError:
 
 def template_text(path: Path) -> str | None:
     """The Jinja template that a checkpoint brings, or None. Raises: ValueError when it is not a text."""
+    if is_gguf(path):
+        return chat_template_text(path)
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8", errors="replace")

@@ -1,5 +1,6 @@
-"""What model directories say: `config.json` as a `ModelConfig`, and which draft goes with a target.
+"""What checkpoints say: `config.json` as a `ModelConfig`, and which draft goes with a target.
 
+A checkpoint is a Hugging Face directory or a GGUF file; `open_source` and `read_raw` take both.
 An unknown architecture, activation or RoPE type is an error, not a guess.
 Not here: how the files hold quantized weights (quantize.py).
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import read_json
+from checkpoint import TensorSource, WeightFiles, is_gguf, read_json
 from model import ModelConfig
 from options import GenerateConfig
 from quantize import saved_quantization
@@ -32,13 +33,27 @@ ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
 }
 
 
+def open_source(path: Path) -> TensorSource:
+    """Open a checkpoint's tensors and config. Raises: ValueError when it is missing, broken or not supported."""
+    if not is_gguf(path):
+        return WeightFiles(path)
+    from hf.gguf import GgufFile
+
+    return GgufFile(path)
+
+
+def read_raw(path: Path) -> dict:
+    """The content of a checkpoint's config.json. Raises: as `open_source`."""
+    return open_source(path).config if is_gguf(path) else read_json(path / "config.json")
+
+
 def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
-    """Read `path/config.json`, and from `generation_config.json` further end-of-sequence ids.
+    """Read a checkpoint's config.json, and from `generation_config.json` further end-of-sequence ids.
 
     raw: the content of config.json, where it was read or made already
     Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type.
     """
-    raw = raw or read_json(path / "config.json")
+    raw = raw or read_raw(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
     if names[0] not in ARCHITECTURES:
         raise ValueError(f"{path}: architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -139,7 +154,7 @@ def rope_parameters(raw: dict) -> tuple[float, dict | None]:
 def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     """Fill in `draft` and `eagle`: a head next to the target is used unless told otherwise."""
     whole = path.resolve() if path.name in ("", "..") else path
-    bundled = whole.with_name(whole.name + "-eagle")
+    bundled = whole.with_name((whole.stem if is_gguf(path) else whole.name) + "-eagle")
     takes_head = config.draft in ("", "eagle", "eagle+ngram")
     eagle = config.eagle or (str(bundled) if bundled.is_dir() and takes_head else "")
     draft = config.draft or ("eagle" if eagle else "none")
@@ -148,6 +163,8 @@ def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     if draft == "none":
         replace(config, draft="none").check_needs()
     eagle = eagle if draft.startswith("eagle") else ""
+    if is_gguf(Path(eagle)):
+        raise ValueError(f"--eagle {eagle} is a GGUF file; a head is a directory with its config.json")
     reads = eagle or config.draft_checkpoint  # what a draft loads
     quant = _draft_format(config, Path(reads)) if reads else "none"
     return replace(config, draft=draft, eagle=eagle, quant_draft=quant)
@@ -155,7 +172,7 @@ def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
 
 def _draft_format(config: GenerateConfig, path: Path) -> str:
     """What `--quant_draft` comes to: the format of the draft's files, or what is asked for, or as the target."""
-    saved = saved_quantization(read_json(path / "config.json"))
+    saved = saved_quantization(read_raw(path))
     if saved is None:
         return config.quant_draft or config.quant
     if config.quant_draft not in ("", saved.format):

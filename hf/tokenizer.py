@@ -1,7 +1,7 @@
 """Text to token ids and back, with one class for all kinds of tokenizers.
 
 1. `Tokenizer.load` reads `tokenizer.model` (sentencepiece), or else `tokenizer.json` (BPE, byte-level or in the manner
-   of sentencepiece; it needs the package `tokenizers`).
+   of sentencepiece; it needs the package `tokenizers`). Of a GGUF file it reads the metadata (hf/gguf_tokenizer.py).
 2. `encode` gives the same ids as Hugging Face. It parses control tokens in the text (`</s>`, `<|eot_id|>`) only with
    `special=True`, which is for rendered chats. A plain prompt cannot inject one.
 3. Every token is a fixed string of bytes. `decode` joins them and reads UTF-8. A `StreamDecoder` gives the same text
@@ -19,11 +19,11 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from checkpoint import read_json
+from checkpoint import is_gguf, read_json
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -60,10 +60,12 @@ class Tokenizer:
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
-        """Read the tokenizer of a Hugging Face directory.
+        """Read the tokenizer of a Hugging Face directory or a GGUF file.
 
         Raises: ValueError when there is none, or it is corrupt, of an unknown kind, or needs a package that is missing.
         """
+        if is_gguf(path):
+            return _of_gguf(path)
         model, fast = path / "tokenizer.model", path / "tokenizer.json"
         # null means "the default" in this file
         config = {k: v for k, v in optional_json(path / "tokenizer_config.json").items() if v is not None}
@@ -77,7 +79,7 @@ class Tokenizer:
                     raise ValueError(f"{reason}; download it again, or use --prompt_ids") from None
                 print(f"{reason}; using {fast.name}", file=sys.stderr)
         if fast.is_file():
-            return JsonTokenizer(fast, config)
+            return JsonTokenizer(_read_json_tokenizer(fast), config, fast)
         raise ValueError(
             f"{path} has neither {model.name} nor {fast.name}; add the tokenizer's files, or use --prompt_ids"
         )
@@ -125,15 +127,31 @@ class Tokenizer:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a directory holds a tokenizer's file."""
-    return (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+    """Whether a checkpoint holds a tokenizer. A GGUF file does; `Tokenizer.load` says what is wrong with it."""
+    return is_gguf(path) or (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+
+
+def _of_gguf(path: Path) -> Tokenizer:
+    from hf.gguf import read_header
+    from hf.gguf_tokenizer import read_bpe, read_sentencepiece, tokenizer_config
+
+    metadata = read_header(path).metadata
+    config = tokenizer_config(metadata)
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        return JsonTokenizer(read_bpe(metadata), config, path)
+    model, added = read_sentencepiece(metadata)
+    try:
+        sp = SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds no sentencepiece model ({error}); use --prompt_ids") from None
+    return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
 
 
 def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer | None:
-    """Read the tokenizer of a directory.
+    """Read the tokenizer of a checkpoint.
 
     reads_text: whether it will be used to encode; if not, a tokenizer that cannot be read is only noted
-    must_exist: whether a directory without one is an error
+    must_exist: whether a checkpoint without one is an error
     Returns: None where that is no error. Raises: as `Tokenizer.load`.
     """
     if not has_tokenizer(path) and not must_exist:
@@ -206,17 +224,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """Reads `tokenizer.json`: LLaMA-3, Qwen-2, and every model without the other file. It names the added tokens."""
+    """Wraps a `tokenizers.Tokenizer`: LLaMA-3, Qwen-2, and every model without the other file."""
 
-    def __init__(self, path: Path, config: dict):
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(f"{path} needs the package tokenizers; run: pip install tokenizers") from None
-        try:
-            self._tok = tok = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing more specific
-            raise ValueError(f"{path} is corrupt ({error}); download it again") from None
+    def __init__(self, tok: Any, config: dict, path: Path):
+        """path: where it comes from, for error messages"""
+        self._tok = tok
         tok.no_truncation()  # the file may hold the limits of the last training run
         tok.no_padding()
         names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
@@ -241,6 +253,17 @@ class JsonTokenizer(Tokenizer):
         if any(char not in BYTE_OF for char in token):  # an added token, which is stored as plain text
             return token.encode()
         return bytes(BYTE_OF[char] for char in token)
+
+
+def _read_json_tokenizer(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"{path} needs the package tokenizers; run: pip install tokenizers") from None
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing more specific
+        raise ValueError(f"{path} is corrupt ({error}); download it again") from None
 
 
 def _byte_alphabet() -> dict[str, int]:

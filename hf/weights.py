@@ -1,11 +1,11 @@
-"""Load the weights of a Hugging Face directory into a model.
+"""Load the weights of a checkpoint into a model.
 
 1. `weight_names` says which Hugging Face tensors each of our parameters is made of. Some of ours are several of theirs,
    one below the other: `wqkv` is q, k and v; the experts of a layer are one stack.
 2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize the weights of linear
    layers on the way. An error names every weight that is missing, unexpected or of the wrong shape.
 
-The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, or anything else with named tensors.
+The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a stand-in.
 Not here: what a weight does (model.py), number formats (quantize.py), reading and writing files (checkpoint.py).
 """
 
@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, WeightFiles, read_json
-from hf.config import read_config
+from checkpoint import TensorSource
+from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
-from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, check_group, saved_quantization, scale_name
+from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, fit_group, saved_quantization, scale_name
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -78,10 +78,11 @@ def load_weights(
     names: dict[str, tuple[str, ...]],
     storage: Storage,
     ignored: Callable[[str], bool] = lambda name: False,
-) -> None:
+) -> Quantization | None:
     """Fill a model made on the meta device, one parameter at a time.
 
     names: our parameter -> the tensors it is made of; ignored: which further tensors in the files may stay unused
+    Returns: `storage.quant` with the group size that was used.
     Raises: ValueError that names every missing, unexpected or mis-shaped weight.
     Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At most one parameter
     exists twice at any moment.
@@ -92,8 +93,8 @@ def load_weights(
     if storage.quant is not None:
         kinds = (nn.Linear, ExpertLinear)
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
-        for name in filter(linear.__contains__, names):
-            check_group(storage.quant, name, params[name].shape[-1])
+        inputs = {name: params[name].shape[-1] for name in names if name in linear}
+        storage = storage._replace(quant=fit_group(storage.quant, inputs))
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
@@ -113,6 +114,7 @@ def load_weights(
         else:
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    return storage.quant
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,14 @@ def load_model(
     quant: Quantization | None = None,
     source: TensorSource | None = None,
 ) -> Transformer:
-    """Load a Hugging Face directory of the LLaMA family, Mixtral included.
+    """Load a checkpoint of the LLaMA family, Mixtral included: a Hugging Face directory, or a GGUF file.
 
     dtype: None keeps the checkpoint's own; quant: quantize while loading; source: where to read instead of the files
     Returns: the model in eval mode. Anonymous memory peaks at 1.2 times the loaded model plus one weight, at most.
-    Raises: ValueError for anything wrong with the directory.
+    Raises: ValueError for anything wrong with the checkpoint.
     """
-    raw = source.config if source else read_json(path / "config.json")
-    config, saved = read_config(path, raw), saved_quantization(raw)
+    files = source or open_source(path)
+    config, saved = read_config(path, files.config), saved_quantization(files.config)
     if dtype is None:
         if config.dtype not in DTYPES:
             raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
@@ -222,15 +224,13 @@ def load_model(
     quant = saved or quant
     with torch.device("meta"):
         model = Transformer(config)
-    files = source or WeightFiles(path)
     check_experts(config, files)
-    load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
+    quant = load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
     if config.tie_embeddings:
         weight = model.embedding.weight
         if quant is None:
             model.lm_head.weight = weight
         else:
-            check_group(quant, "lm_head.weight", config.dim)
             model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
     model.rope_freq = rope_frequencies(config, device)
     return model.eval()

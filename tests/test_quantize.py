@@ -36,6 +36,7 @@ from quantize import (
     Int4Linear,
     Int8Linear,
     Quantization,
+    fit_group,
     quantize_directory,
     saved_quantization,
     scale_name,
@@ -273,7 +274,7 @@ def test_saved_and_on_load_are_the_same_bits(saved, quant, dtype):
 
 @each(QUANTS)
 def test_saved_files_are_as_small_as_they_should_be(saved, quant):
-    bits = {"int8": 8, "int4": 4 + 16 / quant.group_size}[quant.format]
+    bits = 4 + 16 / quant.group_size if quant.format == "int4" else 8
     raw = WeightFiles(Path(DEMO))
     numel = sum(raw.read(n).numel() for n in raw.readers if quantize.is_quantized(n, raw.read(n)))
     rest = sum(raw.read(n).nbytes for n in raw.readers if not quantize.is_quantized(n, raw.read(n)))
@@ -399,6 +400,29 @@ def test_a_saved_target_leaves_the_draft_its_group_size(tmp_path):
     assert engine.config.quant == "int8"
 
 
+def test_an_open_group_size_is_the_largest_that_fits(tmp_path):
+    """Each model chooses its own, and the draft's copy of the LM head too."""
+    open_size = Quantization("int4")
+    cases = {(96, 64): 32, (576, 1536): 64, (128, 64): 64, (4096, 11008): 128, (256,): 128}
+    for inputs, size in cases.items():
+        assert fit_group(open_size, dict(zip("ab", inputs))).group_size == size, inputs
+    with pytest.raises(ValueError, match="int4 group size 32 does not divide in_features 48 of b; use int8"):
+        fit_group(open_size, {"a": 64, "b": 48})
+    with pytest.raises(
+        ValueError, match="int4 group size 128 does not divide in_features 576 of a; use --group_size 64"
+    ):
+        fit_group(Quantization("int4", 128), {"a": 576})
+    engine = load(checkpoint=str(TARGET), eagle=str(HEAD), quant="int4", device="cpu", tree="dynamic")
+    assert {m.group_size for m in engine.target.modules() if isinstance(m, Int4Linear)} == {32}
+    assert engine.drafter.lm_head is engine.target.lm_head  # whatever its groups are
+    assert_same_bits(engine.target, load_model(TARGET, quant=Quantization("int4", 32)))
+    out = quantized(TARGET, tmp_path / "out", open_size)
+    assert saved_quantization(read_json(out / "config.json")).group_size == 32
+    assert_same_bits(load_model(out), engine.target)
+    engine = load(checkpoint=str(TARGET), eagle=str(HEAD), quant_draft="int4", device="cpu", tree="dynamic")
+    assert engine.drafter.head.fc.group_size == 32 and engine.drafter.lm_head.group_size == 64
+
+
 @each(SMALL)
 def test_saved_directories_load_without_options(tmp_path, quant):
     target = quantized(TARGET, tmp_path / "pair", quant)
@@ -502,7 +526,7 @@ def test_quantize_and_generate(capsys, tmp_path):
 
 BASE = ("--checkpoint", str(TARGET))
 QUANTIZE_MISTAKES = {
-    "group": ([*BASE, "--out", "OUT"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 64"),
+    "group": ([*BASE, "--out", "OUT", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 32"),
     "group64": ([*BASE, "--out", "OUT", "--group_size", "64"], "group size 64 does not divide in_features 160 of .*down_proj.*use --group_size 32"),
     "size": ([*BASE, "--out", "OUT", "--group_size", "48"], "--quant: the group size must be one of 32, 64, 128; it is 48"),
     "format": ([*BASE, "--out", "OUT", "--quant", "int3"], "invalid choice: 'int3'"),
@@ -606,13 +630,13 @@ IDS = ("--prompt_ids", "5,17", "--device", "cpu")
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--quant", "int4"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 64"),
+        (["--quant", "int4", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 32"),
         (["--quant", "int4", "--group_size", "64"], "does not divide in_features 160 of layers.0.ffn.w2.weight; use --group_size 32"),
         (["--group_size", "32"], "--group_size belongs to int4; add --quant int4"),
         (["--quant", "int4", "--group_size", "16"], "--group_size must be one of"),
         (["--quant", "int2"], "invalid choice"),
         (["--quant_draft", "int4", "--draft", "none"], "--quant_draft needs a draft"),
-        (["--quant_draft", "int4", "--eagle", str(HEAD)], "does not divide in_features 64 of layers.0.attention.wqkv"),
+        (["--quant_draft", "int4", "--group_size", "64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.ffn.w2"),
     ],
 )  # fmt: skip
 def test_mistakes_of_generate(capsys, argv, says):

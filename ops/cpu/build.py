@@ -107,8 +107,8 @@ def build(march: str = "") -> Path:
     include = Path(torch.__file__).parent / "include"
     # a product must not be fused with a sum unless the source says so: results would depend on the compiler
     command = [
-        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fopenmp", "-fPIC",
-        "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fopenmp",
+        "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
     ]  # fmt: skip
     link = ["-shared", "-fopenmp", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]

@@ -1,0 +1,384 @@
+"""Read a GGUF file as a checkpoint: its config, and its tensors by their Hugging Face names.
+
+1. `read_header` maps the file into memory and reads its metadata and the list of its tensors. Every count and length is
+   checked against the size of the file first, so a broken file ends in a line, and soon.
+2. `GgufFile` is a `TensorSource`. It writes the metadata as a config.json and translates llama.cpp's names.
+3. Blocks become fp32 through the package `gguf`, one tensor at a time, when that is read.
+
+Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
+Trade-off: the package has a reader too. It takes 2 s for 49,152 tokens, and does not end where a count is absurd.
+Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files, importance-matrix types (IQ).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model import rope_frequencies
+
+MOST = 2**24  # entries of a list, tensors, keys; a broken count is above it
+LARGEST = 2**20  # of a width or a number of layers
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type: format
+STRING, ARRAY = 8, 9
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
+# LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, from which `factor` is read
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+}  # fmt: skip
+EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # control tokens that end an answer whether or not the metadata says so
+
+
+# ------------------------------------------------------------------------------------------------ header
+
+
+class Info(NamedTuple):
+    """Where a tensor is."""
+
+    type: int
+    shape: tuple[int, ...]  # rows first
+    offset: int  # from the start of the data (bytes)
+
+
+class Metadata(dict):
+    """Keys and values of a header."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+
+    def read(self, key: str, kind: type, default: Any = ...) -> Any:
+        """A value of a given type; `default` where the key is missing. Raises: ValueError for another type."""
+        value = self.get(key, default)
+        if value is ...:
+            raise ValueError(f"{self.path}: the metadata {key} is missing; convert the model again")
+        if value is not default and type(value) is not kind and (kind, type(value)) != (float, int):
+            raise ValueError(f"{self.path}: the metadata {key} must be {KINDS[kind]}, not {str(value)[:40]!r}")
+        return value
+
+    def size(self, key: str, default: Any = ...) -> Any:
+        """A width or a number of things. Raises: ValueError for one that no model has."""
+        value = self.read(key, int, default)
+        if value is not default and not 1 <= value <= LARGEST:
+            raise ValueError(f"{self.path}: the metadata {key} must be 1 to {LARGEST}; it is {value}")
+        return value
+
+
+class Header(NamedTuple):
+    """What a file says before its data."""
+
+    metadata: Metadata
+    tensors: dict[str, Info]
+    data: mmap.mmap  # the whole file
+    start: int  # of the tensors' data (bytes)
+
+
+def read_header(path: Path) -> Header:
+    """Read a file's metadata and the list of its tensors. Raises: ValueError for a file that is not whole."""
+    try:
+        with path.open("rb") as file:
+            if not file.seek(0, 2):
+                raise ValueError("it is empty")
+            return _read_header(path, _Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, struct.error) as error:
+        reason = "it ends within its header" if isinstance(error, struct.error) else error
+        raise ValueError(f"{path} is no GGUF file, or corrupt ({reason}); download it again") from None
+
+
+def _read_header(path: Path, cursor: _Cursor) -> Header:
+    magic, version = cursor.take("4sI")
+    if magic != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    if version not in (2, 3):
+        raise ValueError(f"version {version if version < 2**16 else 'of a big-endian file'} is not 2 or 3")
+    tensor_count, count = cursor.take("QQ")
+    metadata, tensors = Metadata(path), {}
+    for _ in range(cursor.fits(count, 13)):  # a key, a type and a byte are the least
+        key, value = cursor.string(), cursor.value(*cursor.take("I"))
+        metadata[_new(key, metadata)] = value
+    for _ in range(cursor.fits(tensor_count, 32)):
+        name, (dims,) = _new(cursor.string(), tensors), cursor.take("I")
+        if not 1 <= dims <= 4:
+            raise ValueError(f"{name} has {dims} dimensions")
+        shape = cursor.take(f"{dims}Q")
+        tensors[name] = Info(*cursor.take("I"), shape[::-1], *cursor.take("Q"))
+    align = metadata.get("general.alignment", 32)
+    if type(align) is not int or align < 1 or align & align - 1:
+        raise ValueError(f"general.alignment must be a power of two; it is {str(align)[:40]}")
+    return Header(metadata, tensors, cursor.data, -(-cursor.at // align) * align)
+
+
+def _new(name: str, seen: dict) -> str:
+    if name in seen:
+        raise ValueError(f"it has {name} twice")
+    return name
+
+
+class _Cursor:
+    """Reads a header from front to back."""
+
+    def __init__(self, data: mmap.mmap):
+        self.data, self.at = data, 0
+
+    def take(self, form: str) -> tuple:
+        """Values, as `struct` formats them. Raises: struct.error at the end of the file."""
+        values = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += struct.calcsize("<" + form)
+        return values
+
+    def fits(self, count: int, size: int) -> int:
+        """A count of things of at least `size` bytes. Raises: ValueError when the file cannot hold them."""
+        if count > MOST or count * size > len(self.data) - self.at:
+            raise ValueError(f"a count of {count} at byte {self.at} is more than the file holds")
+        return count
+
+    def string(self) -> str:
+        length = self.fits_bytes(*self.take("Q"))
+        self.at += length
+        return str(self.data[self.at - length : self.at], "utf-8")
+
+    def fits_bytes(self, length: int) -> int:
+        """A length. Raises: ValueError when the file is shorter."""
+        if length > len(self.data) - self.at:
+            raise ValueError(f"a text of {length} bytes at byte {self.at} is more than the file holds")
+        return length
+
+    def value(self, kind: int) -> Any:
+        """A scalar, a string, or a list of one of them. kind: its type. Raises: ValueError for another kind."""
+        if kind == STRING:
+            return self.string()
+        if kind in SCALARS:
+            return self.take(SCALARS[kind])[0]
+        if kind != ARRAY:
+            raise ValueError(f"a value has the type {kind} at byte {self.at}")
+        kind, count = self.take("IQ")
+        if kind == STRING:
+            return [self.string() for _ in range(self.fits(count, 8))]
+        if kind not in SCALARS:
+            raise ValueError(f"a list has the type {kind} at byte {self.at}")
+        return list(self.take(f"{self.fits(count, struct.calcsize(SCALARS[kind]))}{SCALARS[kind]}"))
+
+
+def chat_template_text(path: Path) -> str | None:
+    """The chat template of a file, in Jinja; None where it has none."""
+    return read_header(path).metadata.read("tokenizer.chat_template", str, None)
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+class GgufFile:
+    """The tensors of a GGUF file: a `TensorSource`."""
+
+    def __init__(self, path: Path):
+        """Read the header. Raises: ValueError for a file that is broken or not supported, or a missing package."""
+        try:
+            import gguf
+        except ImportError:
+            raise ValueError(f"{path} needs the package gguf; run: pip install gguf") from None
+        self.path, self._gguf = path, gguf
+        self._header = header = read_header(path)
+        architecture = header.metadata.read("general.architecture", str)
+        if architecture not in ("llama", "qwen2"):
+            raise ValueError(f"{path}: the architecture {architecture} is not supported; supported are llama, qwen2")
+        if header.metadata.read("split.count", int, 0) > 1:
+            raise ValueError(f"{path} is one of several parts; join them first: llama-gguf-split --merge")
+        self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
+        self.config = _config(header, {name: self._type(info) for name, info in header.tensors.items()})
+        self._add_rope_scaling()
+        self.readers: dict[str, Callable[[], Tensor]] = {}
+        for name in header.tensors:
+            self.readers.update(self._readers(name))
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor, fp32 where the file holds blocks. Raises: ValueError when it is missing."""
+        if name not in self.readers:
+            raise ValueError(f"{self.path}: the weight {name} is missing")
+        return self.readers[name]()
+
+    def _type(self, info: Info) -> str:
+        known = {int(kind): kind.name for kind in self._gguf.GGMLQuantizationType}
+        return known.get(info.type, str(info.type))
+
+    def _bytes(self, name: str, info: Info) -> int:
+        """The size of a tensor. Raises: ValueError for an unknown type, or when the file does not hold it whole."""
+        kind, elements = self._type(info), math.prod(info.shape)
+        if kind not in TYPES:
+            raise ValueError(f"{self.path}: {name} has the type {kind}, which is not one of {', '.join(TYPES)}")
+        block, size = self._gguf.GGML_QUANT_SIZES[info.type]
+        if not elements or info.shape[-1] % block:
+            shape = list(info.shape)
+            raise ValueError(f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill")
+        end, whole = self._header.start + info.offset + elements // block * size, len(self._header.data)
+        if end > whole:
+            raise ValueError(f"{self.path} is truncated: {name} ends at byte {end} of {whole}; download it again")
+        return elements // block * size
+
+    def _readers(self, name: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """The Hugging Face tensors in one of the file's, and how to read them. Names without a meaning stay."""
+        shape, (stem, _, kind) = self._header.tensors[name].shape, name.rpartition(".")
+        part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
+        layer = f"model.layers.{part[1]}." if part else ""
+        if part and part[3] and part[2] in EXPERT:  # all experts of a layer, or in older files one
+            moe = f"{layer}block_sparse_moe.experts."
+            if part[3] == "_exps":
+                for expert in range(shape[0]):
+                    yield f"{moe}{expert}.{EXPERT[part[2]]}.{kind}", partial(self._tensor, name, expert)
+            else:
+                yield f"{moe}{part[3][1:]}.{EXPERT[part[2]]}.{kind}", partial(self._tensor, name)
+        elif part and not part[3] and part[2] in LAYER:
+            heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part[2])
+            llama = self.config["architectures"] != ["Qwen2ForCausalLM"]
+            read = partial(self._tensor, name, heads=self.config[heads] if heads and llama else 0)
+            yield f"{layer}{LAYER[part[2]]}.{kind}", read
+        elif name != "rope_freqs.weight":
+            yield f"{NAMES.get(stem, stem)}.{kind}", partial(self._tensor, name)
+
+    def _tensor(self, name: str, part: int | None = None, heads: int = 0) -> Tensor:
+        """A tensor, or one part along its first dimension.
+
+        heads: undo the order of rows that llama.cpp's rotation needs
+        """
+        info, size = self._header.tensors[name], self._sizes[name]
+        shape, start = info.shape, self._header.start + info.offset
+        if part is not None:
+            shape, size = shape[1:], size // shape[0]
+            start += part * size
+        blocks = np.frombuffer(self._header.data, np.uint8, size, start)
+        value = self._values(blocks, info.type).view(shape)
+        rows = shape[0]
+        if heads and rows % (2 * heads) == 0:  # else the loader says what is wrong with the shape
+            value = value.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(shape)
+        return value
+
+    def _values(self, blocks: np.ndarray, kind: int) -> Tensor:
+        """blocks: uint8. Returns: [elements], in the file's own dtype, or fp32 for blocks."""
+        name = self._gguf.GGMLQuantizationType(kind).name
+        if name in ("F32", "F16"):
+            return torch.from_numpy(blocks.view({"F32": np.float32, "F16": np.float16}[name]).copy())
+        if name == "BF16":
+            return torch.from_numpy(blocks.view(np.int16).copy()).view(torch.bfloat16)
+        block, size = self._gguf.GGML_QUANT_SIZES[kind]
+        value = np.empty(len(blocks) // size * block, np.float32)
+        bytes_each = PIECE // block * size
+        with np.errstate(all="ignore"):  # scales that are no numbers stay so
+            for n, first in enumerate(range(0, len(blocks), bytes_each)):
+                piece = blocks[None, first : first + bytes_each]
+                value[n * PIECE : (n + 1) * PIECE] = self._widened(piece, name)
+        return torch.from_numpy(value)
+
+    def _widened(self, blocks: np.ndarray, name: str) -> np.ndarray:
+        """blocks: [1, bytes] uint8, of the named type. Returns: [elements] fp32."""
+        try:
+            return self._gguf.quants.dequantize(blocks, self._gguf.GGMLQuantizationType[name])[0]
+        except Exception as error:  # another version of the package may not know the type
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{self.path}: the package gguf cannot read {name} ({reason}); update it") from None
+
+    def _add_rope_scaling(self) -> None:
+        """Read LLaMA-3's scaling from `rope_freqs.weight`. Raises: ValueError where it is of another kind."""
+        if "rope_freqs.weight" not in self._header.tensors:
+            return
+        divisors = self._tensor("rope_freqs.weight").float()  # [E/2]
+        if bool((divisors == 1).all()):
+            return
+        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
+        head = {"head_dim": self.config["head_dim"], "rope_theta": self.config["rope_theta"]}
+        plain, scaled = (rope_frequencies(SimpleNamespace(**head, rope_scaling=kind)) for kind in (None, scaling))
+        if plain.shape != divisors.shape or not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
+            raise ValueError(f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model")
+        self.config["rope_scaling"] = scaling
+
+
+# ------------------------------------------------------------------------------------------------- config
+
+
+def _config(header: Header, types: dict[str, str]) -> dict:
+    """The metadata as a Hugging Face config.json. types: of every tensor. Raises: ValueError for what is missing."""
+    metadata, tensors = header.metadata, header.tensors
+    architecture = metadata["general.architecture"]
+    size = lambda key, *default: metadata.size(f"{architecture}.{key}", *default)  # noqa: E731
+    number = lambda key, default: metadata.read(f"{architecture}.{key}", float, default)  # noqa: E731
+    width, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
+    head_dim = size("attention.key_length", width // heads)
+    kv_heads = size("attention.head_count_kv", heads)
+    experts = size("expert_count") if metadata.get(f"{architecture}.expert_count") else 0
+    shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
+    rules = {
+        "token_embd.weight must be [tokens, embedding_length]": len(shape) == 2 and shape[-1] == width,
+        "the file has fewer blocks than block_count": layers <= len(tensors),
+        "expert_count must be at most 1024": experts <= 1024,
+        "head_count_kv must divide head_count": heads % kv_heads == 0,
+        "the rotation of a part of a head is not supported": size("rope.dimension_count", head_dim) == head_dim,
+        "values must be as wide as keys": size("attention.value_length", head_dim) == head_dim,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(f"{metadata.path}: {rule}; convert the model again, or use the original")
+    kinds = {types[name] for name, info in tensors.items() if len(info.shape) > 1}
+    return {
+        "architectures": [_architecture(architecture, experts)],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": size("feed_forward_length"),
+        "vocab_size": shape[0],
+        "max_position_embeddings": metadata.read(f"{architecture}.context_length", int),
+        "sliding_window": metadata.read(f"{architecture}.attention.sliding_window", int, None),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(metadata, architecture),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": metadata.read("tokenizer.ggml.bos_token_id", int, None),
+        "eos_token_id": _eos_ids(metadata),
+        "torch_dtype": "float32" if kinds == {"F32"} else "float16" if kinds <= {"F16", "F32"} else "bfloat16",
+    } | ({"num_local_experts": experts, "num_experts_per_tok": size("expert_used_count")} if experts else {})
+
+
+def _architecture(name: str, experts: int) -> str:
+    if name == "qwen2":
+        return "Qwen2ForCausalLM"
+    return "MixtralForCausalLM" if experts else "LlamaForCausalLM"
+
+
+def _rope_scaling(metadata: Metadata, architecture: str) -> dict | None:
+    """Raises: ValueError for a kind that is not supported."""
+    kind = metadata.read(f"{architecture}.rope.scaling.type", str, "linear")
+    factor = metadata.read(f"{architecture}.rope.scale_linear", float, 0.0)
+    factor = metadata.read(f"{architecture}.rope.scaling.factor", float, factor)
+    if kind not in ("none", "linear"):
+        raise ValueError(f"{metadata.path}: RoPE scaling must be none, linear or LLaMA-3's; the file says {kind}")
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
+
+
+def _eos_ids(metadata: Metadata) -> list[int]:
+    """The ids that end a sequence: of a text, and of a turn. Source: llama.cpp's list of vocabularies."""
+    ids = [metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
+    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
+    ids += [tokens.index(token) for token in ENDS_TURN if token in tokens]
+    return list(dict.fromkeys(i for i in ids if i is not None))
