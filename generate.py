@@ -181,10 +181,11 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
     Where the host chooses among trees, their cycles are timed.
     """
     if engine.config.compile and not wait and engine.target.layers.fused and engine.accept is None:
-        engine = with_chooser(engine, 0.0)
+        eager = replace(engine, cycles=tuple(cycle.step for cycle in engine.cycles))
+        engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
+        work = [lambda: _take_over(engine)]
         for cycle in engine.cycles:
-            cycle.eager = 0  # those that were timed do not count
-        behind(lambda: _take_over(engine))
+            cycle.behind = work
         return engine
     began = time.perf_counter()
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -112,20 +113,28 @@ _compiled = itertools.count()
 
 
 class Warming:
-    """A step that runs as it is until `warm`, and then compiled. `behind` does that while it is in use."""
+    """A step that runs as it is until `warm`, and then compiled."""
 
     def __init__(self, step: Callable):
-        self.step, self.compiled, self.run = step, compiled(step), step
+        self.step = self.run = step
         self.eager = 0  # how often it ran as it is
+        self.behind: list[Callable] = []  # what its first run starts (`behind`); steps may share the list
 
     def __call__(self, *inputs: Any) -> Any:
+        result = self.run(*inputs)
         self.eager += self.run is self.step
-        return self.run(*inputs)
+        while self.behind:
+            behind(self.behind.pop())
+        return result
 
-    def warm(self) -> Warming:
-        """Run it compiled from now on."""
+    @cached_property
+    def compiled(self) -> Callable:
+        """Its compiled form; the first call of that takes long."""
+        return compiled(self.step)
+
+    def warm(self) -> None:
+        """Run compiled from now on."""
         self.run = self.compiled
-        return self
 
 
 _behind: list[threading.Thread] = []
@@ -133,6 +142,7 @@ _behind: list[threading.Thread] = []
 
 def behind(work: Callable[[], Any]) -> None:
     """Do some work in a thread, which the end of the process does not wait for (`ends_at_once`)."""
+    sys.setswitchinterval(5e-4)  # s; at each of the main thread's calls the other may hold the interpreter for so long
     _behind.append(threading.Thread(target=work, daemon=True))
     _behind[-1].start()
 

@@ -17,7 +17,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -94,6 +94,15 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Read a file's metadata and the list of its tensors. Raises: ValueError for a file that is not whole."""
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    return _read_once(path, facts.st_mtime_ns, facts.st_size)
+
+
+@lru_cache(maxsize=2)  # loading asks for the weights, the tokenizer and the chat template
+def _read_once(path: Path, changed: int, size: int) -> Header:
     try:
         with path.open("rb") as file:
             if not file.seek(0, 2):

@@ -1,7 +1,7 @@
 // The threads of the CPU operators.
 //
-// A loop is cut into pieces, and whoever is free takes the next one: the caller, and workers that spin for a moment
-// after their last piece, then sleep. The caller waits for pieces that a worker has begun, never for a worker: on a
+// A loop is cut into pieces: each thread takes those of its own share, then those that others have not come to. Threads
+// are the caller, and workers that spin for a moment after their last piece, then sleep. The caller waits for pieces that a worker has begun, never for a worker: on a
 // busy machine one that gets no processor delays nothing, where the barrier of an OpenMP team would wait for it in
 // every one of the hundreds of loops of a step.
 //
@@ -17,7 +17,8 @@
 namespace {
 
 constexpr int64_t PIECES = 4;  // per thread: small enough to even out, large enough to be worth taking
-constexpr int SPINS = 2000;    // pauses before a worker sleeps or a caller gives way, 40 to 100 us
+constexpr int64_t MOST_THREADS = 256;
+constexpr int SPINS = 20000;  // pauses before a worker sleeps or a caller gives way: 0.2 to 1 ms
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -32,28 +33,37 @@ class Pool {
   void run(const Loop& next, int64_t threads) {
     const std::unique_lock<std::mutex> alone(busy, std::try_to_lock);
     if (!alone) return next.run(next.body, 0, next.size);
-    for (; workers + 1 < threads; workers++) std::thread([this, number = workers] { work(number); }).detach();
-    loop = next, pieces = std::min((next.size + next.grain - 1) / next.grain, threads * PIECES);
-    finished.store(0, std::memory_order_relaxed), helpers.store(threads - 1, std::memory_order_relaxed);
+    for (; workers + 1 < threads; workers++) std::thread([this, number = workers + 1] { work(number); }).detach();
+    const int64_t most = (next.size + next.grain - 1) / next.grain;  // pieces that are worth their while
+    loop = next, shares = std::min(threads, most), each = std::min(PIECES, most / shares);
+    finished.store(0, std::memory_order_relaxed);
     const uint32_t now = round.load(std::memory_order_relaxed) + 1;
-    left.store(uint64_t(now) << 32 | uint64_t(pieces), std::memory_order_release);
+    for (int64_t share = 0; share < shares; share++)
+      left[share].store(uint64_t(now) << 32 | uint64_t(each), std::memory_order_release);
+    helpers.store(shares, std::memory_order_relaxed);
     round.store(now, std::memory_order_release);
     round.notify_all();
-    while (take(now)) {
-    }
-    for (int spins = 0; finished.load(std::memory_order_acquire) < pieces; spins++)
+    work_on(now, 0, shares);
+    for (int spins = 0; finished.load(std::memory_order_acquire) < shares * each; spins++)
       if (spins < SPINS) pause();
       else std::this_thread::yield();
   }
 
  private:
-  // Runs one piece of a round, if there is one left. What a loop is may be read only once a piece of it is taken.
-  bool take(uint32_t now) {
-    uint64_t state = left.load(std::memory_order_acquire);
+  // Runs pieces until none is left, those of its own share first: they lie side by side in memory.
+  void work_on(uint32_t now, int64_t own, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+      while (take(now, (own + i) % count)) {
+      }
+  }
+
+  // Runs one piece of a share, if there is one left. What a loop is may be read only once a piece of it is taken.
+  bool take(uint32_t now, int64_t share) {
+    uint64_t state = left[share].load(std::memory_order_acquire);
     do
       if (uint32_t(state >> 32) != now || uint32_t(state) == 0) return false;
-    while (!left.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel));
-    const int64_t piece = pieces - int64_t(uint32_t(state));
+    while (!left[share].compare_exchange_weak(state, state - 1, std::memory_order_acq_rel));
+    const int64_t piece = share * each + each - int64_t(uint32_t(state)), pieces = shares * each;
     loop.run(loop.body, loop.size * piece / pieces, loop.size * (piece + 1) / pieces);
     finished.fetch_add(1, std::memory_order_release);
     return true;
@@ -67,17 +77,16 @@ class Pool {
         if (spins++ < SPINS) pause();
         else round.wait(seen, std::memory_order_acquire);
       seen = now;
-      if (number < helpers.load(std::memory_order_relaxed))
-        while (take(now)) {
-        }
+      const int64_t count = helpers.load(std::memory_order_relaxed);
+      if (number < count) work_on(now, number, count);
     }
   }
 
   std::mutex busy;
-  int64_t workers = 0, pieces = 0;
+  int64_t workers = 0, shares = 0, each = 0;  // pieces of a share
   Loop loop{};
-  std::atomic<uint32_t> round{0};     // of the loop that runs
-  std::atomic<uint64_t> left{0};      // its round, and how many pieces nobody has taken
+  std::atomic<uint32_t> round{0};                 // of the loop that runs
+  std::atomic<uint64_t> left[MOST_THREADS] = {};  // of every share: its round, and how many pieces nobody has taken
   std::atomic<int64_t> finished{0}, helpers{0};
 };
 
@@ -85,7 +94,7 @@ class Pool {
 
 void run_loop(const Loop& loop) {
   static Pool& pool = *new Pool;  // never destroyed: its workers run until the process ends
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), MOST_THREADS);
   if (threads > 1 && loop.size > loop.grain) pool.run(loop, threads);
   else if (loop.size > 0) loop.run(loop.body, 0, loop.size);
 }
