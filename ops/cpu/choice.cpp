@@ -107,12 +107,19 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
     kept.resize(top_k);
   }
   if (top_p >= 1) return;
-  std::sort(kept.begin(), kept.end(), before);
   double mass = total, sum = 0;
   if (top_k > 0)
     for (const Scored& each : kept) mass += std::exp(each.score - most);
-  size_t count = 0;  // the mass before a kept token is less than top_p; the first is always kept
-  for (; count < kept.size() && (count == 0 || sum < top_p * mass); count++) sum += std::exp(kept[count].score - most);
+  // in their order, as many as it takes: the mass before a kept token is less than top_p; the first is always kept
+  size_t count = 0, sorted = 0;
+  for (; count < kept.size() && (count == 0 || sum < top_p * mass); count++) {
+    if (count == sorted) {
+      sorted = std::min(kept.size(), std::max<size_t>(256, 4 * sorted));
+      if (sorted < kept.size()) std::nth_element(kept.begin() + count, kept.begin() + sorted, kept.end(), before);
+      std::sort(kept.begin() + count, kept.begin() + sorted, before);
+    }
+    sum += std::exp(kept[count].score - most);
+  }
   kept.resize(count);
 }
 

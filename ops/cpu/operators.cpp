@@ -1,7 +1,6 @@
 // The operators' names, and those files that are not in products.cpp. The two units are compiled side by side; more of
 // them would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
 
-#include "choice.cpp"
 #include "layers.cpp"
 #include "rows.cpp"
 #include "threads.cpp"

@@ -1,5 +1,6 @@
-// Products and attention, as one unit: together they take as long to compile as operators.cpp.
+// Products, attention and the choice of tokens, as one unit: together they take as long to compile as operators.cpp.
 
 #include "attention.cpp"
+#include "choice.cpp"
 #include "linear.cpp"
 #include "quantized.cpp"
