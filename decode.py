@@ -32,8 +32,9 @@ from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction
 from drafters import Drafter, Root, Rows, Text
 from model import KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
+from ops.rows import best
 from options import GenerateConfig
-from runtime import HostCopy, Replay, Warming, compiled, leaves, mark, store
+from runtime import CompiledStep, HostCopy, Replay, compiled, leaves, mark, store
 from sampling import NoiseKey
 from stats import Stats, trace_row
 
@@ -124,7 +125,7 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    accept: Callable[..., Accepted] | None = None  # the rule of acceptance; None: `accept_exact`
+    accept: Callable[..., Accepted] | None = None  # another rule of acceptance (extras/residual.py)
     cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     chooser: Any = field(default_factory=Largest)
@@ -146,6 +147,7 @@ def with_cycles(engine: Engine) -> Engine:
     With --compile on a CPU, weights are taken as they are now: they may change in place afterwards, not be replaced.
     Writes: `fused` of the layers, of the target and of the drafter; engines that share them must agree on --compile.
     """
+    assert (engine.accept is None) == (engine.config.accept == "exact"), engine.config.accept
     compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
     for layers in filter(None, (engine.target.layers, engine.drafter.layers)):
         layers.fused = FusedLayers(layers) if compile and FusedLayers.fits(layers) else None
@@ -153,7 +155,7 @@ def with_cycles(engine: Engine) -> Engine:
     if compile and cuda:
         cycles = [cycle.compiled_by_layer() for cycle in cycles]
     elif compile:  # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
-        cycles = [Warming(cycle) for cycle in cycles]
+        cycles = [CompiledStep(cycle) for cycle in cycles]
     return replace(engine, cycles=tuple(cycles), captured=compile and cuda, chooser=Largest(), pool=[])
 
 
@@ -165,7 +167,7 @@ class Cycle:
 
     def __init__(self, engine: Engine, drafter: Drafter):
         self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
-        self.prefer, self.accept = engine.drafter.prefer, engine.accept or accept_exact
+        self.prefer, self.other_rule = engine.drafter.prefer, engine.accept
         device = engine.target.embedding.weight.device
         self.ends = torch.tensor(end_ids(engine), device=device)
         self.levels = torch.arange(drafter.depth + 1, device=device)
@@ -219,7 +221,11 @@ class Cycle:
     ) -> tuple[DecodeState, Rows, Decision]:
         """Accept and compact. features: [B, N, F], the target's. Writes: the cache, state.tokens."""
         logits = self.target.logits(features)  # [B, N, V]
-        accepted = self.accept(tree, logits, noise, state, self)
+        if self.other_rule:
+            accepted = self.other_rule(tree, logits, noise, state, self)
+        else:
+            scores = logits if noise is None else sampling.process(logits, self.rule)
+            accepted = accept(tree, best(scores, noise, tree.depths), self.drafter.depth)
         if self.drafter.width > 1:  # the rows of a chain lie where they belong
             cache.compact(state.pos, compaction(accepted))
         return advance(state, tree, accepted, features, self)
@@ -227,11 +233,6 @@ class Cycle:
     def extend(self, state: DecodeState, rows: Rows) -> DecodeState:
         """Hand the confirmed rows to the drafter. Writes: its cache."""
         return state._replace(draft=self.drafter.extend(state.draft, rows))
-
-
-def accept_exact(tree: DraftTree, logits: Tensor, noise: Tensor | None, state: DecodeState, cycle: Cycle) -> Accepted:
-    """Accept what the target chooses itself. logits: [B, N, V]; noise: [B, D+1, V], None when greedy."""
-    return accept(tree, sampling.choose(logits, cycle.rule, noise, tree.depths), cycle.drafter.depth)
 
 
 def advance(
@@ -276,9 +277,10 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     features = engine.target(tokens, window.slots, cache, window)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     logits = engine.target.logits(features.gather(1, last))  # [B, 1, V]
-    draws = state.draws[:, None]
-    noise = sampling.gumbel(state.key, draws, logits.shape[2]) if rule.temperature > 0 else None  # [B, 1, V]
-    root = sampling.choose(logits, rule, noise, torch.zeros_like(draws))  # [B, 1]
+    noise, draws = None, state.draws[:, None]
+    if rule.temperature > 0:
+        logits, noise = sampling.process(logits, rule), sampling.gumbel(state.key, draws, logits.shape[2])  # [B, 1, V]
+    root = best(logits, noise, torch.zeros_like(draws))  # [B, 1]
     ends_here = ((count > 0) & (start + count == state.pos))[:, None]
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos[:, None], trash), root)

@@ -31,7 +31,7 @@ from draft_tree import (
     root_tree,
 )
 from model import Layers, Transformer, Window
-from ops.topk import topk_logsumexp
+from ops.rows import topk_logsumexp
 
 LARGEST = 1 << 30  # past the last preset of any drafter
 

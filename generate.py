@@ -47,7 +47,7 @@ from options import (
     write_text,
 )  # fmt: skip
 from quantize import Quantization, saved_quantization
-from runtime import WARM_UPS, Warming, behind, ends_at_once, why_not_compiled
+from runtime import WARM_UPS, CompiledStep, ends_at_once, why_not_compiled
 from stats import Stats, environment, peak_memory_bytes, stats_line
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
@@ -185,16 +185,13 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
         work = [lambda: _take_over(engine)]
         for cycle in engine.cycles:
-            cycle.behind = work
+            cycle.waits, cycle.behind = False, work
         return engine
     began = time.perf_counter()
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
     if reason:
         print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
-    for cycle in engine.cycles:
-        if isinstance(cycle, Warming):
-            cycle.warm()
     for _ in range(1 + WARM_UPS if engine.captured else 1):
         time_cycles(engine)
     return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
@@ -209,7 +206,7 @@ def _take_over(engine: Engine) -> None:
     next(session.run([[0]]))
     for preset, cycle in enumerate(engine.cycles):
         session.time_cycle(preset)
-        cycle.warm()
+        cycle.waits = True
     engine.chooser.retime(time_cycles(session.engine))
 
 
@@ -318,7 +315,7 @@ def summary(engine: Engine, stats: Stats) -> dict[str, Any]:
         | ({"tree_auto": table} if table else {})
         | stats.summary()
         | {"compile_s": engine.compile_s, "load_s": engine.load_s}
-        | {"eager_cycles": sum(c.eager for c in engine.cycles if isinstance(c, Warming))}
+        | {"eager_cycles": sum(c.eager for c in engine.cycles if isinstance(c, CompiledStep))}
         | {"peak_memory_bytes": peak_memory_bytes(engine.config.device)}
     )
 

@@ -29,7 +29,7 @@ from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, route
 from ops.library import served_in_cpp
 from ops.linear import has_own_product, linear
-from ops.norm import rms_norm
+from ops.rows import rms_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -127,7 +127,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `ops.attention.rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
-    if served_in_cpp(freq):
+    if freq.dtype == torch.float32 and served_in_cpp(freq):
         return torch.ops.gpt_eagle.angles(freq, positions)
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]

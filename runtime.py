@@ -112,29 +112,27 @@ def compiled(step: Callable) -> Callable:
 _compiled = itertools.count()
 
 
-class Warming:
-    """A step that runs as it is until `warm`, and then compiled."""
+class CompiledStep:
+    """A step that is compiled when it first runs. Where `waits` is False it runs as it is meanwhile."""
 
     def __init__(self, step: Callable):
-        self.step = self.run = step
+        self.step, self.waits = step, True
         self.eager = 0  # how often it ran as it is
-        self.behind: list[Callable] = []  # what its first run starts (`behind`); steps may share the list
-
-    def __call__(self, *inputs: Any) -> Any:
-        result = self.run(*inputs)
-        self.eager += self.run is self.step
-        while self.behind:
-            behind(self.behind.pop())
-        return result
+        self.behind: list[Callable] = []  # what its first run as it is starts (`behind`); steps may share the list
 
     @cached_property
     def compiled(self) -> Callable:
-        """Its compiled form; the first call of that takes long."""
+        """Its compiled form."""
         return compiled(self.step)
 
-    def warm(self) -> None:
-        """Run compiled from now on."""
-        self.run = self.compiled
+    def __call__(self, *inputs: Any) -> Any:
+        if self.waits:
+            return self.compiled(*inputs)
+        self.eager += 1
+        result = self.step(*inputs)
+        while self.behind:
+            behind(self.behind.pop())
+        return result
 
 
 _behind: list[threading.Thread] = []

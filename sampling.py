@@ -103,20 +103,3 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
         p = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
         keep &= p.cumsum(-1) - p < sampling.top_p  # mass before the token; the first is always kept
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
-
-
-def choose(logits: Tensor, sampling: Sampling, noise: Tensor | None = None, draw: Tensor | None = None) -> Tensor:
-    """The target's own token after each node; ties go to the lowest id.
-
-    logits: [B, N, V] fp32
-    noise: [B, R, V], Gumbel noise of R draws; None when greedy; draw: [B, N] int64, which of them is each node's
-    Returns: [B, N] int64.
-    """
-    if noise is not None and (sampling.top_k > 0 or sampling.top_p < 1):
-        logits, sampling = process(logits, sampling), Sampling(1.0)
-    if served_in_cpp(logits):
-        return torch.ops.gpt_eagle.best(logits, sampling.temperature, noise, draw)
-    if noise is None:
-        return logits.argmax(-1)
-    at_node = noise.gather(1, draw[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
-    return (process(logits, sampling) + at_node).argmax(-1)

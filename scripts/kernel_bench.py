@@ -43,7 +43,7 @@ import ops.attention
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
-import ops.topk
+import ops.rows
 from model import KVCache, ModelConfig
 from options import one_line_errors, option, parse
 
@@ -273,13 +273,13 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     copies = max(2, -(-rotate_bytes // read_bytes))
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
-        "ours": [lambda s=s: ops.topk.topk_logsumexp(s, 10) for s in scores],
-        "torch": [lambda s=s: ops.topk.topk_logsumexp_reference(s, 10) for s in scores],
+        "ours": [lambda s=s: ops.rows.topk_logsumexp(s, 10) for s in scores],
+        "torch": [lambda s=s: ops.rows.topk_logsumexp_reference(s, 10) for s in scores],
     }
 
     def error() -> float:
-        values, index, total = ops.topk.topk_logsumexp(scores[0], 10)
-        best, _, logsumexp = ops.topk.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
+        values, index, total = ops.rows.topk_logsumexp(scores[0], 10)
+        best, _, logsumexp = ops.rows.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
         pairs = ((values, best), (scores[0].gather(-1, index), best), (total, logsumexp))
         return max(relative_error(*pair) for pair in pairs)
 

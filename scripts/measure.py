@@ -30,7 +30,7 @@ from tqdm import tqdm
 import _path
 import stats
 from decode import Engine, Session, with_cycles
-from generate import make_drafter, warm_up
+from generate import accept_rule, make_drafter, warm_up
 from hf.config import resolve_draft
 from model import Transformer
 from options import GenerateConfig
@@ -76,7 +76,8 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     if engine.config.quant != "none":  # as it was loaded
         config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)
     config = resolve_draft(config, Path(config.checkpoint))
-    return warm_up(with_cycles(replace(engine, config=config, drafter=make_drafter(engine.target, config))))
+    drafter, accept = make_drafter(engine.target, config), accept_rule(config)
+    return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, accept=accept)))
 
 
 class Outcome(NamedTuple):

@@ -55,10 +55,10 @@ OPERATORS = {
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
     r"|matmul_kernel|sum_kernel|experts_|lists_kernel",
     VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
-    LAYERS: r"rotary|silu|rms_norm|gpt_eagle::(add|route|merge)$|rsqrt|embedding",
-    CHOICE: r"argmax|index_put|move_rows|compact_kernel",
+    LAYERS: r"rotary|angles|silu|rms_norm|gpt_eagle::(add|route|merge)$|rsqrt|embedding",
+    CHOICE: r"gpt_eagle::(best|cut)$|argmax|index_put|move_rows|compact_kernel",
     TREE: r"sort|::bmm|gather|scatter",
-    NOISE: r"log1p|bitwise_xor",
+    NOISE: r"gumbel|log1p|bitwise_xor",
     OTHER: r"",
 }
 # ... and of compiled kernels, which are named after everything they fuse, and after what takes their results

@@ -18,6 +18,7 @@ from decode import NODE_STRIDE
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
+from extras import residual
 from helpers import decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
 from sampling import Sampling
 
@@ -185,7 +186,7 @@ def test_residual_distributions(name, run, monkeypatch):
     """Where the walk ended, what is left of p, and q, in whole sampled runs."""
     case = golden_case(name)
     recorded = case["runs"][run]
-    calls = record(monkeypatch, sampling, "residual_accept")
+    calls = record(monkeypatch, residual, "residual_accept")
     replay(case, recorded, monkeypatch)
     assert len(calls) == len(recorded["cycles"])
     for number, (call, cycle) in enumerate(zip(calls, recorded["cycles"])):
@@ -235,7 +236,7 @@ def test_residual_on_recorded_data(name, number):
     tokens = torch.tensor([cycle["draft_tokens"]])
     tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N, q)
     width = max(parents.count(node) for node in parents) + 1
-    result = sampling.residual_accept(tree, p, padded(cycle["uniform_draws"], N), 6, width)
+    result = residual.residual_accept(tree, p, padded(cycle["uniform_draws"], N), 6, width)
     path, length = path_to(tree, result.node, 6)
     assert path[0, : length.item() + 1].tolist() == cycle["select_indices_in_tree"]
     assert (result.p[0] - torch.tensor(cycle["sample_p"])).abs().max() < TOLERANCE

@@ -10,7 +10,7 @@ import torch
 import experts_gradient  # noqa: F401  (registers the gradients)
 import ops.attention
 import ops.experts
-import ops.topk
+import ops.rows
 import sampling
 from decode import Engine, Session, with_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
@@ -194,7 +194,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # what top-p leaves
     scores[0, 4] = float("-inf")
-    values, index, total = ops.topk.topk_logsumexp(scores, k)
+    values, index, total = ops.rows.topk_logsumexp(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     assert torch.equal(index, order[..., :k]) if k <= 64 else torch.equal(scores.gather(-1, index), values)

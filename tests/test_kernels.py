@@ -15,7 +15,7 @@ import ops.attention
 import ops.cuda.layout
 import ops.library
 import ops.quantized
-import ops.topk
+import ops.rows
 from helpers import quantized
 from ops.attention import tree_attention, tree_attention_reference, visible_slots
 
@@ -190,7 +190,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
-    ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    ops.rows._topk_logsumexp_cuda(torch.randn(2, 50), 5)
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
     ops.attention._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
@@ -237,12 +237,12 @@ def test_compaction_registration():
 
 def test_topk_is_that_of_torch():
     scores = torch.randn(2, 3, 500) * 10
-    values, index, total = ops.topk.topk_logsumexp(scores, 7)
+    values, index, total = ops.rows.topk_logsumexp(scores, 7)
     want = scores.topk(7, dim=-1)
     assert torch.equal(values, want.values) and torch.equal(index, want.indices)
     torch.testing.assert_close(total, scores.logsumexp(-1, keepdim=True), atol=1e-6, rtol=2e-7)
     with pytest.raises(ValueError, match="takes float32 scores; these are torch.bfloat16"):
-        ops.topk.topk_logsumexp(scores.bfloat16(), 7)
+        ops.rows.topk_logsumexp(scores.bfloat16(), 7)
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])

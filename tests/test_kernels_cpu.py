@@ -451,7 +451,7 @@ def test_linear_takes_our_product_where_it_can(monkeypatch):
     experts = torch.stack((weight, weight * 2))
     chosen = ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
     assert torch.equal(chosen[[0, 2, 3]], ops.linear.linear(x[[0, 2, 3]], weight))
-    monkeypatch.setattr(ops.cpu.build, "load_operators", lambda: "none here")
+    monkeypatch.setattr("ops.library._there", [False])
     assert not ops.linear.has_own_product(x, weight)
     theirs = F.linear(x, weight, bias)
     assert torch.equal(ops.linear.linear(x, weight, bias), theirs)

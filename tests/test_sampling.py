@@ -15,8 +15,11 @@ import sampling
 from decode import Session
 from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
+from extras import residual
+from extras.residual import residual_accept
 from helpers import chi_square, engine_for, golden_target, order_of, parents_of
-from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, choose, gumbel, process, residual_accept, uniforms
+from ops.rows import best
+from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, process, uniforms
 
 ALPHA = 1e-4
 CAUGHT = 1e-9
@@ -124,6 +127,7 @@ def test_extreme_words(monkeypatch):
         return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
 
     monkeypatch.setattr(sampling, "philox4x32", extreme)
+    monkeypatch.setattr("ops.library._there", [False])  # the plain operations; C++ is compared with them elsewhere
     draws = torch.zeros(1, 1, dtype=torch.long)
     u, noise = uniforms(noise_key(), draws, 8)[0, 0], gumbel(noise_key(), draws, 8)[0, 0]
     assert ((u > 0) & (u < 1)).all()
@@ -222,12 +226,18 @@ def test_top_p_keeps_at_least_one():
 
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
-    assert logits.argmax(-1).tolist() == choose(logits, Sampling(1.0), torch.zeros_like(logits)).tolist() == [[1, 0, 3]]
+    silent = torch.zeros(1, 1, 4), torch.zeros(1, 3, dtype=torch.long)
+    assert logits.argmax(-1).tolist() == best(logits).tolist() == best(logits, *silent).tolist() == [[1, 0, 3]]
 
 
 # ------------------------------------------------------------------------------------------- the choice
 
 LOGITS = torch.tensor([1.2, -0.3, 0.4, 0.4, 2.0, -2.5, 0.0, 1.1])
+
+
+def choose(logits, rule, noise):
+    """Each row's choice by its own row of noise. logits, noise: [B, N, V]."""
+    return best(process(logits, rule), noise, torch.arange(noise.shape[1]).expand(noise.shape[:2]))
 
 
 def counts_of_choices(rule, bias=lambda noise: noise, draws=20000):
@@ -413,7 +423,7 @@ def test_a_generous_acceptance_is_caught(kind):
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_skipped_residual_is_caught(kind, monkeypatch):
-    monkeypatch.setattr(sampling, "_residual", lambda p, q, token: p)
+    monkeypatch.setattr(residual, "_residual", lambda p, q, token: p)
     assert max(emit(kind, Sampling(1.0))) < CAUGHT
 
 

@@ -72,8 +72,8 @@ OPERATORS: dict[str, Callable | None] = {
         lambda seed, prompt, sample, draws, vocab, domain: draws.new_empty(*draws.shape, vocab, dtype=torch.float32),
     "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor":
         lambda scores, temperature, top_k, top_p: torch.empty_like(scores),
-    "best(Tensor scores, float temperature, Tensor? noise, Tensor? row) -> Tensor":
-        lambda scores, temperature, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
+    "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor":
+        lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
     "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)":
         lambda x, after: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
     "prepare_layers(Tensor?[] weights, int heads, int inner, int chosen, float eps) -> Tensor": None,

@@ -167,9 +167,8 @@ at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, doub
   return result;
 }
 
-// The best token of every row of scores [B, N, V], the lowest of equal ones: [B, N] int64. With noise [B, R, V] fp32 and
-// row [B, N] int64: of scores / temperature + noise[row].
-at::Tensor best(const at::Tensor& scores, double temperature, const std::optional<at::Tensor>& noise,
+// `best` of ops/rows.py. scores: [B, N, V]; noise: [B, R, V]; row: [B, N]
+at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
                 const std::optional<at::Tensor>& row) {
   const at::Tensor from = scores.contiguous();
   const int64_t B = from.size(0), N = from.size(1), n = from.size(2), draws = noise ? noise->size(1) : 0;
@@ -177,7 +176,7 @@ at::Tensor best(const at::Tensor& scores, double temperature, const std::optiona
   const at::Tensor added = noise ? noise->contiguous() : from, which = row ? row->contiguous() : token;
   TORCH_CHECK(!noise || (row && which.numel() == B * N && added.size(0) == B && added.size(2) == n),
               "noise must be [B, R, V], and row [B, N]");
-  const float *x = from.const_data_ptr<float>(), *g = added.const_data_ptr<float>(), by = float(temperature);
+  const float *x = from.const_data_ptr<float>(), *g = added.const_data_ptr<float>();
   const int64_t* of = which.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < B * N && noise; i++)
     TORCH_CHECK(of[i] >= 0 && of[i] < draws, "there is no row ", of[i], " of noise");
@@ -193,7 +192,7 @@ at::Tensor best(const at::Tensor& scores, double temperature, const std::optiona
         const int64_t size = std::min(CHUNK, n - first);
         const float* s = x + r * n + first;
         if (more) {
-          for (int64_t i = 0; i < size; i++) sums[i] = s[i] / by + more[first + i];
+          for (int64_t i = 0; i < size; i++) sums[i] = s[i] + more[first + i];
           s = sums;
         }
         const float top = largest(s, size);

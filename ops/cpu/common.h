@@ -40,7 +40,7 @@ namespace choice {
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& draws,
                   int64_t vocab, int64_t domain);
 at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p);
-at::Tensor best(const at::Tensor& scores, double temperature, const std::optional<at::Tensor>& noise,
+at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
                 const std::optional<at::Tensor>& row);
 }  // namespace choice
 

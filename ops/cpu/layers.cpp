@@ -300,7 +300,7 @@ at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList 
 
 }  // namespace
 
-// `rms_norm` of ops/norm.py for bfloat16. x: [..., F]; weight: [F]
+// `rms_norm` of ops/rows.py for bfloat16. x: [..., F]; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16, "x and weight must be bfloat16");
   TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));

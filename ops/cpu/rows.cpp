@@ -50,7 +50,7 @@ void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) 
   for (; i < n; i++) offer(i);
 }
 
-// `topk_logsumexp` of ops/topk.py.
+// `topk_logsumexp` of ops/rows.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, int64_t k) {
   TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
   const at::Tensor rows = scores.contiguous();

@@ -112,7 +112,7 @@ def row_kernel(
 
 
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.topk.topk_logsumexp` for k up to MOST. Allocates results and candidates, and nothing else; never waits."""
+    """`ops.rows.topk_logsumexp` for k up to MOST. Allocates results and candidates, and nothing else; never waits."""
     V = scores.shape[-1]
     rows, cut = scores.numel() // V, plan_topk(V, k)
     options = {"device": scores.device}

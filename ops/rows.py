@@ -1,4 +1,8 @@
-"""The best few of a row of scores, and its normalizer: cpu/rows.cpp on a CPU, cuda/topk.py on CUDA."""
+"""Operators on rows: the norm of features; of scores the best, and the best few with the row's normalizer.
+
+cpu/layers.cpp, cpu/choice.cpp and cpu/rows.cpp on a CPU, cuda/topk.py on CUDA, plain operations elsewhere. In C++ a
+row gets the same bits in eager and in compiled steps.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,44 @@ from torch import Tensor
 from ops.library import has_triton, lib, served_in_cpp
 
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide every row by its root mean square, with fp32 statistics. Source: arXiv 1910.07467.
+
+    x: [..., F]; weight: [F]
+    Returns: [..., F].
+    """
+    trained = torch.is_grad_enabled() and weight.requires_grad
+    if x.dtype == weight.dtype == torch.bfloat16 and not trained and served_in_cpp(x):
+        return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same by torch's own operators."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None) -> Tensor:
+    """Find the best token of every row of scores; of equal ones the lowest.
+
+    scores: [B, N, V] fp32
+    noise: [B, R, V] fp32, of which row [B, N] int64 is added to each node's scores; None: nothing is
+    Returns: [B, N] int64.
+    """
+    if served_in_cpp(scores):
+        return torch.ops.gpt_eagle.best(scores, noise, row)
+    return best_reference(scores, noise, row)
+
+
+def best_reference(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None) -> Tensor:
+    """The same by torch's own operators."""
+    if noise is not None:
+        scores = scores + noise.gather(1, row[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
+    return scores.argmax(-1)
 
 
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

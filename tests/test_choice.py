@@ -1,0 +1,178 @@
+"""The C++ operators that choose tokens, norm rows and turn positions, against plain operations.
+
+Choosing must not depend on who asks: a row has the same bits alone, among others, by any number of threads.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model import rope_angles
+from ops.library import has_cpu_operators
+from ops.rows import best, best_reference, rms_norm, rms_norm_reference
+from sampling import NoiseKey, Sampling, gumbel, process
+
+pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Calls a function as if there were no C++ operators."""
+
+    def call(function, *inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr("ops.library._there", [False])
+            return function(*inputs)
+
+    return call
+
+
+def key(prompts: list[int], samples: list[int]) -> NoiseKey:
+    return NoiseKey(torch.tensor([123456789, 987654321]), torch.tensor(prompts), torch.tensor(samples))
+
+
+# ----------------------------------------------------------------------------------------------- noise
+
+
+@pytest.mark.parametrize("domain", [0, 1, 2])
+@pytest.mark.parametrize("vocab", [1, 7, 64, 65, 49152 + 3])
+def test_noise(plain, vocab, domain):
+    """Also of the last draw that there is."""
+    keys, draws = key([0, 2**31], [5, 1]), torch.tensor([[0, 1, 7], [2**30 - 1, 12, 12]])
+    ours, theirs = (call(gumbel, keys, draws, vocab, domain) for call in (lambda f, *x: f(*x), plain))
+    assert ours.shape == (2, 3, vocab) and ours.isfinite().all()
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
+
+
+def test_the_tail_of_the_noise(plain):
+    """The likeliest winners of 20 million are as exact as the others."""
+    draws = torch.arange(400)[None]
+    ours, theirs = (call(gumbel, key([3], [0]), draws, 50000, 0) for call in (lambda f, *x: f(*x), plain))
+    assert theirs.max() > 15 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    torch.testing.assert_close(ours.amax(-1), theirs.amax(-1), atol=0, rtol=1e-6)
+
+
+def test_noise_of_a_row_does_not_depend_on_the_others():
+    keys, draws = key([4, 9], [0, 1]), torch.tensor([[3, 8], [5, 2]])
+    whole = gumbel(keys, draws, 1000)
+    alone = gumbel(key([9], [1]), torch.tensor([[2]]), 1000)
+    assert torch.equal(whole[1, 1], alone[0, 0])
+    assert torch.equal(gumbel(keys, draws, 700), whole[..., :700])  # token by token
+
+
+# ------------------------------------------------------------------------------------------------ cuts
+
+RULES = [
+    (0, 0.5),
+    (0, 0.9),
+    (0, 0.999),
+    (1, 1.0),
+    (5, 1.0),
+    (40, 0.8),
+    (10**6, 0.95),
+    (3000, 1.0),
+    (2500, 0.99),
+    (0, 1e-9),
+]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), RULES)
+@pytest.mark.parametrize("spread", [0.0, 0.3, 4.0, 60.0])
+def test_cuts(plain, top_k, top_p, spread):
+    """The same tokens stay, but for those whose mass lies within rounding of the cut."""
+    generator = torch.Generator().manual_seed(int(10 * spread) + top_k)
+    logits = (torch.randn(2, 3, 4099, generator=generator) * spread).round(decimals=2)  # with equal ones
+    logits[0, 1, ::3] = float("-inf")
+    rule = Sampling(0.7, top_k, top_p)
+    ours, theirs = process(logits, rule), plain(process, logits, rule)
+    stays, stayed = ours.isfinite(), theirs.isfinite()
+    both = stays & stayed
+    assert torch.equal(ours[both], theirs[both]) and (stays.sum(-1) >= 1).all()
+    if (stays != stayed).any():
+        assert top_p < 1
+        p = (logits / 0.7).double().softmax(-1)
+        ranked, index = p.sort(dim=-1, descending=True, stable=True)
+        before = (ranked.cumsum(-1) - ranked).gather(-1, index.argsort(-1))
+        if top_k == 0:  # the mass before a token that only one of them keeps is top_p itself
+            assert ((before - top_p).abs()[stays != stayed] < 1e-4).all()
+        assert (stays != stayed).sum() <= 6 + 1e-3 * stayed.sum()  # one a row
+
+
+def test_a_cut_of_equal_tokens_goes_by_their_number():
+    kept = process(torch.zeros(1, 1, 100), Sampling(1.0, 7, 1.0)).isfinite()[0, 0].nonzero().flatten()
+    assert kept.tolist() == list(range(7))
+    kept = process(torch.zeros(1, 1, 100), Sampling(1.0, 0, 0.25)).isfinite()[0, 0].nonzero().flatten()
+    assert kept.tolist() == list(range(25))
+
+
+def test_a_wrong_cut_is_seen(plain):
+    """The comparison above can fail."""
+    logits = torch.randn(1, 1, 4099, generator=torch.Generator().manual_seed(0))
+    ours, theirs = process(logits, Sampling(0.7, 0, 0.9)), plain(process, logits, Sampling(0.7, 0, 0.89))
+    assert (ours.isfinite() != theirs.isfinite()).sum() > 6 + 1e-3 * theirs.isfinite().sum()
+
+
+# --------------------------------------------------------------------------------------------- the best
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 1023, 1024, 1025, 5000])
+def test_best(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    scores = torch.randn(2, 5, vocab, generator=generator).round(decimals=1)  # with equal ones
+    assert torch.equal(best(scores), best_reference(scores))
+    noise = torch.randn(2, 3, vocab, generator=generator)
+    row = torch.randint(0, 3, (2, 5), generator=generator)
+    assert torch.equal(best(scores, noise, row), best_reference(scores, noise, row))
+
+
+def test_best_of_scores_that_are_cut_away():
+    scores = torch.full((1, 3, 2000), float("-inf"))
+    scores[0, 0, 1999], scores[0, 1, 1500], scores[0, 1, 3] = -5.0, 2.0, 2.0
+    assert best(scores).tolist() == [[1999, 3, 0]]
+
+
+def test_rows_of_noise_that_are_not_there_are_refused():
+    with pytest.raises(RuntimeError, match="no row 3 of noise"):
+        best(torch.zeros(1, 1, 8), torch.zeros(1, 3, 8), torch.tensor([[3]]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_do_not_matter(threads):
+    scores = torch.randn(1, 40, 5000, generator=torch.Generator().manual_seed(1))
+    wanted = best(scores), process(scores, Sampling(1.0, 0, 0.9)), gumbel(key([1], [2]), torch.arange(9)[None], 5000)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = best(scores), process(scores, Sampling(1.0, 0, 0.9)), gumbel(key([1], [2]), torch.arange(9)[None], 5000)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, wanted, found))
+
+
+# ---------------------------------------------------------------------------------------- norm and angles
+
+
+@pytest.mark.parametrize("width", [8, 576, 1000, 4096])
+def test_norm(width):
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(3, 5, width, generator=generator).bfloat16()
+    weight = torch.randn(width, generator=generator).bfloat16()
+    ours, theirs = rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5)
+    assert (ours == theirs).float().mean() > 0.99  # sums in another order
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=2**-7)
+    assert torch.equal(rms_norm(x[1:2, 3:4], weight, 1e-5)[0, 0], ours[1, 3])
+
+
+def test_norm_keeps_its_gradient():
+    weight = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
+    rms_norm(torch.randn(2, 16).bfloat16(), weight, 1e-5).sum().backward()
+    assert weight.grad is not None
+
+
+def test_angles(plain):
+    freq = 1.0 / 10000.0 ** (torch.arange(0, 64, 2) / 64)
+    positions = torch.tensor([[0, 1, 17], [4095, 131071, 8191]])
+    for ours, theirs in zip(rope_angles(freq, positions), plain(rope_angles, freq, positions)):
+        assert ours.shape == (2, 3, 1, 64)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
