@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import MAX_NODES, Accepted, DraftTree, accept, compaction
+from draft_tree import MAX_NODES, Accepted, DraftTree, accept, changed, compaction
 from drafters import Drafter, Root, Rows, Text
 from model import KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
@@ -232,7 +232,7 @@ class Cycle:
 
     def extend(self, state: DecodeState, rows: Rows) -> DecodeState:
         """Hand the confirmed rows to the drafter. Writes: its cache."""
-        return state._replace(draft=self.drafter.extend(state.draft, rows))
+        return changed(state, draft=self.drafter.extend(state.draft, rows))
 
 
 def advance(
@@ -256,7 +256,7 @@ def advance(
     rows = Rows(torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots)
     preset = cycle.prefer(Text(state.tokens, pos))
     decision = Decision(emitted, count, accepted.length, done, preset, state.pos, accepted.path)
-    return state._replace(pos=pos, draws=state.draws + count, done=done), rows, decision
+    return changed(state, pos=pos, draws=state.draws + count, done=done), rows, decision
 
 
 # --------------------------------------------------------------------------------------------- prefill
@@ -286,7 +286,7 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     state.tokens.scatter_(1, torch.where(ends_here, state.pos[:, None], trash), root)
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
     rows = Rows(state.tokens.gather(1, span), features, count)  # read again: by now the roots are in
-    return state._replace(draft=engine.drafter.extend(state.draft, rows))
+    return changed(state, draft=engine.drafter.extend(state.draft, rows))
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -462,7 +462,7 @@ class Session:
                 state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
         limit = (length + engine.config.max_new_tokens - 1).clamp(max=engine.context - 1)
-        state = state._replace(pos=length, limit=limit, draft=engine.drafter.rewind(state.draft, begin))
+        state = changed(state, pos=length, limit=limit, draft=engine.drafter.rewind(state.draft, begin))
         longest = max(end - start for start, end in zip(begins, lengths))
         for offset in range(0, longest, PREFILL_CHUNK):
             width = min(PREFILL_CHUNK, longest - offset)
@@ -470,7 +470,7 @@ class Session:
         roots = state.tokens.gather(1, length[:, None])  # [B, 1]
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)
-        self.work.put(engine, state._replace(done=done, draws=state.draws + (length > 0)))
+        self.work.put(engine, changed(state, done=done, draws=state.draws + (length > 0)))
         self.preset = len(engine.cycles) - 1
         new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
         return new, bool(done.all())

@@ -17,12 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 MAX_NODES = 64  # ancestor bits of a node fit one int64
+
+
+def changed(record: Any, **fields: Any) -> Any:
+    """A NamedTuple with other values in some fields. (`_replace` gives an empty one when torch 2.11 compiles it.)"""
+    return type(record)(*[fields.get(name, value) for name, value in zip(record._fields, record)])
 
 
 class DraftTree(NamedTuple):
@@ -198,7 +203,7 @@ def grow(
     if q:
         at = number.gather(1, every + 1)[:, :, None]  # [B, sum R, 1]
         q = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
-        tree = tree._replace(q=q.new_zeros(*tree.tokens.shape, q.shape[2]).scatter(1, at.expand_as(q), q))
+        tree = changed(tree, q=q.new_zeros(*tree.tokens.shape, q.shape[2]).scatter(1, at.expand_as(q), q))
     order = torch.arange(every.shape[1], device=root.device).expand_as(every)
     places = torch.zeros_like(number).scatter(1, every + 1, order)  # [B, P+1]
     return tree, torch.cat((places[:, :1], places.gather(1, nodes + 1)), 1)
@@ -231,7 +236,7 @@ def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> tuple
     tokens = torch.cat((root[:, None], pool.tokens.gather(1, chosen)), 1)
     values = torch.cat((pool.values.new_zeros(root.shape[0], 1), pool.values.gather(1, chosen)), 1)  # [B, N]
     parents = torch.cat((torch.zeros_like(root[:, None]), parents), 1)
-    return build_tree(tokens, parents, values > float("-inf"), depth)._replace(values=values), node
+    return changed(build_tree(tokens, parents, values > float("-inf"), depth), values=values), node
 
 
 # ------------------------------------------------------------------------------------------------- shapes

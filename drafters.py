@@ -27,6 +27,7 @@ from draft_tree import (
     Graft,
     Level,
     StaticTree,
+    changed,
     grow,
     root_tree,
 )
@@ -230,7 +231,7 @@ class TreeDrafter(Drafter):
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree. Writes: scratch slots of the cache."""
-        root = root._replace(noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
+        root = changed(root, noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
         out, free = self.begin(state, root)
 
         def children(out: Tensor, level: int, k: int) -> Children:
@@ -243,7 +244,7 @@ class TreeDrafter(Drafter):
 
         graft = Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text)) if self.lookup else None
         tree, places = grow(self.tree, root.token, out, children, run, graft)
-        return tree._replace(slots=places) if self.keeps_rows else tree
+        return changed(tree, slots=places) if self.keeps_rows else tree
 
     def _best(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """The best children by score. out: [B, R, F]."""

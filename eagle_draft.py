@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import TensorSource, WeightFiles, read_json
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import DynamicTree, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
 from hf.config import config_from
 from hf.weights import Storage, layer_names, load_weights
@@ -193,11 +193,11 @@ class EagleDrafter(TreeDrafter):
         out = self.step(state, rows.tokens[:, 1:], rows.features, window.slots, window)
         last = (rows.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         hidden = torch.where(rows.count[:, None] > 0, out.gather(1, last).squeeze(1), state.hidden)
-        return state._replace(length=state.length + rows.count, hidden=hidden)
+        return changed(state, length=state.length + rows.count, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
         """Forget all but the first `length` rows."""
-        return state._replace(length=length)
+        return changed(state, length=length)
 
     def begin(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden[:, None], state.length

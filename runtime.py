@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_tree import changed
 from ops.library import has_cpu_operators, has_triton
 
 WARM_UPS = 2  # runs before a capture
@@ -196,7 +197,7 @@ def mark(record: Any, name: str, after: Sequence[Tensor] = ()) -> tuple[Any, Ten
     Returns: the record; the time, as in `stamp`.
     """
     x, now = stamp(getattr(record, name), after)
-    return record._replace(**{name: x}), now
+    return changed(record, **{name: x}), now
 
 
 def stamp(x: Tensor, after: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, DynamicTree, StaticTree
+from draft_tree import DraftTree, DynamicTree, StaticTree, changed
 from drafters import LARGEST, Root, RootOnly, Rows, Text, TreeDrafter
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
@@ -80,17 +80,17 @@ class ModelDrafter(TreeDrafter):
             self.model(rows.tokens[:, :-1], window.slots, state.cache, window)
         elif self.width > 1:  # a chain's rows lie where they belong
             state.cache.compact(state.length, rows.slots)
-        return state._replace(length=state.length + rows.count)
+        return changed(state, length=state.length + rows.count)
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
         """Forget all but the first `length` rows."""
-        return state._replace(length=length)
+        return changed(state, length=length)
 
     def draft(self, state: ModelState, root: Root) -> DraftTree:
         """Propose a tree, no deeper than the draft model's context. Writes: slots from length - 1 on."""
         tree = super().draft(state, root)
         inside = root.text.pos[:, None] + tree.depths <= self.model.config.max_context  # a node's parent was read
-        return tree._replace(valid=tree.valid & (inside | (tree.depths == 0)))
+        return changed(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
     def begin(self, state: ModelState, root: Root) -> tuple[Tensor, Tensor]:
         window = causal_window((state.length - 1).clamp(min=0), 2)  # only an idle row has length 0
