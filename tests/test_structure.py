@@ -188,5 +188,5 @@ def test_extras_can_be_deleted(tmp_path):
 
 def test_steps_change_records_as_every_torch_compiles_it():
     """torch 2.11 compiles `NamedTuple._replace` to an empty tuple: nothing that may be compiled calls it."""
-    found = [f"{file}: {line}" for file in sources() for line in file.read_text().splitlines() if "._replace(" in line]
-    assert not found, found
+    steps = [file for file in sources() if file.suffix == ".py" and file.parent.name not in ("hf", "scripts")]
+    assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
