@@ -6,7 +6,8 @@
 How it works:
 1. Ours are methods as bench.py names them. Peers: `transformers` (`generate`), `transformers:lookup` (prompt lookup),
    `transformers:assistant` (a draft model, named by --assistant), and llama.cpp on GGUF files that are written from
-   the same weights: `llama.cpp:f16`, `bf16`, `q8_0`, `q4_0`. A peer whose package is missing is refused by name.
+   the same weights: `llama.cpp:f16`, `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file.
+   A peer whose package is missing is refused by name.
 2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
 3. Speed: greedy, end-of-sequence ignored, all prompts, everybody in turn per prompt. The first token (prefill) is timed
    apart; a rate is taken over the tokens after it, and a ratio between neighbours in time.
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 from bench import Setting, method_config, read_tasks
+from checkpoint import is_gguf
 from decode import Engine, Session, common_prefix
 from generate import encode, load
 from llama_cpp_peer import FORMATS, LlamaCpp, decode, write_gguf
@@ -49,7 +51,10 @@ from model import DTYPES, KVCache, causal_window
 from options import DEMO, one_line_errors, option, parse, pick_device, write_text
 from stats import peak_memory_bytes
 
-PEERS = ("transformers", "transformers:lookup", "transformers:assistant", *(f"llama.cpp:{kind}" for kind in FORMATS))
+PEERS = (
+    "transformers", "transformers:lookup", "transformers:assistant", "llama.cpp:file",
+    *(f"llama.cpp:{kind}" for kind in FORMATS),
+)  # fmt: skip
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
@@ -61,9 +66,10 @@ PATHS = ("checkpoint", "eagle", "assistant", "gguf", "json")
 class PeersConfig:
     """Options. Units and effects are in the help texts; those of bench.py mean the same here."""
 
-    checkpoint: str = option(DEMO, "Hugging Face directory of the target")
+    checkpoint: str = option(DEMO, "the target: a Hugging Face directory or a GGUF file")
     eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
     methods: str = option("none,eagle:chain:tree_depth=5", "ours, as in bench.py; the first is what ratios refer to")
+    formats: str = option("none", "weights of ours, of none, int8 and int4: every method with each")
     peers: str = option("transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}")
     assistant: str = option("", "Hugging Face directory of the draft model of transformers:assistant")
     tasks: str = option("demo", "names in data/eval, or JSONL files of id, task and turns; first turns are used")
@@ -95,6 +101,11 @@ class PeersConfig:
                 except ImportError:
                     file = "scripts/requirements-peers.txt"
                     raise ValueError(f"--peers {peer} needs the package {package}; pip install -r {file}") from None
+        for quant in self.formats.split(","):
+            if quant not in ("none", "int8", "int4"):
+                raise ValueError(f"--formats: there is no {quant}; use none, int8 or int4")
+        if "llama.cpp:file" in self.peer_list and not is_gguf(Path(self.checkpoint)):
+            raise ValueError(f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none")
         if ("transformers:assistant" in self.peer_list) != bool(self.assistant):
             raise ValueError("--assistant names the draft model of the peer transformers:assistant; give both or none")
         if self.gguf and not Path(self.gguf).is_dir():
@@ -238,7 +249,8 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
 
 def llama_cpp_peer(kind: str, config: PeersConfig, folder: Path, prompts: list[list[int]]) -> Contestant:
     """llama.cpp on the same weights in one of its formats."""
-    file = folder / f"{Path(config.checkpoint).resolve().name}-{kind}.gguf"
+    whole = Path(config.checkpoint)
+    file = whole if kind == "file" else folder / f"{whole.resolve().name}-{kind}.gguf"
     if not file.exists():
         write_gguf(Path(config.checkpoint), file, kind)
     context = max(map(len, prompts)) + max(config.max_new_tokens, WIDTHS[-1])
@@ -262,10 +274,13 @@ def llama_cpp_peer(kind: str, config: PeersConfig, folder: Path, prompts: list[l
 def make_contestants(config: PeersConfig, base: Engine, prompts: list[list[int]], folder: Path) -> dict:
     """Everybody, loaded. The target is loaded once for ours, once for transformers, once per GGUF file."""
     contestants, model = {}, None
-    for method in config.methods.split(","):
-        chosen = replace(method_config(method, Setting("none", 0.0, 1), config), dtype=base.config.dtype)
-        engine = with_config(base, replace(chosen, ignore_eos=True))
-        contestants[f"ours {method}"] = ours(engine, prompts[0])
+    for quant in config.formats.split(","):
+        plain = replace(method_config("none", Setting("none", 0.0, 1), config), compile=False, dtype=base.config.dtype)
+        loaded = base if quant == "none" else load(replace(plain, quant=quant))
+        for method in config.methods.split(","):
+            chosen = method_config(method, Setting(quant, 0.0, 1), config)
+            engine = with_config(loaded, replace(chosen, dtype=base.config.dtype, ignore_eos=True))
+            contestants[f"ours {'' if quant == 'none' else quant + ' '}{method}"] = ours(engine, prompts[0])
     for name in config.peer_list:
         kind, _, variant = name.partition(":")
         if kind == "transformers":
@@ -349,7 +364,7 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
         share = f"{100 * result['pass_bytes'] * row['tokens_per_s'][0] / result['ceiling_bytes_per_s'][0]:.0f} %"
         yield (
             f"| {name} | {Series(*row['tokens_per_s']).text(1, 1)} | {Series(*row['ratio']).text(1, 2)} | "
-            f"{Series(*row['first_s']).text(1e3, 0)} | {share if name.endswith((' none', 'transformers')) else ''} | "
+            f"{Series(*row['first_s']).text(1e3, 0)} | {share if name in ('ours none', 'transformers') else ''} | "
             f"{100 * row['same']:.0f} % | {near['rms']:.4f} | {100 * near['same']:.1f} % |"
         )
     yield f"\nThe reference's logits have a root mean square of {result['parity']['scale']['rms']:.2f}."

@@ -1,4 +1,4 @@
-"""llama.cpp on the weights of a Hugging Face directory: a GGUF writer, and a greedy decoder around its C interface.
+"""llama.cpp on the weights of a checkpoint: a GGUF writer, and a greedy decoder around its C interface.
 
 1. `write_gguf` reads one tensor at a time, as hf/weights.py does, and writes it in one format: bf16, f16, q8_0 or q4_0.
    llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k are reordered.
@@ -21,8 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
-from checkpoint import WeightFiles
-from hf.config import read_config
+from hf.config import open_source, read_config
 from hf.weights import weight_names
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
@@ -57,7 +56,7 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     """
     import gguf
 
-    config, files = read_config(checkpoint), WeightFiles(checkpoint)
+    config, files = read_config(checkpoint), open_source(checkpoint)
     if config.qkv_bias or config.o_bias or config.mlp_bias or config.rope_scaling:
         raise ValueError(f"{checkpoint}: biases and scaled RoPE are not written to GGUF; leave llama.cpp out")
     partial = Path(f"{file}.tmp")
