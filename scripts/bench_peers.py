@@ -49,6 +49,7 @@ from measure import (
 )
 from model import DTYPES, KVCache, causal_window
 from options import DEMO, one_line_errors, option, parse, pick_device, write_text
+from runtime import compiled
 from stats import peak_memory_bytes
 
 PEERS = (
@@ -175,7 +176,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = torch.compile(step, fullgraph=True, dynamic=False) if engine.config.compile else step
+        run = compiled(step) if engine.config.compile else step
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()

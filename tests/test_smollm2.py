@@ -1,0 +1,44 @@
+"""The default model: a real instruct model answers, stops by itself, and drafting changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint import is_gguf
+from generate import compare, generate, load
+from options import DEFAULT, GenerateConfig
+
+pytestmark = pytest.mark.smollm2
+QUESTION = "What is the capital of France?"
+COPY = "Repeat this line three times: the quick brown fox jumps over the lazy dog."
+
+
+def test_it_is_the_default(smollm2):
+    assert GenerateConfig().checkpoint == DEFAULT == str(smollm2) and is_gguf(Path(DEFAULT))
+
+
+def test_a_conversation(smollm2):
+    """It answers, ends its turn by itself, and the second turn sees the first."""
+    engine = load(chat="", max_new_tokens=60)
+    first = generate(engine, [QUESTION])
+    assert first.text == ["The capital of France is Paris."] and first.finish_reason == ["stop"]
+    assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>
+    turns = generate(engine, [[QUESTION, "And what is its largest river?"]])
+    assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(first.tokens[0])
+
+
+def test_a_system_message_changes_the_answer(smollm2):
+    plain = generate(load(chat="", max_new_tokens=20), [QUESTION]).text
+    told = generate(load(chat="", max_new_tokens=20, system="Answer in French."), [QUESTION])
+    assert told.prompt_tokens != [0] and told.text != plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_drafting_changes_no_token(smollm2, quant, temperature):
+    """20 prompts of every kind: benchmarks/LOG.md."""
+    engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=48)
+    drafted, outcome = compare(engine, [[QUESTION], [COPY]])
+    assert outcome["identical"] == 1.0 and max(drafted.stats["accept_lengths"]) > 0
