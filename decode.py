@@ -108,8 +108,8 @@ class Largest:
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
 
-    def retime(self, costs_s: list[float]) -> None:
-        """Take other times (s) of the presets' cycles."""
+    def rescale(self, ratios: list[float]) -> None:
+        """Take it that each preset's cycles now take so many times as long. Called by another thread."""
 
     def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
         """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
@@ -400,10 +400,12 @@ class Session:
         engine, work, began = self.engine, self.work, time.perf_counter()
         if preset is None:
             preset = engine.chooser.next(self.preset)
+        cycle = engine.cycles[preset]
+        self.stats.eager_cycles += isinstance(cycle, CompiledStep) and not cycle.waits
         if engine.captured:
             outcome = work.replay(engine, preset)
         else:
-            work.state, outcome = engine.cycles[preset](work.cache, work.state)
+            work.state, outcome = cycle(work.cache, work.state)
         drawn, tree = None, outcome.tree
         if engine.config.trace:
             values = () if tree.values is None else (tree.values,)

@@ -47,7 +47,7 @@ from options import (
     write_text,
 )  # fmt: skip
 from quantize import Quantization, saved_quantization
-from runtime import WARM_UPS, CompiledStep, ends_at_once, why_not_compiled
+from runtime import WARM_UPS, ends_at_once, why_not_compiled
 from stats import Stats, environment, peak_memory_bytes, stats_line
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
@@ -185,7 +185,7 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
         work = [lambda: _take_over(engine)]
         for cycle in engine.cycles:
-            cycle.waits, cycle.behind = False, work
+            cycle.waits, cycle.on_first_run = False, work
         return engine
     began = time.perf_counter()
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
@@ -199,15 +199,27 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
 
 def _take_over(engine: Engine) -> None:
     """Compile the cycles one by one while others decode with the eager ones, and let them take over."""
-    reason = why_not_compiled(engine.config.device)
+    try:
+        reason = why_not_compiled(engine.config.device)
+        if not reason:
+            _compile_apart(engine)
+    except Exception as error:  # whatever a compiler raises; the eager cycles go on
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     if reason:
-        return print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
-    session = Session(replace(engine, cycles=tuple(cycle.compiled for cycle in engine.cycles), pool=[]), [(0, 0)])
+        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
+
+
+def _compile_apart(engine: Engine) -> None:
+    apart = replace(engine, pool=[])  # with buffers of its own
+    slow, fast = (replace(apart, cycles=tuple(c)) for c in zip(*((c.step, c.compiled) for c in engine.cycles)))
+    session = Session(fast, [(0, 0)])
     next(session.run([[0]]))
     for preset, cycle in enumerate(engine.cycles):
         session.time_cycle(preset)
         cycle.waits = True
-    engine.chooser.retime(time_cycles(session.engine))
+    del session  # returns the buffers
+    if engine.drafter.timed:  # beside the decoding both are slow; their ratio is not
+        engine.chooser.rescale([after / before for before, after in zip(time_cycles(slow), time_cycles(fast))])
 
 
 def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
@@ -315,7 +327,6 @@ def summary(engine: Engine, stats: Stats) -> dict[str, Any]:
         | ({"tree_auto": table} if table else {})
         | stats.summary()
         | {"compile_s": engine.compile_s, "load_s": engine.load_s}
-        | {"eager_cycles": sum(c.eager for c in engine.cycles if isinstance(c, CompiledStep))}
         | {"peak_memory_bytes": peak_memory_bytes(engine.config.device)}
     )
 

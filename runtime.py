@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -118,8 +120,7 @@ class CompiledStep:
 
     def __init__(self, step: Callable):
         self.step, self.waits = step, True
-        self.eager = 0  # how often it ran as it is
-        self.behind: list[Callable] = []  # what its first run as it is starts (`behind`); steps may share the list
+        self.on_first_run: list[Callable] = []  # work that starts in the background; steps may share the list
 
     @cached_property
     def compiled(self) -> Callable:
@@ -129,37 +130,54 @@ class CompiledStep:
     def __call__(self, *inputs: Any) -> Any:
         if self.waits:
             return self.compiled(*inputs)
-        self.eager += 1
         result = self.step(*inputs)
-        while self.behind:
-            behind(self.behind.pop())
+        while self.on_first_run:
+            background(self.on_first_run.pop())
         return result
 
 
-_behind: list[threading.Thread] = []
+_threads: list[threading.Thread] = []
 
 
-def behind(work: Callable[[], Any]) -> None:
+def background(work: Callable[[], Any]) -> None:
     """Do some work in a thread, which the end of the process does not wait for (`ends_at_once`)."""
-    sys.setswitchinterval(5e-4)  # s; at each of the main thread's calls the other may hold the interpreter for so long
-    _behind.append(threading.Thread(target=work, daemon=True))
-    _behind[-1].start()
+
+    def run() -> None:
+        if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends an answer, and not the compilers that this thread starts
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(5e-4)  # s; the main thread waits for the interpreter so long after each of its calls
+        try:
+            work()
+        finally:
+            sys.setswitchinterval(before)
+
+    _threads.append(threading.Thread(target=run, daemon=True))
+    _threads[-1].start()
 
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """End the process behind the body, also while a thread of `behind` compiles: the interpreter's own end would wait
-    for the compiler, or crash in it. What is compiled so far stays in the compiler's cache.
+    """End the process behind the body, also while a thread compiles, which the interpreter's own end may not survive.
+
+    Compilers that are running end by themselves; the next start finds what they made.
     """
     status: Any = 0
     try:
         yield
     except SystemExit as end:
         status = end.code
-    if not any(thread.is_alive() for thread in _behind):
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    if not any(thread.is_alive() for thread in _threads):
         sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(status or 0)
 
 

@@ -90,11 +90,12 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     logits: [..., V] fp32
     Returns: [..., V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
-    z = logits / sampling.temperature
-    if sampling.top_k <= 0 and sampling.top_p >= 1:
-        return z
-    if served_in_cpp(logits):
+    cuts = sampling.top_k > 0 or sampling.top_p < 1
+    if cuts and served_in_cpp(logits):
         return torch.ops.gpt_eagle.cut(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    z = logits / sampling.temperature
+    if not cuts:
+        return z
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if sampling.top_k > 0:

@@ -21,6 +21,7 @@ class Stats:
     draft_s: float = 0.0  # drafting and extending
     verify_s: float = 0.0
     presets: list[tuple[int, float]] = field(default_factory=list)  # per cycle, what ran and its seconds
+    eager_cycles: int = 0  # launched while their compiled form was still being made
 
     def add(self, other: Stats) -> None:
         """Add what another session measured."""
@@ -34,6 +35,7 @@ class Stats:
             "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
             "accept_lengths": lengths,
             "cycles": len(lengths),
+            "eager_cycles": self.eager_cycles,
             "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
             "decode_s": self.decode_s,
             "prefill_s": self.prefill_s,

@@ -104,12 +104,13 @@ class Autosizer:
         self.weights = [float(shape is None) for shape in shapes]  # cycles that these stand for
         self.miss, self.miss_weight = MISS, MISS_WEIGHT
         self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
+        self.ratios: Sequence[float] = ()  # to multiply the costs by
         self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
         self._decide()
 
-    def retime(self, costs_s: Sequence[float]) -> None:
-        """Take other costs, as cycles that are compiled by now have them."""
-        self.timed_s, self.costs, self.pace = tuple(costs_s), list(costs_s), 0.0
+    def rescale(self, ratios: Sequence[float]) -> None:
+        """Take it that each preset's cycles now take so many times as long. Another thread says so, `next` does it."""
+        self.ratios = ratios
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle, the bonus included."""
@@ -119,6 +120,10 @@ class Autosizer:
 
     def next(self, limit: int) -> int:
         """The preset of the next cycle. limit: the largest that makes sense now."""
+        if self.ratios:
+            self.timed_s = tuple(cost * ratio for cost, ratio in zip(self.timed_s, self.ratios))
+            self.costs = [cost * ratio for cost, ratio in zip(self.costs, self.ratios)]
+            self.ratios = ()
         if limit < len(self.shapes) - 1:
             return min(self.best, limit)
         if self.left == 0:

@@ -36,11 +36,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.mark.usefixtures("traced")
 def test_a_step_that_does_not_wait_runs_as_it_is():
     step, begun = CompiledStep(lambda x: x + 1), threading.Event()
-    step.waits, step.behind = False, [begun.set]
+    step.waits, step.on_first_run = False, [begun.set]
     assert step(torch.ones(2)).tolist() == [2, 2] and step(torch.ones(2)).tolist() == [2, 2]
-    assert begun.wait(10) and step.eager == 2 and not step.behind and "compiled" not in step.__dict__
+    assert begun.wait(10) and not step.on_first_run and "compiled" not in step.__dict__
     step.waits = True
-    assert step(torch.ones(2)).tolist() == [2, 2] and step.eager == 2 and "compiled" in step.__dict__
+    assert step(torch.ones(2)).tolist() == [2, 2] and "compiled" in step.__dict__
 
 
 # ------------------------------------------------------------------------------------------- decoding
@@ -60,9 +60,8 @@ def test_compiled_cycles_take_over_and_change_nothing(temperature):
     ends = time.monotonic() + 120
     while not all(cycle.waits for cycle in engine.cycles) and time.monotonic() < ends:
         assert generate(engine, [PROMPT]).tokens == wanted
-    before = sum(cycle.eager for cycle in engine.cycles)
-    assert generate(engine, [PROMPT]).tokens == wanted
-    assert sum(cycle.eager for cycle in engine.cycles) == before and all(cycle.waits for cycle in engine.cycles)
+    last = generate(engine, [PROMPT])
+    assert last.tokens == wanted and last.stats["eager_cycles"] == 0 and all(cycle.waits for cycle in engine.cycles)
 
 
 @pytest.mark.usefixtures("traced")
@@ -73,29 +72,38 @@ def test_compiled_cycles_take_over_and_change_nothing(temperature):
 )
 def test_who_waits_all_the_same(options):
     """Where an eager cycle and a compiled one may differ by a bit."""
-    engine = load(wait=False, compile=True, checkpoint=DEMO, tree=options.pop("tree", "chain"), **options)
+    engine = load(**{"wait": False, "compile": True, "checkpoint": DEMO, "tree": "chain"} | options)
     assert all(cycle.waits for cycle in engine.cycles) and engine.compile_s > 0
+
+
+def broken(device):
+    raise RuntimeError("a bug in the compiler\nwith details")
 
 
 @OPERATORS
 @pytest.mark.usefixtures("traced")
-def test_without_a_compiler_it_says_so_and_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr("generate.why_not_compiled", lambda device: "no compiler in this test")
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [(lambda device: "no compiler in this test", "no compiler in this test"),
+     (broken, "RuntimeError: a bug in the compiler")],
+    ids=["none", "broken"],
+)  # fmt: skip
+def test_without_a_compiler_it_says_so_and_goes_on(monkeypatch, capsys, reason, says):
+    monkeypatch.setattr("generate.why_not_compiled", reason)
     engine = load(wait=False, compile=True, checkpoint=DEMO, tree="chain", max_new_tokens=20)
     assert len(generate(engine, [PROMPT]).tokens[0]) == 20
-    ends = time.monotonic() + 30
-    said = ""
-    while "no compiler in this test" not in said and time.monotonic() < ends:
+    ends, said = time.monotonic() + 30, ""
+    while says not in said and time.monotonic() < ends:
         said += capsys.readouterr().err
         time.sleep(0.05)
-    assert "note: torch.compile does not work here (no compiler in this test); running eagerly" in said
+    assert f"note: torch.compile does not work here ({says}); running eagerly\n" in said
     assert not any(cycle.waits for cycle in engine.cycles)
 
 
 @OPERATORS
 def test_eager_and_compiled_cycles_give_the_same_bits():
-    """Really compiled: features, and what the draft head made of them, after many cycles at T = 1."""
-    options = {"checkpoint": DEMO, "tree": "chain", "tree_depth": 2, "temperature": 1.0, "ignore_eos": True}
+    """Really compiled: features, and what the draft head made of them, after many cycles."""
+    options = {"checkpoint": DEMO, "tree": "chain", "tree_depth": 2, "temperature": 0.7, "ignore_eos": True}
     ends = []
     for compile in (False, True):
         engine = load(compile=compile, max_new_tokens=80, **options)
@@ -124,28 +132,31 @@ def test_the_command_line_does_not_wait():
 
 
 ENDING = """
-import sys, time
-from runtime import behind, ends_at_once
+import atexit, sys, time
+from runtime import background, ends_at_once
+atexit.register(print, "the interpreter's own end")
 def endless():
     while True: sum(range(1000))
 with ends_at_once():
-    behind(endless)
+    background(endless)
     print("said")
     {end}
 """
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [("pass", 0), ("sys.exit(2)", 2), ("sys.exit()", 0), ("sys.exit(130)", 130)]
-)
-def test_a_process_ends_at_once(end, status):
+    ("end", "status", "says"),
+    [("pass", 0, ""), ("sys.exit(2)", 2, ""), ("sys.exit()", 0, ""), ("sys.exit(130)", 130, ""),
+     ("sys.exit('text')", 1, "text\n"), ("[][1]", 1, "IndexError"), ("raise KeyboardInterrupt", 1, "KeyboardInterrupt")],
+)  # fmt: skip
+def test_a_process_ends_at_once(end, status, says):
     done = run("-c", ENDING.format(end=end))
-    assert (done.returncode, done.stdout, done.stderr) == (status, "said\n", "")
+    assert (done.returncode, done.stdout) == (status, "said\n") and says in done.stderr and (says or not done.stderr)
 
 
-def test_our_own_bugs_keep_their_traceback():
-    done = run("-c", ENDING.format(end="[][1]").replace("behind(endless)", ""))
-    assert done.returncode == 1 and "IndexError" in done.stderr
+def test_without_a_thread_it_ends_as_always():
+    done = run("-c", ENDING.format(end="sys.exit(2)").replace("background(endless)", ""))
+    assert (done.returncode, done.stdout) == (2, "said\nthe interpreter's own end\n")
 
 
 # ----------------------------------------------------------------------------------------------- threads
@@ -163,34 +174,44 @@ x, w = torch.randn(4, 256).bfloat16(), torch.randn(4096, 256).bfloat16()
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 def seconds(threads):
     torch.set_num_threads(threads)
-    for _ in range(50): torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
+    for _ in range(20): torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
     began = time.perf_counter()
-    for _ in range(300): y = torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
+    for _ in range(200): y = torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
     return time.perf_counter() - began, y
-(alone, want), (crowd, got) = seconds(1), seconds(4)
-assert torch.equal(want, got)
-print(crowd / alone)
+rounds = [(seconds(1), seconds(4)) for _ in range(5)]
+assert all(torch.equal(a[1], b[1]) for a, b in rounds)
+print(min(b[0] for a, b in rounds) / min(a[0] for a, b in rounds))
 """
     done = run("-c", program, OMP_NUM_THREADS="4")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 3
+    assert float(done.stdout) < 8  # a team of four on one processor takes hundreds of times as long
+
+
+def workers() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
 
 
 @OPERATORS
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs a system that lists a process's threads")
 def test_loops_of_several_callers():
     """One caller's loop runs on all threads, the others' meanwhile on their own; all are right."""
-    x, w = torch.randn(9, 128).bfloat16(), torch.randn(999, 128).bfloat16()
-    want = torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
+    shapes = [(9, 128, 8192), (1, 256, 9000), (17, 64, 8500)]
+    inputs = [(torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()) for m, k, n in shapes]
+    wanted = [torch.ops.gpt_eagle.linear_bf16(x, w, None, False) for x, w in inputs]
     before, wrong = torch.get_num_threads(), []
 
-    def work():
-        for _ in range(300):
+    def work(turn):
+        for i in range(200):
+            (x, w), want = inputs[(i + turn) % 3], wanted[(i + turn) % 3]
             if not torch.equal(torch.ops.gpt_eagle.linear_bf16(x, w, None, False), want):
                 wrong.append(1)
 
     torch.set_num_threads(4)
     try:
-        callers = [threading.Thread(target=work) for _ in range(3)]
+        work(0)
+        assert workers() > 3  # the caller's three helpers are there
+        callers = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
         for caller in callers:
             caller.start()
         for caller in callers:

@@ -12,7 +12,7 @@ from options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
 QUESTION = "What is the capital of France?"
-COPY = "Repeat this line three times: the quick brown fox jumps over the lazy dog."
+ESSAY = "Write an essay on rivers and lakes."
 
 
 def test_it_is_the_default(smollm2):
@@ -39,6 +39,7 @@ def test_a_system_message_changes_the_answer(smollm2):
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_drafting_changes_no_token(smollm2, quant, temperature):
     """20 prompts of every kind: benchmarks/LOG.md."""
-    engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=48)
-    drafted, outcome = compare(engine, [[QUESTION], [COPY]])
-    assert outcome["identical"] == 1.0 and max(drafted.stats["accept_lengths"]) > 0
+    engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=100)
+    drafted, outcome = compare(engine, [[QUESTION], [ESSAY]])
+    assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0
+    assert temperature or max(drafted.stats["accept_lengths"]) > 0

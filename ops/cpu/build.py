@@ -67,11 +67,11 @@ OPERATORS: dict[str, Callable | None] = {
     "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)": _rotary,
     "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": lambda buffers, start, path: None,
     "angles(Tensor freq, Tensor positions) -> (Tensor, Tensor)": _angles,
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": lambda x, weight, eps: torch.empty_like(x),
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": lambda x, weight, eps: x.new_empty(x.shape),
     "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor draws, int vocab, int domain) -> Tensor":
         lambda seed, prompt, sample, draws, vocab, domain: draws.new_empty(*draws.shape, vocab, dtype=torch.float32),
     "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor":
-        lambda scores, temperature, top_k, top_p: torch.empty_like(scores),
+        lambda scores, temperature, top_k, top_p: scores.new_empty(scores.shape),
     "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor":
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
     "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)":
@@ -107,12 +107,12 @@ def build(march: str = "") -> Path:
     include = Path(torch.__file__).parent / "include"
     # a product must not be fused with a sum unless the source says so: results would depend on the compiler
     command = [
-        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fopenmp",
+        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math",
         "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
     ]  # fmt: skip
-    link = ["-shared", "-fopenmp", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    sources = {file.name: file.read_text() for file in sorted(HERE.glob("*.[ch]*"))}
+    link = ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    sources = {file.name: file.read_text() for file in sorted(HERE.iterdir()) if file.suffix in (".cpp", ".h")}
     key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources.values(), *command, *link])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"

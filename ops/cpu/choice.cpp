@@ -1,11 +1,13 @@
 // Choosing tokens on a CPU: the noise of sampling.py, the cuts of top-k and top-p, and the best score of a row.
 //
-// 1. `gumbel` computes Philox4x32-10 and both logarithms for eight counters side by side, in 32 bits where tensors take 64.
+// 1. `gumbel` computes Philox4x32-10 and both logarithms for many counters side by side, in 32 bits where tensors take
+//    64.
 // 2. `cut` sorts only the tokens that can be kept: those beyond the k-th best, or with so little mass that all of them
 //    together are less than what top-p may leave out, are dropped first. Of 49,152 tokens a few hundred stay.
 // 3. `best` adds the noise of a node's draw while it looks for the largest sum.
 //
-// A row's result does not depend on the other rows, and not on whether a compiled or an eager step asks for it.
+// A row's result does not depend on the other rows, and not on whether a compiled or an eager step asks for it. Scores
+// are not NaN.
 
 #include "common.h"
 
@@ -53,7 +55,8 @@ struct Key {
 // Noise of tokens first .. first + 4 SIDE of one draw. word: the draw and its use
 void fill_noise(const Key& key, uint32_t word, uint32_t first, float* noise) {
   uint32_t c[4][SIDE], words[4 * SIDE], k0 = key.seed[0], k1 = key.seed[1];
-  for (uint32_t i = 0; i < SIDE; i++) c[0][i] = first / 4 + i, c[1][i] = word, c[2][i] = key.sample, c[3][i] = key.prompt;
+  for (uint32_t i = 0; i < SIDE; i++)
+    c[0][i] = first / 4 + i, c[1][i] = word, c[2][i] = key.sample, c[3][i] = key.prompt;
   for (int round = 0; round < 10; round++) {
     for (int64_t i = 0; i < SIDE; i++) {
       const uint32_t a = c[0][i], b = c[2][i];
@@ -132,9 +135,12 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
                   int64_t vocab, int64_t domain) {
   const int64_t rows = draws.numel(), per_row = draws.size(1), whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
   const at::Tensor noise = at::empty({draws.size(0), per_row, vocab}, draws.options().dtype(at::kFloat));
-  const at::Tensor at_draw = draws.contiguous();
-  const int64_t *seeds = seed.const_data_ptr<int64_t>(), *draw = at_draw.const_data_ptr<int64_t>();
-  const int64_t *prompts = prompt.const_data_ptr<int64_t>(), *samples = sample.const_data_ptr<int64_t>();
+  TORCH_CHECK(seed.numel() == 2, "a seed has two words; this one has ", seed.numel());
+  const at::Tensor at_draw = draws.contiguous(), both = seed.contiguous();
+  const at::Tensor of_row = prompt.expand({draws.size(0)}).contiguous();
+  const at::Tensor of_sample = sample.expand({draws.size(0)}).contiguous();
+  const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = at_draw.const_data_ptr<int64_t>();
+  const int64_t *prompts = of_row.const_data_ptr<int64_t>(), *samples = of_sample.const_data_ptr<int64_t>();
   float* to = noise.mutable_data_ptr<float>();
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
@@ -151,6 +157,7 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
 // `process` of sampling.py: scores [..., V] divided by the temperature, -inf where they are cut away.
 at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p) {
   const at::Tensor from = scores.contiguous(), result = at::empty(from.sizes(), from.options());
+  TORCH_CHECK(from.numel(), "there are no scores");
   const int64_t n = from.size(-1), rows = from.numel() / n;
   const float *x = from.const_data_ptr<float>(), by = float(temperature);
   float* y = result.mutable_data_ptr<float>();
@@ -171,6 +178,7 @@ at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, doub
 at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
                 const std::optional<at::Tensor>& row) {
   const at::Tensor from = scores.contiguous();
+  TORCH_CHECK(from.numel(), "there are no scores");
   const int64_t B = from.size(0), N = from.size(1), n = from.size(2), draws = noise ? noise->size(1) : 0;
   const at::Tensor token = at::empty({B, N}, from.options().dtype(at::kLong));
   const at::Tensor added = noise ? noise->contiguous() : from, which = row ? row->contiguous() : token;

@@ -47,7 +47,7 @@ at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise
 // ------------------------------------------------------------------------------------------------- threads
 
 struct Loop {
-  void (*run)(const void* body, int64_t begin, int64_t end);
+  void (*run)(const void* body, int64_t begin, int64_t end) noexcept;  // others may be at work on it
   const void* body;
   int64_t size, grain;
 };
@@ -55,10 +55,12 @@ void run_loop(const Loop& loop);  // threads.cpp
 
 namespace {
 
-// f(begin, end) for parts of 0 .. size of at least `grain`, by several threads where that pays
+// f(begin, end) for parts of 0 .. size of about `grain` or more, by several threads where that pays
 template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
-  run_loop({[](const void* body, int64_t begin, int64_t end) { (*static_cast<const F*>(body))(begin, end); }, &f, size,
-            grain});
+  const auto run = [](const void* body, int64_t begin, int64_t end) noexcept {
+    (*static_cast<const F*>(body))(begin, end);
+  };
+  run_loop({run, &f, size, grain});
 }
 
 // ------------------------------------------------------------------------------------------------ vectors

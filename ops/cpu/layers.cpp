@@ -41,7 +41,7 @@ struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it 
 struct Layer {
   std::optional<at::Tensor> attention_norm;  // the first layer of a draft head has none
   at::Tensor ffn_norm;
-  std::optional<at::Tensor> router;                    // of a mixture of experts, whose w13 and w2 are stacks
+  std::optional<at::Tensor> router;  // of a mixture of experts, whose w13 and w2 are stacks
   Matrix wqkv, wo, w13, w2;
 };
 struct Prepared {
@@ -302,7 +302,8 @@ at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList 
 
 // `rms_norm` of ops/rows.py for bfloat16. x: [..., F]; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16, "x and weight must be bfloat16");
+  const bool known = x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(known, "x and weight must be bfloat16");
   TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));
   return norm(x.contiguous(), weight.contiguous(), eps);
 }

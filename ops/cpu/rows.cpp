@@ -6,9 +6,9 @@
 //    up the exponentials.
 // 2. `rotary` turns the heads of queries and keys. Its cosines and sines come as tensors: a compiler that fuses them
 //    computes them again for every head of every layer.
-//    `angles` computes them, once for all layers.
-// 3. `move_rows` touches the rows that do move, which are few: often only the tail of a path moves.
-// 4. `stamp` tells the time between two steps of a compiled cycle.
+// 3. `angles` computes cosines and sines, once for all layers.
+// 4. `move_rows` touches the rows that do move, which are few: often only the tail of a path moves.
+// 5. `stamp` tells the time between two steps of a compiled cycle.
 //
 // Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
 

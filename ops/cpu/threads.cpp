@@ -1,17 +1,18 @@
 // The threads of the CPU operators.
 //
 // A loop is cut into pieces: each thread takes those of its own share, then those that others have not come to. Threads
-// are the caller, and workers that spin for a moment after their last piece, then sleep. The caller waits for pieces that a worker has begun, never for a worker: on a
-// busy machine one that gets no processor delays nothing, where the barrier of an OpenMP team would wait for it in
-// every one of the hundreds of loops of a step.
+// are the caller, and workers that spin for a moment after their last piece, then sleep. The caller waits for pieces
+// that a worker has begun, never for a worker: on a busy machine one that gets no processor delays nothing, where the
+// barrier of an OpenMP team would wait for it in every one of the hundreds of loops of a step.
 //
-// Which thread runs a piece never shows in a result. A loop that begins while another thread's runs, runs on its own
-// caller alone.
+// Which thread runs a piece never shows in a result. A loop that begins while another thread's runs, runs on its caller
+// alone; so do all loops of a forked process, which has no workers.
 
 #include "common.h"
 
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -23,8 +24,8 @@ constexpr int SPINS = 20000;  // pauses before a worker sleeps or a caller gives
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #endif
 }
 
@@ -33,7 +34,7 @@ class Pool {
   void run(const Loop& next, int64_t threads) {
     const std::unique_lock<std::mutex> alone(busy, std::try_to_lock);
     if (!alone) return next.run(next.body, 0, next.size);
-    for (; workers + 1 < threads; workers++) std::thread([this, number = workers + 1] { work(number); }).detach();
+    hire(threads - 1);
     const int64_t most = (next.size + next.grain - 1) / next.grain;  // pieces that are worth their while
     loop = next, shares = std::min(threads, most), each = std::min(PIECES, most / shares);
     finished.store(0, std::memory_order_relaxed);
@@ -50,6 +51,14 @@ class Pool {
   }
 
  private:
+  // Starts workers until there are so many, or as many as the system gives.
+  void hire(int64_t wanted) {
+    try {
+      for (; workers < wanted; workers++) std::thread([this, number = workers + 1] { work(number); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
+
   // Runs pieces until none is left, those of its own share first: they lie side by side in memory.
   void work_on(uint32_t now, int64_t own, int64_t count) {
     for (int64_t i = 0; i < count; i++)
