@@ -193,7 +193,7 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
     for _ in range(1 + WARM_UPS if engine.captured else 1):
-        time_cycles(engine)
+        time_cycles(engine, say_what_compiles if engine.config.compile else None)
     return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
 
 
@@ -231,12 +231,26 @@ def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
     return replace(engine, chooser=timed(engine.drafter.presets, lambda: time_cycles(engine), seconds))
 
 
-def time_cycles(engine: Engine) -> list[float]:
-    """Run some cycles of every preset. Returns: the time of one (s); the first two after a change do not count."""
+def say_what_compiles(number: int, presets: tuple[Drafter, ...]) -> None:
+    """Show on a terminal what is being waited for."""
+    if sys.stderr.isatty():
+        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}" if number < len(presets) else ""
+        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
+    """Run some cycles of every preset. say: told the number of each, with all of them, and at last how many there are.
+
+    Returns: the time of one (s); the first two after a change do not count.
+    """
     session, times = Session(engine, [(0, 0)]), []
     next(session.run([[0] * min(TIMED_BEHIND, engine.context - 1)]))
     for preset in range(len(engine.cycles)):
+        if say:
+            say(preset, engine.drafter.presets)
         times.append(statistics.mean([session.time_cycle(preset) for _ in range(4)][2:]))
+    if say:
+        say(len(times), engine.drafter.presets)
     return times
 
 
