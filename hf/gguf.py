@@ -32,7 +32,19 @@ from model import rope_frequencies
 
 MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
 MAX_SIZE = 2**20  # of a width or a number of layers
-FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of a scalar, by its type
+FORMATS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}  # of a scalar, by its type
 STRING, ARRAY = 8, 9
 IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

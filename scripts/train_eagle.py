@@ -217,7 +217,9 @@ def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list
 def target_answers(dialogues: list[Dialogue], engine: Engine, config: TrainConfig) -> list[Dialogue]:
     """Let the target answer every turn itself, greedily; kept beside the head, so that a resumed run finds them."""
     file = Path(config.out) / "target_answers.jsonl"
-    done = [Dialogue.of(r["turns"], r["answers"], r["ended"]) for r in read_jsonl(file, "--out")] if file.is_file() else []
+    done = (
+        [Dialogue.of(r["turns"], r["answers"], r["ended"]) for r in read_jsonl(file, "--out")] if file.is_file() else []
+    )
     size = engine.config.batch_size
     with open(file, "a", encoding="utf-8") as log:
         for first in tqdm(range(len(done), len(dialogues), size), desc="target answers", unit="batch"):

@@ -338,7 +338,9 @@ def test_no_network(tmp_path, monkeypatch):
 def test_pip_gives_up_soon_unless_told_otherwise(tmp_path, monkeypatch):
     """Where nothing answers at all, its own five retries take over a minute, silently."""
     seen = {}
-    monkeypatch.setattr(subprocess, "run", lambda *_, env, **__: seen.update(env) or types.SimpleNamespace(returncode=1, stderr=""))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, env, **__: seen.update(env) or types.SimpleNamespace(returncode=1, stderr="")
+    )
     for given, retries, timeout in (
         ({}, "1", "15"),
         ({"PIP_RETRIES": "7"}, "7", "15"),

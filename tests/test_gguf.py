@@ -237,7 +237,11 @@ def test_k_quants(tmp_path, kind):
     assert load_model(path, torch.float32) and load_model(path, quant=Quantization("int4")).lm_head.group_size == 128
 
 
-READ_BY_TRANSFORMERS = [("Llama", kind) for kind in FLOATS[1:]] + [("Qwen2", "F16"), ("Qwen2", "Q8_0"), ("Mistral", "F16")]
+READ_BY_TRANSFORMERS = [("Llama", kind) for kind in FLOATS[1:]] + [
+    ("Qwen2", "F16"),
+    ("Qwen2", "Q8_0"),
+    ("Mistral", "F16"),
+]
 
 
 @pytest.mark.parametrize("family, kind", READ_BY_TRANSFORMERS)
@@ -598,7 +602,9 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
 
 def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     path = tmp_path / "no.gguf"
-    assert f"cannot read {path}: No such file or directory; check the path" in refused(capsys, "--checkpoint", str(path))
+    assert f"cannot read {path}: No such file or directory; check the path" in refused(
+        capsys, "--checkpoint", str(path)
+    )
     path = tmp_path / "model.bin"
     path.write_bytes(whole[0].read_bytes())
     said = f"{path} is a GGUF file without its suffix; rename it to model.bin.gguf"

@@ -112,7 +112,9 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
         template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), tokenizer.special)
     turns = ["What is 2 + 2?", "And 3 + 3?", "And 4 + 4?"]
     plain, spaced = ["four", "six\nor so", "eight"], [" four\n", "\n\nsix\nor so ", "\teight "]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced)))
+    (tmp_path / "d.jsonl").write_text(
+        "".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced))
+    )
     one, other = (to_example(d, tokenizer, template) for d in train_eagle.read_dialogues(tmp_path / "d.jsonl"))
     assert one == other
     spans = "".join(tokenizer.decode([i]) if m else "|" for i, m in zip(*other))
