@@ -46,7 +46,7 @@ def tokenizer_config(metadata: Metadata) -> dict:
 
 
 def read_bpe(metadata: Metadata) -> Any:
-    """A `tokenizers.Tokenizer`, which the caller has found there. Raises: ValueError for an unknown split, broken lists."""
+    """A `tokenizers.Tokenizer`; the caller checks for the package. Raises: ValueError for an unknown split, bad lists."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.read("tokenizer.ggml.pre", str, "default")

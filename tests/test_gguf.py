@@ -398,11 +398,41 @@ def test_sentencepiece(tmp_path, prefix):
             ids = original.encode(text, special=special)
             assert ours.encode(text, special=special) == ids, text
             assert ours.decode(ids) == original.decode(ids) and ours.decode(ids, True) == original.decode(ids, True)
+    for text in sentencepiece_texts():
+        assert ours.encode(text, bos=False) == sp.encode(text), text
+        assert ours.encode(text, special=True) == original.encode(text, special=True), text
+        assert ours.decode(sp.encode(text)) == sp.decode(sp.encode(text)), text
     assert ours.token_bytes() == original.token_bytes() and ours.adds_bos
     assert ours.strips_space == original.strips_space == prefix
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="t.gguf") if prefix else None
     for text in [t for t in TEXTS if fast and t.strip() and "▁" not in t and not t.startswith(" ")]:
         assert ours.encode(text) == fast(text).input_ids, text
+
+
+def sentencepiece_texts(count=1000) -> list[str]:
+    """Deterministic texts: words, spaces at every place, the mark of a space itself, and the names of control tokens."""
+    parts = [
+        " ",
+        "  ",
+        "   ",
+        "\t",
+        "\n",
+        "▁",
+        "▁▁",
+        "<s>",
+        "</s>",
+        "<unk>",
+        "<0x0A>",
+        "def",
+        "f(x)",
+        "return",
+        "hello",
+        "é",
+        "e\u0301",
+    ]
+    parts += ["中文", "🙂", "12", "3.14", "\u00a0", "\u3000", "\u200b", "It's"]
+    rng = random.Random(0)
+    return ["".join(rng.choices(parts, k=rng.randint(1, 12))) for _ in range(count)]
 
 
 SPOILT_TOKENIZERS = {
@@ -534,6 +564,10 @@ METADATA = {
     "odd heads": ({"llama.attention.head_count": 3, "llama.attention.head_count_kv": 3}, "has shape .* asks for"),
     "experts": ({"llama.expert_count": 2**20}, "expert_count must be at most 1024"),
     "experts missing": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "missing weight"),
+    "experts chosen": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 4},
+        r"m.gguf: num_experts_per_tok must be 1 to num_local_experts \(2\); it is 4; use another file",
+    ),
     "rope": ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling must be none, linear or LLaMA-3's; the file says yarn"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "the rotation of a part of a head is not supported"),
     "narrow heads": (
