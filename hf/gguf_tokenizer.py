@@ -46,7 +46,10 @@ def tokenizer_config(metadata: Metadata) -> dict:
 
 
 def read_bpe(metadata: Metadata) -> Any:
-    """A `tokenizers.Tokenizer`; the caller checks for the package. Raises: ValueError for an unknown split, bad lists."""
+    """A `tokenizers.Tokenizer`; the caller checks that the package is there.
+
+    Raises: ValueError for an unknown split, bad lists.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.read("tokenizer.ggml.pre", str, "default")
