@@ -77,7 +77,8 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
         config = replace(config, quant=engine.config.quant)
     config = resolve_draft(config, Path(config.checkpoint))
     drafter, accept = make_drafter(engine.target, config), accept_rule(config)
-    config = replace(config, group_size=engine.config.group_size)  # the target's; the draft has its own by now
+    if config.quant == "int4":  # the target's; the draft has its own by now
+        config = replace(config, group_size=engine.config.group_size)
     return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, accept=accept)))
 
 
