@@ -36,9 +36,19 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
+def _begins_as_gguf(file: Path) -> bool:
+    try:
+        with file.open("rb") as content:
+            return content.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
 def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
     if path.parent.is_file():
+        if path.parent.suffix.lower() != ".gguf" and _begins_as_gguf(path.parent):
+            raise ValueError(f"{path.parent} is a GGUF file without its suffix; rename it to {path.parent.name}.gguf")
         raise ValueError(f"{path.parent} is a file; a Hugging Face model directory is expected here")
     if not path.parent.is_dir():
         raise ValueError(
@@ -66,10 +76,13 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises: ValueError when it is missing."""
+        if name not in self.readers:
+            raise ValueError(f"{self.path}: the weight {name} is missing")
+        return self.readers[name]()
 
 
-class WeightFiles:
-    """The tensors of a model directory, in memory-mapped files."""
+class WeightFiles(TensorSource):
+    """The tensors of a model directory, in memory-mapped files; their memory is the files' until it is copied."""
 
     def __init__(self, path: Path):
         """Find the files. Raises: ValueError when the config or the weights are missing, or one is corrupt."""
@@ -112,12 +125,6 @@ class WeightFiles:
             raise ValueError("it does not hold tensors by name")
         for name, tensor in content.items():
             self.readers[name] = lambda tensor=tensor: tensor
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor; its memory is the file's until it is copied. Raises: ValueError when it is missing."""
-        if name not in self.readers:
-            raise ValueError(f"{self.path}: the weight {name} is missing")
-        return self.readers[name]()
 
 
 def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:

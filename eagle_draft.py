@@ -64,6 +64,8 @@ class EagleConfig:
             model = config_from(raw, "LlamaForCausalLM")
         except KeyError as missing:
             raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
+        except ValueError as error:
+            raise ValueError(f"{path / 'config.json'}: {error}; correct it") from None
         if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
             raise ValueError(
                 f"{path}: the head was trained on {raw['draft_inputs']}; only {DRAFT_INPUTS} can draft here"

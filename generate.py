@@ -95,8 +95,8 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
-    if saved is not None:  # the checkpoint holds codes; another group size is what --quant_draft asks for
-        config = replace(config, quant=saved.format, group_size=config.group_size or saved.group_size)
+    if saved is not None:  # the checkpoint holds codes
+        config = replace(config, quant=saved.format)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
     template = chat_template(path, tokenizer, config.chat, config.system) if config.chat is not None else None
@@ -106,8 +106,11 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     if context > target.config.max_context:
         raise ValueError(f"--context {context} is beyond the model's {target.config.max_context} positions; lower it")
     config = resolve_draft(config, path)
+    drafter = make_drafter(target, config)  # a draft in int4 has the group size asked for, or chooses its own
+    if config.quant == "int4":
+        config = replace(config, group_size=target.lm_head.group_size)
     engine = Engine(
-        config, target, make_drafter(target, config), context,
+        config, target, drafter, context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
         tokenizer=tokenizer, template=template,
         load_s=time.perf_counter() - began, accept=accept_rule(config),

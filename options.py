@@ -140,7 +140,7 @@ class GenerateConfig:
         "exact", "exact: the same tokens as vanilla; residual: the papers' rule", ("exact", "residual"),
         needs=(DRAFT, SAMPLED, ONE_SIZE),
     )  # fmt: skip
-    prompt: str | None = option(None, "text to continue; the demo has a default")
+    prompt: str | None = option(None, "text to continue; the default model and the demo have one")
     prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")

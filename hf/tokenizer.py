@@ -138,6 +138,7 @@ def _of_gguf(path: Path) -> Tokenizer:
     metadata = read_header(path).metadata
     config = tokenizer_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2":
+        _need_tokenizers(path)
         return JsonTokenizer(read_bpe(metadata), config, path)
     model, added = read_sentencepiece(metadata)
     try:
@@ -255,13 +256,19 @@ class JsonTokenizer(Tokenizer):
         return bytes(BYTE_OF[char] for char in token)
 
 
-def _read_json_tokenizer(path: Path) -> Any:
+def _need_tokenizers(path: Path) -> Any:
+    """The package `tokenizers`. path: the file that needs it. Raises: ValueError when it is missing."""
     try:
         import tokenizers
     except ImportError:
         raise ValueError(f"{path} needs the package tokenizers; run: pip install tokenizers") from None
+    return tokenizers
+
+
+def _read_json_tokenizer(path: Path) -> Any:
+    package = _need_tokenizers(path)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return package.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more specific
         raise ValueError(f"{path} is corrupt ({error}); download it again") from None
 

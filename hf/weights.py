@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource
+from checkpoint import TensorSource, is_gguf
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, fit_group, saved_quantization, scale_name
@@ -102,7 +102,8 @@ def load_weights(
     unexpected = sorted(n for n in set(files.readers) - wanted if not ignored(n))
     for what, which in (("missing", missing), ("unexpected", unexpected)):
         if which:
-            raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; does config.json fit?")
+            remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
+            raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}")
     loading = _Loading(files, storage)
     for ours, theirs in names.items():
         owner, _, leaf = ours.rpartition(".")
@@ -161,7 +162,7 @@ class _Loading:
         if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
             got = " + ".join(str(list(p.shape)) for p in parts)
             raise ValueError(
-                f"{self.files.path}: {' + '.join(names)} has shape {got}, but config.json asks for {list(shape)} in all"
+                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for {list(shape)} in all"
             )
         value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=self.storage.device)
         for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
@@ -237,14 +238,13 @@ def load_model(
 
 
 def check_experts(config: ModelConfig, files: TensorSource) -> None:
-    """Check the number of experts. Raises: ValueError when the routers have more or fewer than config.json says."""
+    """Check the number of experts. Raises: ValueError when the routers have more or fewer than the config says."""
     router = "model.layers.0.block_sparse_moe.gate.weight"
     held = len(files.read(router)) if router in files.readers else config.n_experts
     if config.n_experts and held != config.n_experts:
-        raise ValueError(
-            f"{files.path}: config.json says num_local_experts {config.n_experts}, and the weights hold {held}; "
-            f"set it to {held}"
-        )
+        remedy = "use another file" if is_gguf(files.path) else f"set it to {held} in config.json"
+        said = f"the config says num_local_experts {config.n_experts}, and the weights hold {held}"
+        raise ValueError(f"{files.path}: {said}; {remedy}")
 
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:

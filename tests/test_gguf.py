@@ -142,6 +142,7 @@ def write(path, metadata: dict, tensors: dict, kinds="F32") -> Path:
     for key, value in metadata.items():
         if key != "general.architecture":
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add |= {np.int32: writer.add_int32}
             add.get(type(value), writer.add_array)(key, value)
     for name, value in tensors.items():
         kind, data = Kind.F32, value
@@ -236,9 +237,16 @@ def test_k_quants(tmp_path, kind):
     assert load_model(path, torch.float32) and load_model(path, quant=Quantization("int4")).lm_head.group_size == 128
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
-def test_as_transformers_reads_it(tmp_path, kind):
-    path = write_model(tmp_path / "m.gguf", hf_model(), kind)
+READ_BY_TRANSFORMERS = [("Llama", kind) for kind in FLOATS[1:]] + [
+    ("Qwen2", "F16"),
+    ("Qwen2", "Q8_0"),
+    ("Mistral", "F16"),
+]
+
+
+@pytest.mark.parametrize("family, kind", READ_BY_TRANSFORMERS)
+def test_as_transformers_reads_it(tmp_path, family, kind):
+    path = write_model(tmp_path / "m.gguf", hf_model(family), kind)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     assert_same_logits(load_model(path, torch.float32), reference.eval())
 
@@ -334,6 +342,31 @@ def test_bos_and_eos(tmp_path):
     assert tok.encode("a")[0] == 1 and tok.encode("<|im_start|>a", special=True).count(1) == 1
     assert tok.eos_ids == (0,) and read_raw(path)["eos_token_id"] == [0, 5, 2]  # 2 is <|im_end|>
     assert read_config(path).eos_ids == (0, 5, 2) and read_config(path).bos_id == 1
+    assert tok.special == {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
+    keys = {"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2}
+    tok = Tokenizer.load(write(tmp_path / "n.gguf", NAME | BPE_METADATA | keys, {}))
+    assert tok.special["unk_token"] == "<|endoftext|>" and tok.special["pad_token"] == "<|im_end|>"
+    keys["tokenizer.ggml.padding_token_id"] = 10**6  # nothing but a template asks for it
+    tok = Tokenizer.load(write(tmp_path / "n.gguf", NAME | BPE_METADATA | keys, {}))
+    assert "unk_token" in tok.special and "pad_token" not in tok.special
+
+
+@pytest.mark.parametrize("pre", [None, "default", "gpt-2"])
+def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
+    metadata = {k: v for k, v in BPE_METADATA.items() if k != "tokenizer.ggml.pre"}
+    path = write(tmp_path / "t.gguf", NAME | metadata | ({"tokenizer.ggml.pre": pre} if pre else {}), {})
+    ids = train_bpe("gpt-2").encode(MORE[-1]).ids
+    assert Tokenizer.load(path).encode(MORE[-1]) == ids
+    note = f"note: {path} names no pre-tokenizer; GPT-2's is taken\n"
+    assert capsys.readouterr().err == ("" if pre == "gpt-2" else note)
+
+
+def test_values_of_zero_that_mean_none(tmp_path):
+    reference = hf_model()
+    zeros = {"llama.attention.sliding_window": 0, "llama.rope.scaling.factor": 0.0, "llama.expert_count": 0}
+    path = write_model(tmp_path / "m.gguf", reference, extra=zeros)
+    assert read_config(path) == read_config(write_model(tmp_path / "n.gguf", reference))
+    assert_same_logits(load_model(path), reference)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -365,6 +398,10 @@ def test_sentencepiece(tmp_path, prefix):
             ids = original.encode(text, special=special)
             assert ours.encode(text, special=special) == ids, text
             assert ours.decode(ids) == original.decode(ids) and ours.decode(ids, True) == original.decode(ids, True)
+    for text in sentencepiece_texts():
+        assert ours.encode(text, bos=False) == sp.encode(text), text
+        assert ours.encode(text, special=True) == original.encode(text, special=True), text
+        assert ours.decode(sp.encode(text)) == sp.decode(sp.encode(text)), text
     assert ours.token_bytes() == original.token_bytes() and ours.adds_bos
     assert ours.strips_space == original.strips_space == prefix
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="t.gguf") if prefix else None
@@ -372,8 +409,34 @@ def test_sentencepiece(tmp_path, prefix):
         assert ours.encode(text) == fast(text).input_ids, text
 
 
+def sentencepiece_texts(count=1000) -> list[str]:
+    """Deterministic texts: words, spaces at every place, the mark of a space itself, and the names of control tokens."""
+    parts = [
+        " ",
+        "  ",
+        "   ",
+        "\t",
+        "\n",
+        "▁",
+        "▁▁",
+        "<s>",
+        "</s>",
+        "<unk>",
+        "<0x0A>",
+        "def",
+        "f(x)",
+        "return",
+        "hello",
+        "é",
+        "e\u0301",
+    ]
+    parts += ["中文", "🙂", "12", "3.14", "\u00a0", "\u3000", "\u200b", "It's"]
+    rng = random.Random(0)
+    return ["".join(rng.choices(parts, k=rng.randint(1, 12))) for _ in range(count)]
+
+
 SPOILT_TOKENIZERS = {
-    "pre": ({"tokenizer.ggml.pre": "tekken"}, "the pre-tokenizer tekken is not one of default, gpt-2, .*; use --prompt_ids"),
+    "pre": ({"tokenizer.ggml.pre": "tekken"}, "the pre-tokenizer tekken is not one of gpt-2, .*; use --prompt_ids"),
     "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, llama"),
     "no tokens": ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens must be a list, not 'x'"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
@@ -485,11 +548,12 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
             assert "\n" not in str(error), error
 
 
+NAN = float("nan")
 METADATA = {
     "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
-    "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a whole number, not '\[4, 4\]'"),
+    "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a whole number, not \[4, 4\]"),
     "many layers": ({"llama.block_count": 2**32 - 1}, "llama.block_count must be 1 to 1048576; it is 4294967295"),
     "more layers": ({"llama.block_count": 500}, "the file has fewer blocks than block_count"),
     "one more layer": ({"llama.block_count": 3}, "9 missing weight"),
@@ -500,8 +564,30 @@ METADATA = {
     "odd heads": ({"llama.attention.head_count": 3, "llama.attention.head_count_kv": 3}, "has shape .* asks for"),
     "experts": ({"llama.expert_count": 2**20}, "expert_count must be at most 1024"),
     "experts missing": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "missing weight"),
+    "experts chosen": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 4},
+        r"m.gguf: num_experts_per_tok must be 1 to num_local_experts \(2\); it is 4; use another file",
+    ),
     "rope": ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling must be none, linear or LLaMA-3's; the file says yarn"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "the rotation of a part of a head is not supported"),
+    "narrow heads": (
+        {f"llama.{k}": v for k, v in {
+            "attention.head_count": 64, "attention.head_count_kv": 32, "attention.key_length": 1,
+            "attention.value_length": 1, "rope.dimension_count": 1,
+        }.items()},
+        "key_length must be even; convert",
+    ),
+    "no heads' width": ({"llama.attention.head_count": 2**20, "llama.attention.key_length": None}, "key_length must be even"),
+    "wide heads": ({"llama.attention.key_length": 2**20}, "head_count times key_length must be at most 1048576"),
+    "window": ({"llama.attention.sliding_window": np.int32(-4)}, "sliding_window must be 1 to 16777216; it is -4"),
+    "context": ({"llama.context_length": 0}, "context_length must be 1 to 16777216; it is 0"),
+    "epsilon": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon must be a finite number above 0; it is -1.0"),
+    "no epsilon": ({"llama.attention.layer_norm_rms_epsilon": NAN}, "epsilon must be a finite number above 0; it is nan"),
+    "base": ({"llama.rope.freq_base": -5.0}, "rope.freq_base must be a finite number above 0; it is -5.0"),
+    "no base": ({"llama.rope.freq_base": NAN}, "rope.freq_base must be a finite number above 0; it is nan"),
+    "endless base": ({"llama.rope.freq_base": float("inf")}, "rope.freq_base must be a finite number above 0; it is inf"),
+    "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
+    "no factor": ({"llama.rope.scaling.factor": NAN}, "rope.scaling.factor must be a finite number above 0; it is nan"),
     "parts": ({"split.count": 3}, "is one of several parts; join them first"),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip
@@ -530,7 +616,7 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
     assert "1 unexpected weight(s): model.layers.0.other.weight" in says(
         tensors | {"model.layers.0.other.weight": tensors[name]}
     )
-    assert "1 missing weight(s): model.layers.1.mlp.up_proj.weight" in says(
+    assert "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file" in says(
         {k: v for k, v in tensors.items() if k != name}
     )
     assert "has shape [96, 64] + [1, 96, 64]" in says(tensors | {name: tensors[name][None]})
@@ -549,7 +635,14 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
 
 
 def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
-    assert "cannot read" in refused(capsys, "--checkpoint", str(tmp_path / "no.gguf"))
+    path = tmp_path / "no.gguf"
+    assert f"cannot read {path}: No such file or directory; check the path" in refused(
+        capsys, "--checkpoint", str(path)
+    )
+    path = tmp_path / "model.bin"
+    path.write_bytes(whole[0].read_bytes())
+    said = f"{path} is a GGUF file without its suffix; rename it to model.bin.gguf"
+    assert said in refused(capsys, "--checkpoint", str(path))
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "needs the package gguf; run: pip install gguf" in refused(capsys, "--checkpoint", str(whole[0]))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -595,8 +688,15 @@ def test_generate(whole, tmp_path):
     assert result.tokens == want and result.stats["tau"] > 3
     rounded = load(checkpoint=path, quant="int4", **options)
     assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {32}  # of 64 and 96
+    assert rounded.config.group_size == 32 and engine.config.group_size == 0
     with pytest.raises(ValueError, match="int4 group size 128 does not divide in_features 64 .*; use --group_size 32"):
         load(checkpoint=path, quant="int4", group_size=128, **options)
+
+
+def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
+    argv = ["--checkpoint", str(whole[0]), "--device", "cpu", "--max_new_tokens", "4", "--prompt_ids", "5,17"]
+    program.main([*argv, "--quant", "int4", "--json", str(tmp_path / "out.json")])
+    assert json.loads((tmp_path / "out.json").read_text())["config"]["group_size"] == 32
 
 
 def test_the_command_line(capsys, whole):

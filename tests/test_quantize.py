@@ -406,7 +406,7 @@ def test_an_open_group_size_is_the_largest_that_fits(tmp_path):
     cases = {(96, 64): 32, (576, 1536): 64, (128, 64): 64, (4096, 11008): 128, (256,): 128}
     for inputs, size in cases.items():
         assert fit_group(open_size, dict(zip("ab", inputs))).group_size == size, inputs
-    with pytest.raises(ValueError, match="int4 group size 32 does not divide in_features 48 of b; use int8"):
+    with pytest.raises(ValueError, match="int4 group size 32 does not divide in_features 48 of b; use --quant int8"):
         fit_group(open_size, {"a": 64, "b": 48})
     with pytest.raises(
         ValueError, match="int4 group size 128 does not divide in_features 576 of a; use --group_size 64"

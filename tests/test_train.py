@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -101,6 +102,33 @@ def test_answers_are_marked_and_nothing_else(kind):
     assert first.startswith("It is four.") and second.startswith("It is six.")
     assert "What" not in text and "USER" not in text
     assert len(example.ids) == len(example.mask)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "own"])
+def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
+    """Answers of a file begin with spaces or newlines; a template may keep them."""
+    tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
+    if kind == "own":
+        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), tokenizer.special)
+    turns = ["What is 2 + 2?", "And 3 + 3?", "And 4 + 4?"]
+    plain, spaced = ["four", "six\nor so", "eight"], [" four\n", "\n\nsix\nor so ", "\teight "]
+    (tmp_path / "d.jsonl").write_text(
+        "".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced))
+    )
+    one, other = (to_example(d, tokenizer, template) for d in train_eagle.read_dialogues(tmp_path / "d.jsonl"))
+    assert one == other
+    spans = "".join(tokenizer.decode([i]) if m else "|" for i, m in zip(*other))
+    assert [s for s in spans.split("|") if s.strip()] and all(answer in spans for answer in plain)
+
+
+def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
+    """Any other fault of a template is an error, also where the data are texts."""
+    copy = shutil.copytree(DEMO, tmp_path / "demo")
+    config, target = TrainConfig(checkpoint=str(copy), device="cpu"), golden_target()
+    assert train_eagle.make_engine(config, target).template is None
+    (copy / "chat_template.jinja").write_text("{% broken")
+    with pytest.raises(ValueError, match="its chat template"):
+        train_eagle.make_engine(config, target)
 
 
 def test_batches_resume_where_they_were():
