@@ -145,7 +145,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         filters = self.filters | {"sum": _sum, "tojson": self._to_json}
         self.filters = {name: self._checked(name, function) for name, function in filters.items()}
         self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now}
-        self.globals |= {"dict": lambda *args, **named: dict(*args, **named), "namespace": _Namespace}
+        self.globals |= {
+            "dict": lambda *args, **named: dict(*args, **named),
+            "namespace": _Namespace,
+        }
 
     def check(self, amount: int) -> None:
         """Raises: SecurityError for too many characters."""
@@ -235,14 +238,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.check_pattern(PRINTF.findall(format), "*(", ())
         return datetime.now().strftime(format)
 
-    def _to_json(
-        self,
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ):
+    def _to_json(self, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         return self.concat(encoder.iterencode(value))  # jinja2's own escapes HTML
 

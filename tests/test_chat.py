@@ -449,7 +449,7 @@ def test_growth_by_steps_ends(monkeypatch, step):
 USERS = {
     "numbers": "What is 12345678 + 1, 99999999999999999999 times? In %99999999d, {:99999999} and {0.a}?",
     "digits": "9" * 5000,
-    "long": "An (8)12345678 * text.\n" * 6000,
+    "long": "An (8)12345678 * text.\n" * 4500,
     "wide": "🙂 \u0130 <&>" * 15000,
 }
 PLACES = [
