@@ -74,7 +74,7 @@ class JinjaTemplate(ChatTemplate):
         return before.removeprefix(prompt) if before.startswith(prompt) else ""
 
     def render(self, turns: list[str], answers: list[str]) -> str:
-        """As the base class. Raises: ValueError when the template fails."""
+        """As the base class. Raises: ValueError when the template fails; it says whether --system is the cause."""
         said = [{"role": "user", "content": turn} for turn in turns]
         for number, answer in enumerate(answers):
             said.insert(2 * number + 1, {"role": "assistant", "content": answer})
@@ -84,7 +84,17 @@ class JinjaTemplate(ChatTemplate):
         try:
             return self.program.render(**given, **self.special)
         except ValueError as error:
+            if self.system is not None and self._renders_without_system(turns, answers):
+                reason = f"takes no system message ({error}); drop --system"
+                raise ValueError(f"{self.path}: its chat template {reason}") from None
             raise refusal(self.path, error) from None
+
+    def _renders_without_system(self, turns: list[str], answers: list[str]) -> bool:
+        try:
+            replace(self, system=None).render(turns, answers)
+        except ValueError:
+            return False
+        return True
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The control or added token that follows an answer in a rendered probe, if one does.
@@ -92,8 +102,11 @@ class JinjaTemplate(ChatTemplate):
         Raises: ValueError when the template fails, or leaves out the system message.
         """
         question, answer, another = PROBE
-        text = self.render([question, another], [answer])
-        if (self.system or "").strip() not in text:
+        turns, answers = [question, another], [answer]
+        text = self.render(turns, answers)
+        # compared with another message, not with none: this one may be the template's own default
+        other = replace(self, system=f"{question} {self.system}")
+        if (self.system or "").strip() and text == other.render(turns, answers):
             raise ValueError(f"{self.path}: its chat template leaves out the system message; drop --system")
         return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
 
@@ -104,12 +117,15 @@ def refusal(path: Path, reason: Any) -> ValueError:
 
 
 def template_text(path: Path) -> str | None:
-    """The Jinja template that a checkpoint brings, or None. Raises: ValueError when it is not a text."""
+    """The Jinja template that a checkpoint brings, or None. Raises: ValueError when it cannot be read."""
     if is_gguf(path):
         return chat_template_text(path)
     jinja = path / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8", errors="replace")
+    try:
+        if jinja.is_file():
+            return jinja.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refusal(path, f"cannot be read ({error})") from None
     found = optional_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # of {name, template}
         named = {row.get("name"): row.get("template") for row in found if isinstance(row, dict)}

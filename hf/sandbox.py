@@ -3,56 +3,55 @@
 A checkpoint's chat template is a program by somebody else.
 
 1. jinja2's immutable sandbox keeps it from Python's internals. Here an unsafe attribute is an error at once.
-2. Operations that run in C (repeating, joining, padding text; literal lists; slices) are charged to a budget of
-   characters before they run. So each of them is short, and no value is large.
-3. A trace function reads the thread's clock at every line of Python, also inside jinja2. This ends loops.
+2. A trace function reads the thread's clock at every line of Python, also inside jinja2, and now and then the memory of
+   the process. This ends loops and growth by steps.
+3. What one call in C could multiply is checked before it (`check_call`), and what is made, with all that it holds,
+   after it (`bounded`). So no single step is long.
 
-Trade-off: all in one process and thread, with no worker to start or signal to catch. The trace makes rendering some
-times slower, which leaves it at milliseconds. Slices of large texts are charged only after they are made.
+Every limit grows with the conversation: only templates meet them. Trade-off: all in one process and thread, with no
+worker to start or signal to catch; the trace makes rendering some times slower, which leaves it at milliseconds.
 Source: the module utils.chat_template_utils of transformers, for the options, the globals and `{% generation %}`.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import sys
 import time
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from datetime import datetime
 from functools import wraps
 from math import prod
+from string import Formatter
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
+from jinja2.utils import Namespace, pass_environment
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
-MAX_BUILT_CHARS = 10**8  # what the operations of one rendering may build in all, estimated from above
-MAX_NUMBER = 10**6  # a width, a count, a precision
-MAX_INT_BITS = 1024
-MAX_CPU_S = 5.0  # a conversation of 600 messages takes LLaMA-3.1's 0.3 s
-# filters and methods whose result can be as large as the product of their arguments
-GROWING = frozenset((
-    "batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "lstrip", "pprint", "replace",
-    "rjust", "round", "rstrip", "slice", "strip", "to_bytes", "tojson", "translate", "trim", "zfill",
-))  # fmt: skip
-FORMATS = frozenset(("format", "format_map", "%"))  # a number in the pattern is a width
-# these read or copy a list, not what it holds; templates ask for `messages | length` at every message
-SHALLOW = frozenset((
-    "count", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse", "select",
-    "selectattr",
-))  # fmt: skip
-SIZED = (str, bytes, range, list, tuple, set, frozenset, dict, KeysView, ValuesView, ItemsView)
-REMOVED_FILTERS = ("sum", "urlize", "wordwrap")  # nothing uses them, and their time is quadratic
+# and for a conversation of n characters:
+MAX_CPU_S = 5.0  # + n * 1e-6; 600 messages take LLaMA-3.1's 0.3 s
+MAX_BYTES = 10**9  # + 100 n, by which the memory grows
+MAX_CHARS = 10**7  # + 100 n, of one value
+LOOK_S = 0.002  # between two looks at the memory
+LISTS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+PADDING = ("batch", "center", "ljust", "rjust", "round", "slice", "tojson", "to_bytes", "zfill")  # to a number
+MULTIPLYING = ("expandtabs", "indent", "translate")
+SEARCHING = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")  # in quadratic time
+UNSUPPORTED = ("urlize", "wordwrap")  # slow regular expressions; no published template has them
+# %, or a name in (), flags and width.precision; a name with ( in it counts as a width that is no number
+PRINTF = re.compile(r"%(?:%|(?:\([^()]*\))?[-#0 +_^]*(\([^()]*\(|[*\d]*\.?[*\d]*))")
 
 
-class OutOfTime(BaseException):
+class OutOfLimits(BaseException):
     """Ends a rendering. Not an Exception, so that no filter of jinja2 catches it."""
 
 
@@ -67,151 +66,199 @@ class Template:
         self._template = self._run(lambda: self._environment.from_string(source))
 
     def render(self, **variables: Any) -> str:
-        """Render. Raises: ValueError when the template raises, takes too long or reaches for what is not its own."""
-        self._environment.built = 0
-        return self._run(lambda: self._template.render(**variables))
+        """Render. Raises: ValueError when the template raises, takes too much or reaches for what is not its own."""
+        given = size(variables)
+        self._environment.most = MAX_CHARS + 100 * given
+        return self._run(lambda: self._template.render(**variables), given)
 
     @staticmethod
-    def _run(function: Callable[[], Any]) -> Any:
-        end = time.thread_time() + MAX_CPU_S
+    def _run(function: Callable[[], Any], given: int = 0) -> Any:
+        look, before = time.thread_time(), sys.gettrace()
+        end, most = look + MAX_CPU_S + given * 1e-6, resident_bytes() + MAX_BYTES + 100 * given
 
         def watch(frame, event, argument):
-            if event == "line" and time.thread_time() > end:  # raised where a generator is closed, it would be lost
-                raise OutOfTime
-            return watch
+            nonlocal look
+            if event == "line" and (now := time.thread_time()) > look:  # raised where a generator closes, it'd be lost
+                if now > end:
+                    raise OutOfLimits(f"takes more than {MAX_CPU_S:g} s")
+                if resident_bytes() > most:
+                    raise OutOfLimits(f"takes more than {MAX_BYTES / 1e9:g} GB of memory")
+                look = now + LOOK_S
+            return None if frame.f_code is size.__code__ else watch  # it has its own limit
 
-        before = sys.gettrace()
         try:
             sys.settrace(watch)
             return function()
-        except OutOfTime:
-            reason = f"takes more than {MAX_CPU_S:g} s"
+        except OutOfLimits as error:
+            reason = str(error)
         except SecurityError as error:
-            reason = f"is refused: {_one_line(error)}"
+            reason = f"is refused: {one_line(error)}"
         except jinja2.TemplateSyntaxError as error:
-            reason = f"is not valid Jinja (line {error.lineno}): {_one_line(error.message)}"
+            reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message)}"
         except Exception as error:  # a template can raise any
             own = isinstance(error, TemplateError)
-            reason = f"raises: {_one_line(error)}" if own else f"fails ({type(error).__name__}: {_one_line(error)})"
+            reason = f"raises: {one_line(error)}" if own else f"fails ({type(error).__name__}: {one_line(error)})"
         finally:
             sys.settrace(before)
         raise ValueError(reason)
 
 
-def _one_line(error: Any) -> str:
+def one_line(error: Any) -> str:
+    """What an error says, on one line that can be printed."""
     text = "".join(char if char.isprintable() else " " for char in str(error)[:400])
     return " ".join(text.split()) or type(error).__name__
 
 
+def resident_bytes() -> int:
+    """The memory of the process; 0 where there is no /proc, so that there only time ends growth by steps."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def size(value: Any, most: int = 10**9) -> int:
+    """Characters of a text, or of all texts in a list or mapping and 10 for each element; stops beyond `most`."""
+    total, todo = 0, [value]
+    while todo and total <= most:
+        value = todo.pop()
+        if isinstance(value, (str, bytes)):
+            total += len(value)
+        elif isinstance(value, (dict, *LISTS)):
+            total += 10 * len(value)
+            todo += value
+            todo += value.values() if isinstance(value, dict) else ()
+    return total
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2 with a budget for what templates build. One template each: `built` is of one rendering."""
+    """The sandbox of jinja2 with a limit for what one step makes. One template each: `most` is of one rendering."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))  # these are not computed while compiling either
 
     def __init__(self):
-        self.built = 0  # characters, or elements of lists
+        self.most = MAX_CHARS
+        self.code_generator_class = BoundedCode
         extensions = [Generation, "jinja2.ext.loopcontrols"]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self.charged)
-        filters = self.filters | {"tojson": _to_json}
-        self.filters = {k: self._charging(k, f) for k, f in filters.items() if k not in REMOVED_FILTERS}
-        self.filters |= {"charged": self.charged, "charged_slice": self.charged_slice}
-        own = {"raise_exception": _raise, "strftime_now": self._strftime_now, "dict": _Dict(), "namespace": _Namespace}
-        self.globals |= own
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        filters = self.filters | {"sum": _sum, "tojson": self._to_json}
+        self.filters = {name: self._checked(name, function) for name, function in filters.items()}
+        self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now}
+        self.globals |= {
+            "dict": lambda *args, **named: dict(*args, **named),
+            "namespace": _Namespace,
+        }
 
-    def charge(self, amount: int) -> None:
-        """Add to what was built. Raises: SecurityError when it is too much."""
-        self.built += amount
-        if self.built > MAX_BUILT_CHARS:
-            raise SecurityError(f"it builds more than {MAX_BUILT_CHARS:g} characters")
+    def check(self, amount: int) -> None:
+        """Raises: SecurityError for too many characters."""
+        if amount > self.most:
+            raise SecurityError(f"it builds more than {MAX_CHARS:g} characters at once")
 
-    def charged(self, value: Any) -> Any:
-        """The value, once its size is charged."""
-        self.charge(size(value))
+    def bounded(self, value: Any) -> Any:
+        """The value, once its size is checked; a bit of a number counts as 100, which keeps arithmetic short."""
+        self.check(100 * value.bit_length() if isinstance(value, int) else size(value, self.most))
         return value
 
-    def charged_slice(self, value: Any) -> Any:
-        """A slice, once its length is charged."""
-        self.charge(len(value))
-        return value
+    def check_call(self, name: str, subject: Any, args: tuple) -> None:
+        """Check what a filter, or a method of `subject`, would make."""
+        if name in PADDING:
+            self.check(10 * max((abs(v) for v in args if isinstance(v, int)), default=0))
+        elif name in MULTIPLYING:
+            self.check(size(subject) * prod(map(_weight, args)))
+        elif name in SEARCHING:
+            self.check(size(subject) * prod(map(_weight, args)) // 2000)  # comparisons are fast
+        elif name == "replace" and len(args) > 1:
+            text, old, new = (v if isinstance(v, (str, bytes)) else str(v) for v in (subject, *args[:2]))
+            self.check(len(text) + text.count(old) * len(new))
 
-    def charge_call(self, name: str, values: tuple) -> None:
-        """Charge a call with its arguments' sizes: their product where it is GROWING, else their sum."""
-        if name in GROWING or name in FORMATS:
-            self.charge(prod(weight(v, name in FORMATS) for v in values))
-        elif name in SHALLOW:
-            self.charge(sum(len(v) for v in values if isinstance(v, SIZED)))
-        else:
-            self.charge(sum(map(size, values)))
+    def check_pattern(self, specs: list[str], no_number: str, values: Any) -> None:
+        """Check the format specs of a pattern. no_number: the characters that only widths from values have"""
+        if any(char in spec for spec in specs for char in no_number):
+            raise SecurityError("a width in a format is not a number")
+        self.check(10 * sum(int(n) for spec in specs for n in re.findall(r"\d+", spec)) + len(specs) * size(values))
+
+    def parts(self, values: Any, separator: Any) -> list:
+        """What is joined, once its size is checked."""
+        values = list(values)
+        self.check(size(values) + len(values) * len(separator))
+        return values
 
     def concat(self, parts: Any) -> str:
         """Join the parts of an output, of a macro or of a block."""
-        parts = list(parts)
-        self.charge(sum(map(len, parts)))
-        return "".join(parts)
+        return "".join(self.parts(parts, ""))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-            _check_numbers(operator, left, right)
+        ints = [abs(v) for v in (left, right) if isinstance(v, int)]
+        if operator == "%" and isinstance(left, (str, bytes)):
+            self.check_pattern(PRINTF.findall(left if isinstance(left, str) else left.decode("latin-1")), "*(", right)
         elif operator == "+":
-            self.charge(size(left) + size(right))
-        else:
-            self.charge_call("%" if operator == "%" else "center", (left, *_elements(right)))
+            self.bounded((left, right))
+        elif operator == "*" and len(ints) == 1:
+            self.check(ints[0] * max(size(left), size(right)))
+        elif len(ints) == 2:  # an exponent multiplies the bits
+            self.check(100 * left.bit_length() * (abs(right) if operator == "**" else 2))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         inner = getattr(function, "__wrapped__", function)  # str.format comes wrapped
-        owner, args = getattr(inner, "__self__", None), _lists(args)
-        named = [value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")]  # jinja2's own
-        self.charge_call(getattr(inner, "__name__", ""), (owner, *args, *named))
-        return super().call(context, function, *args, **kwargs)
+        name, owner = getattr(inner, "__name__", ""), getattr(inner, "__self__", None)
+        self.bounded((args, kwargs))  # what a macro gets as varargs and kwargs
+        if name == "join" and isinstance(owner, (str, bytes)) and args:
+            args = (self.parts(args[0], owner), *args[1:])
+        elif name in ("format", "format_map") and isinstance(owner, str):
+            specs = [spec for _, _, spec, _ in Formatter().parse(owner) if spec is not None]
+            self.check_pattern(specs, "{", (args, kwargs))
+        else:
+            self.check_call(name, owner, (*args, *kwargs.values()))
+        return self.bounded(super().call(context, function, *args, **kwargs))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         raise SecurityError(f"it reaches for the attribute {attribute} of a {type(obj).__name__}")
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _ChargeLiterals(self).visit(super()._parse(source, name, filename))
+    def _checked(self, name: str, function: Callable) -> Callable:
+        first = hasattr(function, "jinja_pass_arg")  # then an environment or context comes before the subject
 
-    def _charging(self, name: str, function: Callable) -> Callable:
         @wraps(function)  # keeps jinja2's mark of what it passes
-        def charging(*args, **kwargs):
-            args = _lists(args)
-            self.charge_call(name, (*args, *kwargs.values()))
-            return function(*args, **kwargs)
+        def checked(*args, **kwargs):
+            before, (subject, *rest) = args[:first], args[first:]
+            if name in UNSUPPORTED:
+                raise SecurityError(f"the filter {name} is not supported")
+            if name == "join":
+                subject = self.parts(subject, str(rest[0] if rest else kwargs.get("d", "")))
+            elif name == "format":
+                self.check_pattern(PRINTF.findall(str(subject)), "*(", (rest, kwargs))
+            else:
+                self.check_call(name, subject, (*rest, *kwargs.values()))
+            return self.bounded(function(*before, subject, *rest, **kwargs))
 
-        return charging
+        return checked
 
     def _strftime_now(self, format: str) -> str:
-        self.charge_call("%", (format,))
+        self.check_pattern(PRINTF.findall(format), "*(", ())
         return datetime.now().strftime(format)
 
+    def _to_json(self, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return self.concat(encoder.iterencode(value))  # jinja2's own escapes HTML
 
-class _ChargeLiterals(NodeTransformer):
-    """Pass literal lists, slices and the operands of `~` through the filter `charged`."""
 
-    def __init__(self, environment: Sandbox):
-        self._environment = environment
+class BoundedCode(CodeGenerator):
+    """Checks what literals and `~` make: a short program can nest lists whose text is longer than memory."""
 
-    def _charged(self, node: nodes.Expr, how: str = "charged") -> nodes.Expr:
-        where = {"lineno": node.lineno, "environment": self._environment}
-        return nodes.Filter(node, how, [], [], None, None, **where)
 
-    def visit_List(self, node: nodes.Expr) -> nodes.Expr:
-        return self._charged(self.generic_visit(node))
+def _bounding(visit: Callable) -> Callable:
+    def bounding(self, node, frame):
+        made = getattr(node, "ctx", "load") == "load"  # not the names that are set
+        self.write("environment.bounded(" if made else "")
+        visit(self, node, frame)
+        self.write(")" if made else "")
 
-    visit_Dict = visit_List
+    return bounding
 
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
-        node = self.generic_visit(node)
-        return self._charged(node) if node.ctx == "load" else node
 
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
-        node = self.generic_visit(node)
-        return self._charged(node, "charged_slice") if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
-        node = self.generic_visit(node)
-        node.nodes = [self._charged(n) for n in node.nodes]
-        return node
+for _visit in ("visit_Concat", "visit_Dict", "visit_List", "visit_Tuple"):
+    setattr(BoundedCode, _visit, _bounding(getattr(CodeGenerator, _visit)))
 
 
 class Generation(Extension):
@@ -224,90 +271,24 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class _Dict:
-    """`dict` without the attributes of a type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict:
-        return dict.fromkeys(*args)
-
-
 class _Namespace(Namespace):
-    """A namespace without names that begin with an underscore; its text does not show its values."""
-
-    def __init__(*args: Any, **kwargs: Any):  # noqa: N805  (`namespace(self=1)` must work)
-        Namespace.__init__(*args, **kwargs)
-        for name in dict(*args[1:], **kwargs):
-            _check_name(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
     def __repr__(self) -> str:
-        return "<Namespace>"
+        return "<Namespace>"  # its values, and those of namespaces in it, have no limit together
 
 
-def _check_name(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"it sets the name {name} of a namespace")
-
-
-def _check_numbers(operator: str, left: float, right: float) -> None:
-    if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
-        bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * abs(right)
-        if bits > MAX_INT_BITS:
-            raise SecurityError(f"it computes a number of more than {MAX_INT_BITS} bits")
-
-
-def size(value: Any) -> int:
-    """Characters of a text, of all texts in a list or mapping and its elements; 1 for what has no size.
-
-    Stops counting beyond the budget, so that a list that holds itself many times takes no long time.
-    """
-    total, todo = 0, [value]
-    while todo and total <= MAX_BUILT_CHARS:
-        value = todo.pop()
-        total += len(value) if isinstance(value, (str, bytes, range)) else 1
-        if isinstance(value, dict):
-            todo += [*value.keys(), *value.values()]
-        elif isinstance(value, SIZED) and not isinstance(value, (str, bytes, range)):
-            todo += value
-    return total
-
-
-def weight(value: Any, pattern: bool) -> int:
-    """What an argument multiplies a result by: at most a number's value, a text's length.
-
-    pattern: whether texts are patterns, in which numbers are widths
-    Raises: SecurityError for a large number.
-    """
-    numbers = [value] if isinstance(value, int) else []
-    if pattern and isinstance(value, (str, bytes)):
-        text = value if isinstance(value, str) else value.decode("latin-1")
-        numbers = [int(digits[-9:]) if len(digits) < 10 else MAX_NUMBER + 1 for digits in re.findall(r"\d+", text)]
-    if any(abs(n) > MAX_NUMBER for n in numbers):
-        raise SecurityError(f"it uses a width or count above {MAX_NUMBER:g}")
-    return max(1, size(value) + sum(map(abs, numbers)))
-
-
-def _elements(value: Any) -> tuple:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _lists(args: tuple) -> tuple:
-    """Arguments with what is computed while it is read turned into lists, whose sizes can be read."""
-    return tuple(list(a) if isinstance(a, Iterator) else a for a in args)
+def _weight(value: Any) -> int:
+    """What an argument can multiply a text by: a number's value, a text's length, the longest in a list or mapping."""
+    if isinstance(value, (dict, *LISTS)):
+        return max(map(_weight, value.values() if isinstance(value, dict) else value), default=1)
+    return max(1, abs(value) if isinstance(value, int) else size(value))
 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-):
-    # jinja2's own escapes HTML
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+@pass_environment
+def _sum(environment: Sandbox, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+    for value in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+        start = start + value  # line by line: jinja2's own can take quadratic time in C
+    return start

@@ -141,13 +141,31 @@ SNIPPETS = [
     "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
     "{% set x = 1 %}{% generation %}\n{% set x = 2 %}{{ messages[0].content }}{% endgeneration %}{{ x }}",
     "{{ messages[0] | tojson }}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}",
-    "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}{{ dict(a=1) }}{{ dict.fromkeys is defined }}",
+    "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}{{ dict(a=1) }}",
     "{{ tools is none }}{{ documents is none }}{{ nothing }}{{ bos_token }}{{ pad_token }}{{ '%03d|%s' % (7, 'x') }}",
     "{{ [1, 2] + [3] }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 'a' ~ 1 ~ none }}{{ messages[::-1][0].content[:3] }}{{ (1, 2) }}",
     "{{ messages | map(attribute='role') | join(', ') }}{{ 'a,b'.split(',') }}{{ '{:>5}'.format('x') }}{{ 7 % 4 }}",
     "{% macro show(m) %}<{{ m.content | trim | replace('a', 'b') | upper }}>{% endmacro %}{{ show(messages[0]) }}",
     "{% set x %}{{ messages | length }}{% endset %}{{ x }}{{ messages[0].items() | list }}{{ 'x' in 'xy' }}{# no #}\n",
     "{{ messages[0].get('content') }}{% filter indent(2, true) %}a\nb{% endfilter %}{{ 'x'.ljust(4) }}{{ 3.14159 | round(2) }}",
+    "{{ [1, 2.5] | sum }}{{ messages | map(attribute='content') | map('length') | sum }}{{ [[1], [2]] | sum(start=[]) }}",
+    "{{ '%5s|%-3d|%%' % ('x', 7) }}{{ '{:*^9}|{{}}|{a!r}'.format('x', a=1) }}{{ '%s' | format('x') }}{{ 1700000000 | tojson }}",
+    # what the templates of models that think are made of
+    """{%- set ns = namespace(last=-1, seen=false) %}
+    {%- for m in messages[::-1] %}
+        {%- set index = (messages | length - 1) - loop.index0 %}
+        {%- if not ns.seen and m.role == 'user' and not m.content.startswith('<tool_response>') %}
+            {%- set ns.seen = true %}{%- set ns.last = index %}
+        {%- endif %}
+    {%- endfor %}
+    {%- for m in messages %}
+        {%- set content = m.content if m.content is string else '' %}{%- set thoughts = '' %}
+        {%- if '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- m.role ~ ':' + content.strip('\\n') }}{% if loop.index0 > ns.last or loop.last %}({{ thoughts }}){% endif %}
+    {%- endfor %}{% if enable_thinking is defined and enable_thinking is false %}no{% endif %}""",
 ]
 
 
@@ -155,7 +173,7 @@ SNIPPETS = [
 def test_language_equals_transformers(text):
     render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     given = {"bos_token": "<s>", "eos_token": "</s>"}
-    said = messages(TURNS, ANSWERS, "a sum")
+    said = messages(TURNS, ["<think>\nfour\n</think>\n\nIt is 4.", ANSWERS[1]], "a sum")
     whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
     ours = Template(text).render(messages=said, tools=None, documents=None, add_generation_prompt=True, **given)
     assert ours == render(**whole, **given)[0][0]
@@ -235,9 +253,40 @@ def test_system_message(json_dir, tmp_path):
     assert str(path) in one_line(caught)
     write(path, "chat_template.jinja", text)
     for system in ("Be brief.", ""):
-        with pytest.raises(ValueError, match="raises: System role not supported; use --chat NAME") as caught:
+        reason = r"takes no system message \(raises: System role not supported\); drop --system$"
+        with pytest.raises(ValueError, match=reason) as caught:
             own(path, system=system).stop_ids(tokenizer)  # load() asks for it
         assert str(path) in one_line(caught)
+    with pytest.raises(ValueError, match="raises: no; use --chat NAME"):
+        own(path, "{{ raise_exception('no') }}", "Be brief.").stop_ids(tokenizer)
+
+
+def test_a_system_message_that_is_changed_or_the_default_is_not_left_out(json_dir, tmp_path):
+    path = with_files(json_dir, tmp_path)
+    tokenizer = Tokenizer.load(path)
+    for text in ("{{ messages[0].content | upper }}", "{{ messages[0].content.split() | join('_') }}"):
+        own(path, text, "Be brief.").stop_ids(tokenizer)
+    default = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}Be brief.{% endif %}"
+    own(path, default, "Be brief.").stop_ids(tokenizer)
+    with pytest.raises(ValueError, match="leaves out the system message"):  # the probe has the same words
+        own(path, "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "A").stop_ids(tokenizer)
+
+
+def test_a_template_file_that_cannot_be_read(json_dir, tmp_path, monkeypatch):
+    path = with_files(json_dir, tmp_path)
+    tokenizer = Tokenizer.load(path)
+    (path / "chat_template.jinja").write_bytes(b"{{ bos_token }}\xff")
+    with pytest.raises(ValueError, match="its chat template cannot be read .*0xff.*; use --chat NAME") as caught:
+        chat_template(path, tokenizer)
+    assert str(path) in one_line(caught)
+
+    def refused(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(ValueError, match="cannot be read .*Permission denied.*; use --chat NAME") as caught:
+        chat_template(path, tokenizer)
+    one_line(caught)
 
 
 def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
@@ -262,10 +311,10 @@ def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
 # --------------------------------------------------------------------------------------------------- bad templates
 
 GROW = "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
-TOO_LARGE, TOO_WIDE, TOO_LONG = (
-    "builds more than 1e+08 characters",
-    "a width or count above 1e+06",
-    "takes more than 0.2 s",
+TOO_LARGE, TOO_LONG, NO_NUMBER = (
+    "builds more than 1e+07 characters",
+    "takes more than 0.1 s",
+    "width in a format is not",
 )
 BAD = {
     "{{ raise_exception('no\n \x1b[2Jsuch thing') }}": "raises: no [2Jsuch thing",
@@ -285,8 +334,7 @@ BAD = {
     "{{ raise_exception.__globals__ }}": "reaches for the attribute __globals__ of a function",
     "{{ strftime_now.__self__ }}": "reaches for the attribute __self__ of a method",
     "{{ messages.append(1) }}": "reaches for the attribute append of a list",
-    "{% set ns = namespace(_x=1) %}": "sets the name _x of a namespace",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}": "sets the name __class__ of a namespace",
+    "{{ namespace(_x=1)._x }}": "reaches for the attribute _x of a _Namespace",
     # time
     "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}": TOO_LONG,
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": TOO_LONG,
@@ -296,46 +344,56 @@ BAD = {
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ range(1000000000) }}": "Range too big",
     # memory
-    "{{ 'x' * 10**10 }}": TOO_WIDE,
+    "{{ 'x' * 10**10 }}": TOO_LARGE,
     "{{ 'x' * 1000000 * 1000 }}": TOO_LARGE,
-    "{{ 'x' * 9999999999 }}": TOO_WIDE,
-    "{{ 'x'|center(9999999999) }}": TOO_WIDE,
-    "{{ 'x'.ljust(9999999999) }}": TOO_WIDE,
-    "{{ 'x'['ljust'](9999999999) }}": TOO_WIDE,
-    "{{ ['x']|map('center', 9999999999)|list }}": TOO_WIDE,
-    "{{ '%09999999d' % 1 }}": TOO_WIDE,
-    "{{ '%*d' % (99999999, 1) }}": TOO_WIDE,
-    "{{ '%099999999d'|format(1) }}": TOO_WIDE,
-    "{{ '{:099999999d}'.format(1) }}": TOO_WIDE,
-    "{{ '{:{w}}'.format('x', w=99999999) }}": TOO_WIDE,
-    "{{ '{x:099999999}'.format_map({'x': 1}) }}": TOO_WIDE,
-    "{{ strftime_now('%099999999d') }}": TOO_WIDE,
-    "{{ (1).to_bytes(99999999, 'big') }}": TOO_WIDE,
-    "{{ 'a'|indent(99999999, true) }}": TOO_WIDE,
-    "{{ {'a': 1}|tojson(indent=99999999) }}": TOO_WIDE,
-    "{{ [1]|batch(99999999, 0)|list }}": TOO_WIDE,
-    "{{ 1.5|round(99999999) }}": TOO_WIDE,
-    "{{ (10**300)**300 }}": "computes a number of more than 1024 bits",
+    "{{ 'x' * 9999999999 }}": TOO_LARGE,
+    "{{ 'x'|center(9999999999) }}": TOO_LARGE,
+    "{{ 'x'.ljust(9999999999) }}": TOO_LARGE,
+    "{{ 'x'['ljust'](9999999999) }}": TOO_LARGE,
+    "{{ ['x']|map('center', 9999999999)|list }}": TOO_LARGE,
+    "{{ '%09999999d' % 1 }}": TOO_LARGE,
+    "{{ '%*d' % (99999999, 1) }}": NO_NUMBER,
+    "{{ '%099999999d'|format(1) }}": TOO_LARGE,
+    "{{ '{:099999999d}'.format(1) }}": TOO_LARGE,
+    "{{ '{:{w}}'.format('x', w=99999999) }}": NO_NUMBER,
+    "{{ '{x:099999999}'.format_map({'x': 1}) }}": TOO_LARGE,
+    "{{ strftime_now('%099999999d') }}": TOO_LARGE,
+    "{{ (1).to_bytes(99999999, 'big') }}": TOO_LARGE,
+    "{{ 'a'|indent(99999999, true) }}": TOO_LARGE,
+    "{{ {'a': 1}|tojson(indent=99999999) }}": TOO_LARGE,
+    "{{ [1]|batch(99999999, 0)|list }}": TOO_LARGE,
+    "{{ 1.5|round(99999999) }}": TOO_LARGE,
+    "{{ (10**300)**300 }}": TOO_LARGE,
     "{{ range(999)|map('string')|join('x' * 900000) }}": TOO_LARGE,
     "{{ ('x' * 900000).join(range(999)|map('string')) }}": TOO_LARGE,
-    "{{ ('a' * 90000).strip('b' * 90000 ~ 'a') }}": TOO_LARGE,  # a quadratic search
-    "{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}": TOO_LARGE,
+    "{{ ('a' * 900000).strip('b' * 900000 ~ 'a') }}": TOO_LARGE,  # a quadratic search
+    "{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}": TOO_LONG,
     GROW % "{% set ns.x = ns.x ~ ns.x %}": TOO_LARGE,
     GROW % "{% set ns.x = ns.x + ns.x %}": TOO_LARGE,
     GROW % "{% set ns.x = ns.x|replace('x', 'xxx') %}": TOO_LARGE,
     GROW % "{% set ns.x = '%s%s' % (ns.x, ns.x) %}": TOO_LARGE,
     GROW % "{% set ns.x = [ns.x, ns.x]|join %}": TOO_LARGE,
     GROW % "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}": TOO_LARGE,
-    GROW % "{% set ns.x = [ns.x, ns.x] %}": TOO_LONG,  # its text would be as long
-    GROW % "{% set ns.x = dict(a=ns.x, b=ns.x) %}": TOO_LONG,
+    GROW % "{% set ns.x = [ns.x, ns.x] %}": " more than ",  # as its text would be
+    GROW % "{% set ns.x = dict(a=ns.x, b=ns.x) %}": " more than ",
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
     "x" * 1000001: "has 1000001 characters; at most 1000000 are read",
+    "{{ '%((a))9999999999s' % {'(a)': 1} }}": NO_NUMBER,
+    "{{ '%(a)9999999999s' % {'a': 1} }}": TOO_LARGE,
+    "{{ '{:9999999999}'.format(1) }}": TOO_LARGE,
+    "{{ ('{}' * 9999).format(*['x' * 9999] * 9999) }}": TOO_LARGE,
+    "{{ range(999)|map('string')|join('x' * 99999) }}": TOO_LARGE,
+    "{{ ([0] * 299)|map('default', 'x' * 99999, true)|list }}": TOO_LARGE,
+    "{% macro f() %}{% set ns.x = varargs %}{% endmacro %}" + GROW % "{{ f(ns.x, ns.x) }}": " more than ",
+    "{% set x = 'x' * 99999 %}{% for i in range(99999) %}{{ x }}{% endfor %}": " more than ",
+    "{{ messages[0].content|urlize }}": "the filter urlize is not supported",
+    "{{ messages[0].content|wordwrap(3) }}": "the filter wordwrap is not supported",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
 def test_bad_templates_are_refused_in_one_line(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.2)
+    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
     began = time.thread_time()
     with pytest.raises(ValueError) as caught:
         Template(text).render(messages=messages(TURNS, ANSWERS))
@@ -358,9 +416,9 @@ def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
 
 
 def test_a_trace_function_survives(monkeypatch):
-    """A debugger's; and a rendering that fails leaves the next one its whole budget."""
-    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.2)
-    seen, template = [], Template("{{ 'x' * 1000000 * (99 if large else 9) }}")
+    """A debugger's; and a rendering that fails leaves nothing behind."""
+    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
+    seen, template = [], Template("{{ 'x' * 1000 * (99999 if large else 9) }}")
     before = sys.gettrace()
     watch = lambda frame, event, argument: seen.append(event)  # noqa: E731
     sys.settrace(watch)
@@ -371,10 +429,60 @@ def test_a_trace_function_survives(monkeypatch):
     finally:
         sys.settrace(before)
     for large in (False, False):
-        assert len(template.render(large=large)) == 9 * 10**6
+        assert len(template.render(large=large)) == 9000
     with pytest.raises(ValueError, match="builds more"):
         template.render(large=True)
-    assert len(template.render(large=False)) == 9 * 10**6
+    assert len(template.render(large=False)) == 9000
+
+
+@pytest.mark.skipif(not hf.sandbox.resident_bytes(), reason="there is no /proc/self/statm here")
+@pytest.mark.parametrize("step", ["(ns.x ~ 'y') * 2", "ns.x + ns.x", "ns.x|urlencode ~ ns.x"])
+def test_growth_by_steps_ends(monkeypatch, step):
+    monkeypatch.setattr(hf.sandbox, "MAX_BYTES", 10**7)
+    monkeypatch.setattr(hf.sandbox, "MAX_CHARS", 10**9)
+    with pytest.raises(ValueError, match="^takes more than 0.01 GB of memory$"):
+        Template(GROW % f"{{% set ns.x = {step} %}}").render()
+    with pytest.raises(ValueError, match=r"^takes more than 0.01 GB of memory$"):
+        Template("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}").render()
+
+
+USERS = {
+    "numbers": "What is 12345678 + 1, 99999999999999999999 times? In %99999999d, {:99999999} and {0.a}?",
+    "digits": "9" * 5000,
+    "long": "An (8)12345678 * text.\n" * 4500,
+    "wide": "🙂 \u0130 <&>" * 15000,
+}
+PLACES = [
+    "{{ '[INST] %s [/INST]' % x }}{{ '%s: %s %5d' % (x, x, 7) }}{{ '%(x)s' % {'x': x} }}{{ '%s%s'|format(x, x) }}",
+    "{{ '{}: {}'.format(x, x) }}{{ '{0}{a:>5}'.format(x, a=x) }}{{ '{a}'.format_map({'a': x}) }}{{ x ~ x + x }}",
+    "{{ x|trim|replace('\\n', ' ')|tojson }}{{ x.replace(x, x) }}{{ x.strip(x) }}{{ x.split(' ')|join('  ') }}{{ x|length }}",
+    "{{ [x, x]|tojson(indent=2) }}{{ x|indent(4, true) }}{{ x.center(80) }}{{ '=' * (x|length) }}{{ x|upper|title }}{{ x|int }}",
+    "{{ x.splitlines()|join(x[:50]) }}{{ x.rsplit('</think>', 1)[-1].lstrip() }}{{ [x]|join(x) }}{{ {'a': x} }}{{ (x, x)[0] }}",
+    "{% macro f(m) %}{{ m.role ~ m.content }}{% endmacro %}{{ f({'role': x, 'content': x}) }}{{ x is string and x in x }}",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("user", USERS)
+def test_ordinary_text_is_never_refused(user, place):
+    reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    text = "{% set x = messages[0].content %}" + place
+    said = messages([USERS[user]], [])
+    whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
+    assert Template(text).render(messages=said) == reference(**whole)[0][0]
+
+
+@pytest.mark.parametrize("step", [
+    "{% set ns.x = ns.x + m.content %}", "{% set ns.x = ns.x ~ m.role ~ m.content %}", "{% set ns.y = ns.y + [m] %}",
+    "{{ '%s' % m.content }}{{ '{}'.format(m.content) }}{{ messages|length }}{{ m|tojson }}", "{{ f(messages, m) }}",
+])  # fmt: skip
+def test_many_messages_are_never_refused(step):
+    start = "{% macro f(all, m) %}{{ all|length }}{{ m.content }}{% endmacro %}{% set ns = namespace(x='', y=[]) %}"
+    said = messages(["12345678 " * 100] * 300, ["a" * 900] * 300)
+    began = time.thread_time()
+    text = Template(start + "{% for m in messages %}" + step + "{% endfor %}{{ ns.x }}{{ ns.y }}").render(messages=said)
+    assert len(text) > 600 * 900
+    assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 2
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

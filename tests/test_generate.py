@@ -254,7 +254,9 @@ def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
     chat, _ = run(capsys, *base, "--system", "b", "--prompt", "c", "--json", "-")
     plain, _ = run(capsys, *base[:-1], "--prompt", "system: buser: c", "--json", "-")
     assert json.loads(chat)["tokens"] == json.loads(plain)["tokens"]
-    assert "raises: such words; use --chat NAME" in failure(capsys, *base, "--system", "bad", "--prompt", "c")
+    assert "takes no system message (raises: such words); drop --system" in failure(
+        capsys, *base, "--system", "bad", "--prompt", "c"
+    )
     assert "raises: such words; use --chat NAME" in failure(capsys, *base, "--prompt", "bad")
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nbad\ntwo"))
     out, _ = run(capsys, *base, "--interactive")
