@@ -201,7 +201,7 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
 
 
 def _take_over(engine: Engine) -> None:
-    """Compile the cycles one by one while others decode with the eager ones, and let them take over."""
+    """Compile the cycles while others decode with the eager ones, and let them take over."""
     try:
         reason = why_not_compiled(engine.config.device)
         if not reason:
@@ -217,10 +217,11 @@ def _compile_apart(engine: Engine) -> None:
     slow, fast = (replace(apart, cycles=tuple(c)) for c in zip(*((c.step, c.compiled) for c in engine.cycles)))
     session = Session(fast, [(0, 0)])
     next(session.run([[0]]))
-    for preset, cycle in enumerate(engine.cycles):
+    for preset in range(len(engine.cycles)):
         session.time_cycle(preset)
-        cycle.waits = True
     del session  # returns the buffers
+    for cycle in engine.cycles:  # all at once: torch refuses to run one step while it traces another in any thread
+        cycle.waits = True
     if engine.drafter.timed:  # beside the decoding both are slow; their ratio is not
         engine.chooser.rescale([after / before for before, after in zip(time_cycles(slow), time_cycles(fast))])
 
