@@ -125,7 +125,7 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    accept: Callable[..., Accepted] | None = None  # another rule of acceptance (extras/residual.py)
+    other_rule: Callable[..., Accepted] | None = None  # of acceptance, in place of `accept` (extras/residual.py)
     cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     chooser: Any = field(default_factory=Largest)
@@ -147,7 +147,7 @@ def with_cycles(engine: Engine) -> Engine:
     With --compile on a CPU, weights are taken as they are now: they may change in place afterwards, not be replaced.
     Writes: `fused` of the layers, of the target and of the drafter; engines that share them must agree on --compile.
     """
-    assert (engine.accept is None) == (engine.config.accept == "exact"), engine.config.accept
+    assert (engine.other_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
     for layers in filter(None, (engine.target.layers, engine.drafter.layers)):
         layers.fused = FusedLayers(layers) if compile and FusedLayers.fits(layers) else None
@@ -167,7 +167,7 @@ class Cycle:
 
     def __init__(self, engine: Engine, drafter: Drafter):
         self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
-        self.prefer, self.other_rule = engine.drafter.prefer, engine.accept
+        self.prefer, self.other_rule = engine.drafter.prefer, engine.other_rule
         device = engine.target.embedding.weight.device
         self.ends = torch.tensor(end_ids(engine), device=device)
         self.levels = torch.arange(drafter.depth + 1, device=device)

@@ -113,13 +113,13 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
         config, target, drafter, context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
         tokenizer=tokenizer, template=template,
-        load_s=time.perf_counter() - began, accept=accept_rule(config),
+        load_s=time.perf_counter() - began, other_rule=other_rule(config),
     )  # fmt: skip
     return warm_up(with_cycles(engine), wait)
 
 
-def accept_rule(config: GenerateConfig) -> Callable | None:
-    """The rule of acceptance; None: the exact one."""
+def other_rule(config: GenerateConfig) -> Callable | None:
+    """The rule of acceptance, where it is not the exact one."""
     if config.accept == "exact":
         return None
     from extras.residual import accept_residual
@@ -183,7 +183,7 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
     wait: False lets eager cycles run until the compiled ones are there, where both give the same bits
     Where the host chooses among trees, their cycles are timed.
     """
-    if engine.config.compile and not wait and engine.target.layers.fused and engine.accept is None:
+    if engine.config.compile and not wait and engine.target.layers.fused and engine.other_rule is None:
         eager = replace(engine, cycles=tuple(cycle.step for cycle in engine.cycles))
         engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
         work = [lambda: _take_over(engine)]
@@ -381,7 +381,7 @@ def compare(engine: Engine, prompts: list[Conversation]) -> tuple[Result, dict[s
     (None with the residual rule).
     """
     config = replace(engine.config, accept="exact", trace="")
-    vanilla = replace(engine, drafter=RootOnly(), accept=None, config=config)
+    vanilla = replace(engine, drafter=RootOnly(), other_rule=None, config=config)
     plain, drafted = Batch(warm_up(with_cycles(vanilla)), prompts), Batch(engine, prompts)
     for number, group in enumerate(drafted.groups):
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):

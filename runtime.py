@@ -1,6 +1,7 @@
 """How steps run: compiled, captured as CUDA graphs, timed from inside, their reports copied to the host late.
 
-1. `compiled` wraps torch.compile for every step of the project.
+1. `compiled` wraps torch.compile for every step of the project. On a CPU a `CompiledStep` can run as it is until a
+   thread has compiled it (`background`).
 2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by storing results where it
    found them. The first runs of a body are not captured: they compile and load what it needs, which fails inside a
    capture.
@@ -108,7 +109,6 @@ def compiled(step: Callable) -> Callable:
     # one process would reach together
     code = body.__code__.replace(co_name=f"{getattr(step, '__name__', type(step).__name__)}_{next(_compiled)}")
     own = FunctionType(code, body.__globals__, code.co_name, None, body.__closure__)
-    has_cpu_operators()  # is known before a step is traced
     return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS | {"guard_filter_fn": _guards_of_modes})
 
 
@@ -116,7 +116,7 @@ _compiled = itertools.count()
 
 
 class CompiledStep:
-    """A step that is compiled when it first runs. Where `waits` is False it runs as it is meanwhile."""
+    """A step on a CPU that is compiled when it first runs. Where `waits` is False it runs as it is meanwhile."""
 
     def __init__(self, step: Callable):
         self.step, self.waits = step, True
@@ -125,6 +125,7 @@ class CompiledStep:
     @cached_property
     def compiled(self) -> Callable:
         """Its compiled form."""
+        has_cpu_operators()  # is known before a step is traced
         return compiled(self.step)
 
     def __call__(self, *inputs: Any) -> Any:

@@ -77,3 +77,19 @@ def in_order(monkeypatch):
         return total
 
     monkeypatch.setattr(numpy, "matmul", matmul)
+
+
+@pytest.fixture(scope="session")
+def sp_dir(tmp_path_factory):
+    """A directory with a sentencepiece tokenizer."""
+    from test_tokenizer import train_sp
+
+    return train_sp(tmp_path_factory.mktemp("sp"))
+
+
+@pytest.fixture(scope="session")
+def json_dir(tmp_path_factory):
+    """A directory with a byte-level tokenizer."""
+    from test_tokenizer import build_json
+
+    return build_json(tmp_path_factory.mktemp("json"))

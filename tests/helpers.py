@@ -23,7 +23,7 @@ from decode import Engine, Session, with_cycles
 from draft_tree import StaticTree
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
-from generate import accept_rule
+from generate import other_rule
 from hf.weights import load_model
 from model import Transformer
 from options import GenerateConfig
@@ -41,7 +41,7 @@ def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids, accept=accept_rule(config)))
+    return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids, other_rule=other_rule(config)))
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:

@@ -13,7 +13,7 @@ import hf.sandbox
 from hf.chat import CHAT_TEMPLATES, SYSTEM, chat_template
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
-from test_tokenizer import CONTROLS, build_json, one_line, train_sp, with_files, write
+from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
 FOLDER = Path(__file__).parent / "chat_templates"
 TURNS, ANSWERS = ["  What is 2 + 2?\n", "And <3>?", "Größe 🙂 twice  "], ["It is four. ", "\nIt is six\n\nor so."]
@@ -49,16 +49,6 @@ def messages(turns, answers, system=None):
         said.append({"role": "user", "content": turn})
         said += [{"role": "assistant", "content": a} for a in answers[number : number + 1]]
     return said
-
-
-@pytest.fixture(scope="module")
-def sp_dir(tmp_path_factory):
-    return train_sp(tmp_path_factory.mktemp("sp"))
-
-
-@pytest.fixture(scope="module")
-def json_dir(tmp_path_factory):
-    return build_json(tmp_path_factory.mktemp("json"))
 
 
 @pytest.fixture(scope="module")

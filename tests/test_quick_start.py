@@ -18,7 +18,7 @@ import torch
 from generate import generate, load
 from ops.library import has_cpu_operators
 from options import DEMO
-from runtime import CompiledStep
+from runtime import CompiledStep, compiled
 
 ROOT = Path(DEMO).parents[1]
 PROMPT = "def read_lines(path):"
@@ -41,6 +41,13 @@ def test_a_step_that_does_not_wait_runs_as_it_is():
     assert begun.wait(10) and not step.on_first_run and "compiled" not in step.__dict__
     step.waits = True
     assert step(torch.ones(2)).tolist() == [2, 2] and "compiled" in step.__dict__
+
+
+def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
+    """A machine with a GPU may have no C++ compiler, and need none."""
+    monkeypatch.setattr("ops.library._there", [])
+    monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("built the CPU operators"))
+    assert callable(compiled(lambda x: x))
 
 
 # ------------------------------------------------------------------------------------------- decoding

@@ -84,16 +84,6 @@ def tokenizer(directory):
     return Tokenizer.load(directory)
 
 
-@pytest.fixture(scope="session")
-def sp_dir(tmp_path_factory):
-    return train_sp(tmp_path_factory.mktemp("sp"))
-
-
-@pytest.fixture(scope="session")
-def json_dir(tmp_path_factory):
-    return build_json(tmp_path_factory.mktemp("json"))
-
-
 def with_files(source, target, **files):
     """A copy of a tokenizer directory with further files; `name__json="..."` writes `name.json`."""
     for file in source.iterdir():

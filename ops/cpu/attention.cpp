@@ -132,11 +132,7 @@ void softmax_row(float* scores, int64_t used, int64_t stride, int64_t start, con
   for (int64_t w = start; w < used; w++)
     if (!seen[w - start]) scores[w] = -INFINITY;
   for (int64_t j = used; j < stride; j++) scores[j] = -INFINITY;
-  float lanes[LANES], most = -INFINITY;
-  for (int l = 0; l < LANES; l++) lanes[l] = -INFINITY;
-  for (int64_t j = 0; j < stride; j += LANES)
-    for (int l = 0; l < LANES; l++) lanes[l] = scores[j + l] > lanes[l] ? scores[j + l] : lanes[l];
-  for (float lane : lanes) most = lane > most ? lane : most;
+  const float most = largest(scores, stride);
   for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
 }
 
