@@ -30,7 +30,7 @@ from torch import Tensor
 import sampling
 from draft_tree import MAX_NODES, Accepted, DraftTree, accept, changed, compaction
 from drafters import Drafter, Root, Rows, Text
-from model import KVCache, Transformer, Window, call, causal_window
+from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
 from ops.rows import best
 from options import GenerateConfig
@@ -182,7 +182,8 @@ class Cycle:
         """
         for name in ("draft", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
-        self.call = compiled(call)
+        begin, block = compiled(call), compiled(call)
+        self.call = lambda part, *inputs: (block if isinstance(part, Block) else begin)(part, *inputs)
         return self
 
     def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:

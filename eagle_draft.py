@@ -31,6 +31,7 @@ from model import (
     Layers,
     Linear,
     ModelConfig,
+    NoNorm,
     Transformer,
     Window,
     causal_window,
@@ -84,7 +85,7 @@ class EagleLayer(Block):
     def __init__(self, config: ModelConfig, first: bool):
         super().__init__(config)
         if first:
-            self.attention_norm = nn.Identity()
+            self.attention_norm = NoNorm()
 
 
 class EagleHead(nn.Module):
@@ -96,6 +97,7 @@ class EagleHead(nn.Module):
         dim = config.model.dim
         self.fc = Linear(2 * dim, dim, bias=config.fc_bias)
         self.layers = Layers(EagleLayer(config.model, i == 0) for i in range(config.model.n_layers))
+        self.norm = NoNorm()
         self.register_buffer("rope_freq", rope_frequencies(config.model), persistent=False)  # [E/2] fp32
 
     def forward(
@@ -109,7 +111,7 @@ class EagleHead(nn.Module):
         """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
         x = self.fc(torch.cat((embedded, features), dim=-1))  # embedding first
         rope = rope_angles(self.rope_freq, positions)
-        return self.layers(x, rope, cache, window)
+        return self.layers(x, rope, self.norm, cache, window)
 
 
 def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:

@@ -92,6 +92,7 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     config = replace(config, device=pick_device(config.device))
     if config.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(config.device).index or 0)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums stay in fp32
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))

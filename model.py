@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.attention import compact, rotary, tree_attention
+from ops.attention import compact, rotary, rotary_cache, tree_attention
 from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, route
 from ops.library import served_in_cpp
 from ops.linear import has_own_product, linear
-from ops.rows import rms_norm
+from ops.rows import add, add_norm, rms_norm, swiglu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -145,6 +145,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
         return rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream x after a layer's output came in, and its norm. delta: [..., F] or its partial sums."""
+        return add_norm(x, delta, self.weight, self.eps)
+
+
+class NoNorm(nn.Module):
+    """Stands where other models have a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
+        return x
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:  # see RMSNorm.add
+        x = add(x, delta)
+        return x, x
+
 
 class Linear(nn.Linear):
     """A linear layer by the product that serves its dtype and device."""
@@ -157,6 +172,12 @@ class Linear(nn.Linear):
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
         """Weight, scale and bias, as `FusedLayers` takes them."""
         return self.weight, None, self.bias
+
+    def partial(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+        return self(x)
+
+    def gated(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+        return swiglu(self(x))
 
 
 class LMHead(Linear):
@@ -184,21 +205,18 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend to the cache through `window`; without a cache, causally among the T rows themselves.
 
-        Writes: k and v at `window.slots`. Returns: [B, T, F].
+        Writes: k and v at `window.slots`. Returns: what `RMSNorm.add` takes, [B, T, F] or partial sums.
         """
         B, T, _ = x.shape
         qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
-        q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
-        v = qkv[:, :, -self.kv_heads :]  # [B, T, Hkv, E]
         if kv is None:
+            q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
             y = F.scaled_dot_product_attention(
-                *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+                *(t.transpose(1, 2) for t in (q, k, qkv[:, :, -self.kv_heads :])), is_causal=True, enable_gqa=True
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).reshape(B, T, -1))
-        rows = torch.arange(B, device=x.device)[:, None]  # [B, 1]
-        kv[0][rows, :, window.slots] = k  # [B, T, Hkv, E]
-        kv[1][rows, :, window.slots] = v
-        return self.wo(tree_attention(q, *kv, window.start, window.mask))
+        q = rotary_cache(qkv, rope, *kv, window.slots)  # [B, T, H, E]
+        return self.wo.partial(tree_attention(q, *kv, window.start, window.mask))
 
 
 class FeedForward(nn.Module):
@@ -209,9 +227,8 @@ class FeedForward(nn.Module):
         self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
         self.w2 = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
-        gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> what `RMSNorm.add` takes
+        return self.w2.partial(self.w13.gated(x))
 
 
 class Router(nn.Module):
@@ -262,14 +279,13 @@ class MoEFeedForward(nn.Module):
         expert, share = self.router(x)  # [B, T, J]
         rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)  # [P, F], P = B T J: a token's experts in order
         routing = route(expert.flatten(), len(self.router.weight))
-        gate, up = self.w13(rows, routing).chunk(2, dim=-1)
-        y = self.w2(F.silu(gate) * up, routing)  # [P, F]
+        y = self.w2(swiglu(self.w13(rows, routing)), routing)  # [P, F]
         # always summed in the router's order, whichever rows shared an expert
         return (y.view(*share.shape, -1).float() * share[..., None]).sum(2).to(x.dtype)
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer."""
+    """One pre-norm transformer layer. Both of its halves end with the norm that comes after them."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -278,14 +294,19 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = MoEFeedForward(config) if config.n_experts else FeedForward(config)
 
-    def forward(self, x: Tensor, rope, kv=None, window=None) -> Tensor:  # see Attention.forward
-        x = x + self.attention(self.attention_norm(x), rope, kv, window)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, x: Tensor, h: Tensor, after: nn.Module, rope, kv=None, window=None) -> tuple[Tensor, Tensor]:
+        """Run the layer; for the others see `Attention.forward`.
+
+        x: [B, T, F], the residual stream; h: [B, T, F], its norm; after: the norm of what comes next
+        Returns: the stream and its norm, as the next layer takes them.
+        """
+        x, h = self.ffn_norm.add(x, self.attention(h, rope, kv, window))
+        return after.add(x, self.ffn(h))
 
 
-def call(block: Block, *inputs: Any) -> Tensor:
-    """Call a block."""
-    return block(*inputs)
+def call(part: Callable, *inputs: Any) -> Any:
+    """Call a part of a model."""
+    return part(*inputs)
 
 
 class Layers(nn.ModuleList):
@@ -301,21 +322,24 @@ class Layers(nn.ModuleList):
         self,
         x: Tensor,  # [B, T, F]
         rope: tuple[Tensor, Tensor],
+        norm: nn.Module,
         cache: KVCache | None = None,
         window: Window | None = None,
-        run: Callable[..., Tensor] = call,
+        run: Callable = call,
     ) -> Tensor:
-        """Run the blocks over T rows.
+        """Run the blocks over T rows, and the norm behind them.
 
         run: calls a block; all of them have the same shapes, so a compiled call compiles once
         Returns: [B, T, F]. Writes: the cache at `window.slots`.
         """
         if self.fused is not None and cache is not None and self.fused.takes(x):
-            return self.fused(x, rope, cache, window)
+            return norm(self.fused(x, rope, cache, window))
+        h = self[0].attention_norm(x)
         for i, block in enumerate(self):
+            after = self[i + 1].attention_norm if i + 1 < len(self) else norm
             kv = (cache.k[i], cache.v[i]) if cache is not None else None
-            x = run(block, x, rope, kv, window)
-        return x
+            x, h = run(block, x, h, after, rope, kv, window)
+        return h
 
 
 class Transformer(nn.Module):
@@ -339,14 +363,18 @@ class Transformer(nn.Module):
         positions: Tensor,  # [B, T] int64, RoPE positions
         cache: KVCache | None = None,
         window: Window | None = None,
-        run: Callable[..., Tensor] = call,
+        run: Callable = call,
     ) -> Tensor:
         """Run the layers over T rows. Writes: the cache at `window.slots`.
 
         Returns: features after the final norm, [B, T, F].
         """
-        rope = rope_angles(self.rope_freq, positions)
-        return self.norm(self.layers(self.embedding(tokens), rope, cache, window, run))
+        x, rope = run(self.begin, tokens, positions)
+        return self.layers(x, rope, self.norm, cache, window, run)
+
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""
+        return self.embedding(tokens), rope_angles(self.rope_freq, positions)
 
     def logits(self, features: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
         return self.lm_head(features)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from checkpoint import TensorSource, WeightFiles, check_out, read_json, write_checkpoint
 from ops.quantized import PRODUCTS
+from ops.rows import swiglu
 from options import GROUP_SIZES, one_line_errors, option, parse, pick_device
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
@@ -99,7 +100,7 @@ class QuantLinear(nn.Module):
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False):
         """codes: [N, K] int8; scale: as the format has it, on the same device
 
-        wide: outputs in fp32 (LM heads); on a CPU they are never rounded, elsewhere to x's dtype first
+        wide: outputs in fp32 (LM heads), never rounded
         """
         super().__init__()
         self.out_features, self.in_features = codes.shape
@@ -119,7 +120,8 @@ class QuantLinear(nn.Module):
         """
         codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         scale = weight.new_empty(cls.scale_shape(weight.shape, group_size), dtype=cls.scale_dtype)
-        rows = max(1, 2**17 // weight.shape[1])  # they fit in the second-level cache
+        at_once = 2**24 if weight.is_cuda else 2**17  # weights; a GPU wants few launches, a CPU what its cache holds
+        rows = max(1, at_once // weight.shape[1])
         for part, part_codes, part_scale in zip(*(t.split(rows) for t in (weight, codes, scale))):
             cls.encode_rows(part.float(), part_codes, part_scale)
         return codes, scale
@@ -168,6 +170,16 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.wide)
         return y if self.bias is None else y + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+        if self.product.partial is None or self.bias is not None:
+            return self(x)
+        return self.product.partial(x, self.packed, self.scale)
+
+    def gated(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+        if self.product.gated is None or self.bias is not None:
+            return swiglu(self(x))
+        return self.product.gated(x, self.packed, self.scale)
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """The codes and scales that were packed."""

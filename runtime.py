@@ -38,6 +38,7 @@ from ops.library import has_cpu_operators, has_triton
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
     "emulate_precision_casts": True,  # to bf16 where eager code does, or steps of different sizes give different bits
+    "deterministic": True,  # no sizes of reductions that are chosen by timing: other sizes, other bits
     "cpp.threads": 1,  # the loops that pay for threads are in ops/cpu, and do not wait for one that is busy elsewhere
     "cpp.vec_isa_ok": True,  # instructions that the processor names need no trial of 5 s
 }

@@ -6,7 +6,8 @@ there: cpu/attention.cpp, whose result for a row does not depend on the tree aro
 dtypes and machines without a compiler. On CUDA, where reading it would stop the host, kernels read it from device
 memory (cuda/attention.py); without Triton the whole capacity is masked.
 
-`rotary`: cpu/rows.cpp on a CPU; elsewhere tensor operations, which the compiler fuses well on CUDA.
+`rotary_cache`: queries and keys are turned, keys and values go into the cache: one launch on CUDA (cuda/rotary.py);
+elsewhere `rotary` (cpu/rows.cpp on a CPU) and two assignments.
 
 `compact`: moves rows in all buffers of a cache: one launch on CUDA (cuda/compact.py), cpu/rows.cpp on a CPU.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from ops.library import has_cpu_operators, has_triton, lib, served_in_cpp, triton_products
 
 lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
+lib.define("rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots) -> Tensor")
 lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
 
 # --------------------------------------------------------------------------------------------- rotary
@@ -49,6 +51,43 @@ def rotary_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_he
     """The same in plain tensor operations."""
     q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
     return rotate(q, rope), rotate(k, rope)
+
+
+def rotary_cache(qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    """`rotary` of T rows, whose keys and values go into the cache.
+
+    k, v: [B, Hkv, S, E]; slots: [B, T] int64
+    Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
+    """
+    if qkv.is_cuda and has_triton():
+        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, k, v, slots)
+    return rotary_cache_plainly(qkv, rope, k, v, slots)
+
+
+def rotary_cache_plainly(qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    """The same by `rotary`."""
+    kv_heads = k.shape[1]
+    queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+    rows = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
+    k[rows, :, slots] = keys
+    v[rows, :, slots] = qkv[:, :, -kv_heads:]
+    return queries
+
+
+def _rotary_cache_cuda(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    import ops.cuda.rotary
+
+    with torch.cuda.device(qkv.device):
+        device = triton_products().device_of(qkv.device.index)
+        return ops.cuda.rotary.rotary_cache(qkv, cos, sin, k, v, slots, device)
+
+
+lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::rotary_cache", lib=lib)
+def _(qkv, cos, sin, k, v, slots):
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[1], qkv.shape[3])
 
 
 # ------------------------------------------------------------------------------------------ attention
@@ -124,7 +163,8 @@ def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: T
     import ops.cuda.attention
 
     with torch.cuda.device(q.device):
-        return ops.cuda.attention.tree_attention(q, k, v, start, mask, triton_products().device_of(q.device.index))
+        device, done = triton_products().device_of(q.device.index), ops.cuda.attention.counters(q.device.index)
+        return ops.cuda.attention.tree_attention(q, k, v, start, mask, device, done)
 
 
 lib.impl("tree_attention", _tree_attention_torch, "CPU")

@@ -17,11 +17,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = F
     """Multiply rows by a weight, x W^T, and add a bias.
 
     x: [..., K]; weight: [N, K]; bias: [N]
-    wide: the result in fp32; where the product is PyTorch's, it was rounded to x's dtype before
+    wide: the result in fp32; without a GPU or our operators, or for training, it was rounded to x's dtype before
     Returns: [..., N] in x's dtype, or fp32.
     """
     if has_own_product(x, weight):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, wide)
+    if wide and bias is None and x.is_cuda and x.dtype != torch.float32 and not torch.is_grad_enabled():
+        return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     y = F.linear(x, weight, bias)  # not an operator of ours, so that the compiler may fuse it
     return y.float() if wide else y
 

@@ -33,8 +33,8 @@ from ops.library import has_cpu_operators, lib, triton_products
 
 BLOCK8 = 128  # values of K per activation scale of w8a8; w4a8 takes the weights' group
 
-lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
-lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists=None) -> Tensor")
+lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str form) -> Tensor")
+lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str form) -> Tensor")
 
 
 class Product(NamedTuple):
@@ -44,6 +44,9 @@ class Product(NamedTuple):
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
     # (x [..., K], packed, scale, n, wide, routing=None) -> x W^T, [..., n]; wide: the result in fp32
     multiply: Callable[..., Tensor]
+    # (x, packed, scale) -> what `ops.rows.add` takes; SwiGLU of outputs with gate above up, [..., n / 2]. None: neither
+    partial: Callable[..., Tensor] | None = None
+    gated: Callable[..., Tensor] | None = None
 
 
 # --------------------------------------------------------------------------------------------------- CPU
@@ -125,31 +128,33 @@ def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
         raise ValueError(f"w{bits}a16 takes scales as {'pack_scales' if bits == 4 else '[N] float32'} lays them out")
 
 
-def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, form: str = "narrow") -> Tensor:
     """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed, scale: from `pack_int4_planes` and `pack_scales`
-    lists: from `expert_lists`; x is then [P, K], and packed and scale are stacks, [E, ...]
-    Returns: [..., N] in x's dtype.
+    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the form is "narrow"
+    form: "narrow", "wide", "partial" or "gated", see `ops.cuda.products.run_product`
+    Returns: [..., N] in x's dtype, or what the form says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
     _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:-1] == packed.shape[:-1])
-    return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists)
+    return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, form)
 
 
-def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, form: str = "narrow") -> Tensor:
     """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed: from `pack_int8_planes`; scale: [N] float32
-    lists: from `expert_lists`; x is then [P, K], and packed and scale are stacks, [E, ...]
-    Returns: [..., N] in x's dtype.
+    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the form is "narrow"
+    form: "narrow", "wide", "partial" or "gated", see `ops.cuda.products.run_product`
+    Returns: [..., N] in x's dtype, or what the form says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
     stacked = packed.shape[:-3] + packed.shape[-2:-1]
     _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == stacked)
-    return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists)
+    return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists, form)
 
 
 def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
@@ -166,19 +171,25 @@ def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return (x.float() @ w.T).to(x.dtype)
 
 
-def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
+def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, form: str) -> Tensor:
     products = triton_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):
         if lists is None:
-            return products.matmul(x, packed, scale, device)
+            return products.matmul(x, packed, scale, device, form)
         import ops.cuda.experts
 
         return ops.cuda.experts.experts_product(x, packed, scale, lists, device)
 
 
-def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[-2])
+def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, form: str) -> Tensor:
+    shape, dtype = [*x.shape[:-1], packed.shape[-2]], x.dtype
+    if form == "gated":
+        shape[-1] //= 2
+    if form == "partial":
+        products = triton_products()
+        shape.insert(0, products.plan_of(x, packed, scale, products.device_of(x.device.index), form).splits)
+    return x.new_empty(shape, dtype=torch.float32 if form in ("wide", "partial") else dtype)
 
 
 for _name in ("w4a16", "w8a16"):
@@ -189,14 +200,15 @@ for _name in ("w4a16", "w8a16"):
 # ------------------------------------------------------------------------------------------------- table
 
 
-def _narrow_or_wide(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A CUDA product as `Product.multiply`: it rounds to x's dtype in any case."""
-
-    def multiply(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, lists: Tensor | None = None) -> Tensor:
-        y = product(x, packed, scale, lists)
-        return y.float() if wide else y
-
-    return multiply
+def _on_cuda(product: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    """A CUDA product as `Product` has it."""
+    return {
+        "multiply": lambda x, packed, scale, n, wide, lists=None: product(
+            x, packed, scale, lists, "wide" if wide else "narrow"
+        ),
+        "partial": lambda x, packed, scale: product(x, packed, scale, form="partial"),
+        "gated": lambda x, packed, scale: product(x, packed, scale, form="gated"),
+    }
 
 
 PRODUCTS = {
@@ -213,11 +225,11 @@ PRODUCTS = {
     ("int4", "cuda"): Product(
         lambda codes, scale: (pack_int4_planes(codes), pack_scales(scale, codes.shape[1] // scale.shape[1])),
         lambda packed, scale, n, k: (unpack_int4_planes(packed, n, k), unpack_scales(scale, k)),
-        _narrow_or_wide(w4a16),
+        **_on_cuda(w4a16),
     ),
     ("int8", "cuda"): Product(
         lambda codes, scale: (pack_int8_planes(codes), scale),
         lambda packed, scale, n, k: (unpack_int8_planes(packed, n, k), scale),
-        _narrow_or_wide(w8a16),
+        **_on_cuda(w8a16),
     ),
 }

@@ -7,10 +7,12 @@ row gets the same bits in eager and in compiled steps.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_triton, lib, served_in_cpp
+from ops.library import has_triton, lib, served_in_cpp, triton_products
 
+lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 
 
@@ -31,6 +33,31 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
+
+
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    """Add a layer's output to the stream. x: [..., F]; delta: [..., F], or its partial sums, [S, ..., F] fp32."""
+    return (x + delta.sum(0)).to(x.dtype) if delta.dim() > x.dim() else x + delta
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add`, and the `rms_norm` of that; weight: [F]. Returns both, [..., F] each."""
+    if x.is_cuda and x.dtype == weight.dtype and not torch.is_grad_enabled():
+        return torch.ops.gpt_eagle.add_norm(x, delta, weight, eps)
+    x = add(x, delta)
+    return x, rms_norm(x, weight, eps)
+
+
+def add_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same by torch's own operators."""
+    x = add(x, delta)
+    return x, rms_norm_reference(x, weight, eps)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """SiLU of the first half of every row, times the second. y: [..., 2 F]. Source: arXiv 2002.05202."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None) -> Tensor:
@@ -84,6 +111,21 @@ def _topk_logsumexp_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor
     return topk_logsumexp_reference(scores, k)
 
 
+def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not has_triton():
+        return add_norm_reference(x, delta, weight, eps)
+    import ops.cuda.rows
+
+    with torch.cuda.device(x.device):
+        return ops.cuda.rows.add_norm(x, delta, weight, eps, triton_products().device_of(x.device.index))
+
+
+@torch.library.register_fake("gpt_eagle::add_norm", lib=lib)
+def _(x, delta, weight, eps):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+lib.impl("add_norm", _add_norm_cuda, "CUDA")
 lib.impl("topk_logsumexp", topk_logsumexp_reference, "CPU")
 lib.impl("topk_logsumexp", _topk_logsumexp_cuda, "CUDA")
 

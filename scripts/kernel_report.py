@@ -41,6 +41,8 @@ import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.experts
 import ops.cuda.products
+import ops.cuda.rotary
+import ops.cuda.rows
 import ops.cuda.topk
 from ops.cuda.experts import plan_experts
 from ops.cuda.products import Device, ProductPlan, plan_product
@@ -77,10 +79,11 @@ class Case(NamedTuple):
     N: int = 4096
     K: int = 4096
     experts: int = 0  # with experts, M rows are pairs of a token and an expert; 0: a plain layer
+    gated: bool = False  # with SwiGLU behind it
 
 
 class CycleCase(NamedTuple):
-    """One of the other kernels: attention, combine, compact, block (of top-k), row, or lists (of experts' rows)."""
+    """One of the other kernels: attention, add_norm, rotary, compact, block and row (of top-k), lists (of experts)."""
 
     target: str
     kernel: str
@@ -124,8 +127,9 @@ def bits_and_group(form: str) -> tuple[int, int]:
 
 def product_source(case: Case) -> tuple[Source, ProductPlan]:
     """A product, as its launcher would cut it on the target."""
-    (bits, group), plan = bits_and_group(case.form), plan_experts if case.experts else plan_product
-    cut = plan(case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
+    bits, group = bits_and_group(case.form)
+    facts = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
+    cut = plan_experts(*facts) if case.experts else plan_product(*facts, "gated" if case.gated else "narrow")
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
@@ -136,6 +140,7 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
     if not case.experts:
         types = x | {"packed_ptr": "*i16"} | scale | {"y_ptr": y, "M": "i32"} | sizes
+        constants |= {"GATED": case.gated, "OVERLAPS": int(case.target) >= 90}
         return Source(ops.cuda.products.matmul_kernel, types, constants, cut.warps, multiples), cut
     weight = {"weight_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
     types = x | weight | scale | {"lists_ptr": "*i32", "y_ptr": y, "P": "i32"} | sizes
@@ -149,11 +154,12 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     cut = ops.cuda.attention.plan_attention(rows, case.E, DTYPES[case.dtype], TARGETS[case.target])
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}")
-    pointers |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": "*fp32" if split else f"*{case.dtype}"}
-    types = pointers | {"stats_ptr": "*fp32"} | dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
+    pointers |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": f"*{case.dtype}"}
+    pointers |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else f"*{case.dtype}")
+    types = pointers | {"done_ptr": "*i32"} | dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
     constants = ops.cuda.attention.constants_of(case.E) | {
         "H": case.heads, "KV_HEADS": case.kv_heads, "SPLIT": split,
-        "ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages,
+        "ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages, "OVERLAPS": int(case.target) >= 90,
     }  # fmt: skip
     return Source(ops.cuda.attention.attention_kernel, types, constants, cut.warps), cut
 
@@ -162,11 +168,18 @@ def cycle_source(case: CycleCase) -> Source:
     """One of the kernels of a decode cycle, as its launcher would start it."""
     if case.kernel == "attention":
         return attention_source(case)[0]
-    if case.kernel == "combine":
-        types = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "start_ptr": "*i64", "y_ptr": f"*{case.dtype}"}
-        parts = ops.cuda.attention.splits_of(case.T, 10**6, case.T)  # the most
-        constants = ops.cuda.attention.constants_of(case.E) | {"PARTS": parts, "ROWS": ops.cuda.attention.COMBINED}
-        return Source(ops.cuda.attention.combine_kernel, types | {"rows": "i32", "W": "i32"}, constants, 4)
+    overlaps = {"OVERLAPS": int(case.target) >= 90}
+    if case.kernel == "add_norm":
+        width, dtype = case.heads * case.E, f"*{case.dtype}"
+        types = {"x_ptr": dtype, "delta_ptr": "*fp32", "weight_ptr": dtype, "sum_ptr": dtype, "y_ptr": dtype}
+        constants = {"SPLITS": ops.cuda.products.MAX_SPLITS, "WIDTH": triton.next_power_of_2(width)} | overlaps
+        types |= {"size": "i32", "F": "i32", "eps": "fp32"}
+        return Source(ops.cuda.rows.add_norm_kernel, types, constants, ops.cuda.rows.warps_of(width), ("F",))
+    if case.kernel == "rotary":
+        types = {"qkv_ptr": f"*{case.dtype}", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
+        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}") | {"T": "i32", "S": "i32"}
+        constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E) | overlaps
+        return Source(ops.cuda.rotary.rotary_cache_kernel, types, constants, 4)
     if case.kernel == "compact":
         cut = ops.cuda.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
         types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64") | {"S": "i32", "steps": "i32"}
@@ -251,7 +264,11 @@ def cases(config: ReportConfig) -> list[Case]:
     if config.N < 1 or config.K < 1:
         raise ValueError(f"--N and --K must be at least 1; they are {config.N} and {config.K}")
     targets, forms, dtypes = chosen
-    return [Case(t, f, d, M, config.N, config.K) for d in dtypes for f in forms for t in targets for M in (16, 32, 64)]
+    return [
+        Case(t, f, d, M, config.N, config.K, gated=gated)
+        for d in dtypes for f in forms for t in targets for M in (16, 32, 64) for gated in (False, True)
+        if not gated or config.N % 2 == 0
+    ]  # fmt: skip
 
 
 def expert_cases(config: ReportConfig) -> list[Case]:
@@ -269,7 +286,7 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
     for target in config.targets.split(","):
         for dtype in config.dtypes.split(","):
             found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
-            found.append(CycleCase(target, "combine", dtype))
+            found += [CycleCase(target, "add_norm", dtype), CycleCase(target, "rotary", dtype)]
             found += [CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)]
         found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "lists")]
     return found
@@ -296,7 +313,14 @@ def product_rows(chosen: list[Case]) -> Iterator[list]:
         found = resources(case.target, source)
         tile = [f"{cut.tokens} x {cut.rows}", cut.splits, cut.stages]
         weights = f"{per_weight(case, found.loop, cut):.2f}"
-        yield [f"sm_{case.target}", case.form, case.dtype, *tile, *use(case.target, found), weights]
+        yield [
+            f"sm_{case.target}",
+            case.form + ", SwiGLU" * case.gated,
+            case.dtype,
+            *tile,
+            *use(case.target, found),
+            weights,
+        ]
 
 
 def cycle_rows(config: ReportConfig) -> Iterator[list]:

@@ -46,7 +46,7 @@ from tqdm import tqdm
 import _path  # noqa: F401  (finds the project)
 import experts_gradient  # noqa: F401  (what a mixture needs to be trained)
 from hf.weights import export_weights, weight_names
-from model import ModelConfig, Router, Transformer, rope_angles
+from model import ModelConfig, Router, Transformer
 from options import one_line_errors, option, parse, pick_device, read_jsonl, replace_file, write_text
 
 BOS, EOS = 1, 2
@@ -240,7 +240,7 @@ def balanced_loss(model: Transformer, batch: Tensor, weight: float) -> Tensor:
     """`loss_of` a mixture of experts, plus `weight` times the mean imbalance of its routers."""
     tokens, truth = batch[:, :-1], batch[:, 1:]
     positions = torch.arange(tokens.shape[1], device=batch.device).expand_as(tokens)
-    rope, x, uneven = rope_angles(model.rope_freq, positions), model.embedding(tokens), 0.0
+    (x, rope), uneven = model.begin(tokens, positions), 0.0
     for layer in model.layers:  # what Transformer.forward does, with a look at what the routers see
         x = x + layer.attention(layer.attention_norm(x), rope)
         routed = layer.ffn_norm(x)

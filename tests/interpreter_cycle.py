@@ -9,9 +9,10 @@ import torch
 import ops.attention
 import ops.cuda.attention
 import ops.cuda.compact
+import ops.cuda.rotary
 import ops.cuda.topk
-from model import KVCache, ModelConfig
-from ops.cuda.products import Device
+from model import KVCache, ModelConfig, rope_angles
+from ops.cuda.launch import Device
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -31,7 +32,10 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
 
 
 def attend(*args):
-    return ops.cuda.attention.tree_attention(*args, DEVICE)
+    done = torch.zeros(64, dtype=torch.int32)
+    y = ops.cuda.attention.tree_attention(*args, DEVICE, done)
+    assert not done.any()  # as the next launch expects it
+    return y
 
 
 def check(q, k, v, start, mask):
@@ -109,6 +113,23 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     others = [torch.cat((torch.randn_like(x), x)) for x in (q, k, v)]
     starts = torch.tensor([start // 2, start])
     assert torch.equal(attend(*others, starts, causal.expand(2, -1, -1))[1:], chain)
+
+
+# -------------------------------------------------------------------------------------------- rotary
+
+
+@pytest.mark.parametrize("E", [16, 80, 128])
+@pytest.mark.parametrize("heads", HEADS)
+def test_rotary_cache(heads, E):
+    """Two rows of the batch, in slots that lie apart; everything else in the cache stays."""
+    (H, kv_heads), (B, T, S) = HEADS[heads], (2, 3, 11)
+    qkv, slots = torch.randn(B, T, H + 2 * kv_heads, E), torch.tensor([[0, 5, 2], [10, 1, 4]])
+    rope = rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T)))
+    ours, theirs = ([torch.randn(B, kv_heads, S, E, generator=torch.manual_seed(1)) for _ in "kv"] for _ in range(2))
+    got = ops.cuda.rotary.rotary_cache(qkv, *rope, *ours, slots, DEVICE)
+    want = ops.attention.rotary_cache_plainly(qkv, rope, *theirs, slots)
+    torch.testing.assert_close([got, *ours], [want, *theirs], atol=1e-6, rtol=1e-6)
+    assert torch.equal(ours[1], theirs[1])  # values are moved as they are
 
 
 # --------------------------------------------------------------------------------------------- top-k

@@ -29,7 +29,7 @@ from kernel_report import (  # noqa: E402
 
 def test_in_the_interpreter():
     """All of interpreter_cycle.py, in the process that it needs."""
-    run_in_interpreter("interpreter_cycle.py", r"5\d passed")
+    run_in_interpreter("interpreter_cycle.py", r"6\d passed")
 
 
 @pytest.mark.slow
@@ -70,8 +70,10 @@ def test_compiled(target, kv_heads):
     pytest.param(CycleCase("90", "attention", T=256), marks=pytest.mark.slow),
     pytest.param(CycleCase("86", "attention", "fp32"), marks=pytest.mark.slow),
     CycleCase("90", "attention", "fp32", T=1),
-    CycleCase("80", "combine"),
-    CycleCase("90", "combine", "fp16"),
+    CycleCase("80", "add_norm"),
+    CycleCase("90", "add_norm", "fp16"),
+    CycleCase("80", "rotary", "fp16", E=80),
+    CycleCase("90", "rotary", kv_heads=8),
     CycleCase("80", "compact", E=16, T=1),
     CycleCase("86", "compact", E=80, T=7),
     CycleCase("89", "compact", "fp16", T=7),

@@ -73,10 +73,11 @@ def test_compiled_all(_fresh_cache, N):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_sum_of_splits_compiles(_fresh_cache, target):
+    constants = {"SPLITS": MAX_SPLITS, "BLOCK": 512, "OVERLAPS": int(target) >= 90}
     source = ASTSource(
         fn=sum_kernel,
-        signature={"parts_ptr": "*fp32", "y_ptr": "*bf16", "size": "i32", "SPLITS": "constexpr", "BLOCK": "constexpr"},
-        constexprs={"SPLITS": MAX_SPLITS, "BLOCK": 512},
+        signature={"parts_ptr": "*fp32", "y_ptr": "*bf16", "size": "i32", **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", int(target), 32))
     usage, code = disassemble(kernel)

@@ -164,11 +164,9 @@ def test_a_first_layer_without_a_norm():
     head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
     x, window = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2)).to(BF16), tree_window([0])
     rope = rope_angles(head.rope_freq, window.slots)
-    cache, want = empty_cache(head.config.model, 1), x
-    for i, layer in enumerate(head.layers):
-        want = layer(want, rope, (cache.k[i], cache.v[i]), window)
+    want = head.layers(x, rope, head.norm, empty_cache(head.config.model, 1), window)
     fuse(head.layers)
-    got = head.layers(x, rope, empty_cache(head.config.model, 1), window)
+    got = head.layers(x, rope, head.norm, empty_cache(head.config.model, 1), window)
     assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
 
 
@@ -224,11 +222,13 @@ def test_wrong_operands():
     for slot in (-1, 64):
         wrong = window._replace(slots=window.slots.clone().fill_(slot))
         with pytest.raises(RuntimeError, match="the cache has 64 slots"):
-            target.layers(x, rope, empty_cache(CONFIG, 1), wrong)
+            target.layers(x, rope, target.norm, empty_cache(CONFIG, 1), wrong)
     with pytest.raises(RuntimeError, match="the cache is of 2 layers, not of 3"):
-        target.layers(x, rope, empty_cache(BIASED, 1), window)
+        target.layers(x, rope, target.norm, empty_cache(BIASED, 1), window)
     with pytest.raises(RuntimeError, match="an angle per row"):
-        target.layers(x, rope_angles(target.rope_freq, window.slots[:, :2]), empty_cache(CONFIG, 1), window)
+        target.layers(
+            x, rope_angles(target.rope_freq, window.slots[:, :2]), target.norm, empty_cache(CONFIG, 1), window
+        )
     with pytest.raises(RuntimeError, match="13 tensors"):
         torch.ops.gpt_eagle.prepare_layers([x] * 13, 4, 96, 0, 1e-5)
 

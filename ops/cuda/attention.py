@@ -6,8 +6,8 @@
    memory, so that one captured graph serves every length; blocks of chunks that are not in use return at once.
 3. A chunk is read 32 or 64 slots at a time, with the running softmax of FlashAttention (arXiv 2205.14135). Slots below
    the prefix's end need no mask. Slots beyond the window are not read: they may hold anything.
-4. Each chunk writes fp32 sums with their maximum and weight; a second kernel adds them in the order of the chunks: no
-   atomics, equal runs give equal bits. What else a row's bits depend on is said at `plan_attention`.
+4. Each chunk writes fp32 sums with their maximum and weight. The block that finishes last adds them in the order of the
+   chunks, whoever was last: equal runs give equal bits. What else a row's bits depend on is said at `plan_attention`.
 
 Trade-off: see `plan_attention`. Not run on a GPU yet. Not here: writing the cache, sliding windows.
 """
@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.products import Device
+from ops.cuda.launch import Device, after_others, overlap
 
 CHUNK = 256  # slots of a split, while there are at most
 SPLITS = 16  # of them below the prefix's end; beyond, chunks double
 SPLIT_TOKENS = 64  # more than that are not split
-COMBINED = 4  # rows that a block of threads combines
+COUNTERS = 2**16  # blocks of rows of a split launch, at most
 
 
 class AttentionPlan(NamedTuple):
@@ -57,7 +57,7 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
         return AttentionPlan(16, 32, 1, 8 if E > 64 else 4)
     hopper, width = device.capability >= 90, max(16, triton.next_power_of_2(E))
     tile = 128 if hopper and rows > 64 else 64  # 16 rows a warp in both, so that a row's sums are those of one warp
-    keys = 64 if width == E and (hopper or E <= 64) else 32  # more would spill
+    keys = 64 if width == E <= 64 else 32  # more would spill
     stage = keys * width * 4  # bytes of keys and values
     for limit in (device.shared_bytes // 2, device.shared_bytes):  # two blocks hide each other's waits
         # Hopper's tensor cores read a stage from shared memory; the others hold it, and share probabilities
@@ -74,7 +74,7 @@ def splits_of(T: int, S: int, W: int) -> int:
 
 
 def constants_of(E: int) -> dict[str, int]:
-    """What both kernels are compiled for. WIDTH: E padded to a power of two."""
+    """What the kernel is compiled for. WIDTH: E padded to a power of two."""
     return {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": CHUNK, "SPLITS": SPLITS}
 
 
@@ -117,27 +117,62 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
     return new, weight, total
 
 
+@triton.jit
+def _is_last(done_ptr, blocks):
+    """Whether all other blocks that share a counter are over. What they wrote can be read then; the counter is 0."""
+    tl.debug_barrier()  # all threads of this block have written
+    last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
+    if last:
+        tl.store(done_ptr, 0)
+    return last
+
+
+@triton.jit
+def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr, STAGES: tl.constexpr):
+    """Add the chunks in use, first chunk first.
+
+    parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first chunk; size: rows of a chunk
+    Returns: weight [ROWS] and total [ROWS, WIDTH].
+    """
+    highest = tl.full(live.shape, float("-inf"), tl.float32)
+    for i in range(used):
+        top = tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, top)
+    weight, total = tl.full(live.shape, 0.0, tl.float32), tl.full(inside.shape, 0.0, tl.float32)
+    for i in tl.range(used, num_stages=STAGES):
+        share = tl.exp2(tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg") - highest)
+        own = tl.load(stats_ptr + (tl.num_programs(2) + i) * size, mask=live, other=0.0, cache_modifier=".cg")
+        weight = tl.fma(own, share, weight)
+        part = tl.load(parts_ptr + i * size * E, mask=inside, other=0.0, cache_modifier=".cg")
+        total = tl.fma(part, share[:, None], total)
+    return weight, total
+
+
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, stats_ptr, T, S, W, mask_b, mask_t, mask_w,
+    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr, T, S, W, mask_b, mask_t, mask_w,
     H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a key head over one chunk, or over all slots.
+    """ROWS rows of a key head over one chunk, or over all slots; the last block of the rows adds their chunks.
 
     q: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, by its strides
-    y: [B, T, H, E], or with SPLIT [chunks, B, T, H, E] fp32, not divided by its weight
-    stats: with SPLIT, [2, chunks, B, T, H] fp32, maximum and weight
-    Writes: y and stats, of chunks in use.
+    y: [B, T, H, E]
+    parts: with SPLIT, [chunks, B, T, H, E] fp32, not divided by their weights; stats: [2, chunks, B, T, H] fp32,
+    maximum and weight; done: [blocks of rows, B * KV_HEADS] int32, zeros, and zeros again in the end
+    Writes: y; parts and stats of chunks in use.
     """
+    after_others(OVERLAPS)
     GROUP: tl.constexpr = H // KV_HEADS
     SCALE: tl.constexpr = 1.4426950408889634 / E**0.5  # exponentials are to the base 2
     b, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
     start = tl.load(start_ptr + b).to(tl.int32)
-    first, last = 0, start + W
+    first, last, used = 0, start + W, 1
     if SPLIT:
         chunk = _chunk(start, CHUNK, SPLITS)
+        used = tl.cdiv(last, chunk)
         first = split * chunk
         last = tl.minimum(first + chunk, last)
         if first >= last:
@@ -169,73 +204,53 @@ def attention_kernel(
         visible = _visible(mask_ptr, tl.minimum(t, T - 1), at + n - start, W, mask_t, mask_w)
         scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
+    place = row[:, None] * E + e[None, :]
+    inside = (t < T)[:, None] & column[None, :]
     if SPLIT:
         size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a chunk
-        before += split * size
-        tl.store(stats_ptr + before + row, top, mask=t < T)
-        tl.store(stats_ptr + tl.num_programs(2) * size + before + row, weight, mask=t < T)
-    else:
-        total = total / weight[:, None]
-    out = y_ptr + before * E + row[:, None] * E + e[None, :]
-    tl.store(out, total.to(y_ptr.dtype.element_ty), mask=(t < T)[:, None] & column[None, :])
-
-
-@triton.jit(do_not_specialize=["rows", "W"])
-def combine_kernel(
-    parts_ptr, stats_ptr, start_ptr, y_ptr, rows, W, E: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Add the chunks in use, first chunk first.
-
-    parts, stats: from attention_kernel, of PARTS chunks and `rows` = T * H rows per batch row
-    y: [B, T, H, E]. Writes: y.
-    """
-    b = tl.program_id(1)
-    start = tl.load(start_ptr + b).to(tl.int32)
-    used = tl.cdiv(start + W, _chunk(start, CHUNK, SPLITS))
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = b.to(tl.int64) * rows + r
-    size = tl.num_programs(1).to(tl.int64) * rows
-    e = tl.arange(0, WIDTH)
-    inside = (r < rows)[:, None] & (e < E)[None, :]
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    for i in tl.static_range(PARTS):
-        top = tl.load(stats_ptr + i * size + row, mask=(r < rows) & (i < used), other=float("-inf"))
-        highest = tl.maximum(highest, top)
-    weight = tl.full((ROWS,), 0.0, tl.float32)
-    total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
-    for i in tl.static_range(PARTS):  # unrolled, so that all loads are under way at once
-        live = (r < rows) & (i < used)
-        share = tl.exp2(tl.load(stats_ptr + i * size + row, mask=live, other=float("-inf")) - highest)
-        weight = tl.fma(tl.load(stats_ptr + (PARTS + i) * size + row, mask=live, other=0.0), share, weight)
-        part_ptr = parts_ptr + (i * size + row)[:, None] * E + e[None, :]
-        total = tl.fma(tl.load(part_ptr, mask=inside & (i < used), other=0.0), share[:, None], total)
+        mine = split * size + before
+        tl.store(stats_ptr + mine + row, top, mask=t < T)
+        tl.store(stats_ptr + tl.num_programs(2) * size + mine + row, weight, mask=t < T)
+        tl.store(parts_ptr + mine * E + place, total, mask=inside)
+        if not _is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
+            return
+        weight, total = _combine(
+            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E, STAGES
+        )
     y = total / weight[:, None]
-    tl.store(y_ptr + row[:, None] * E + e[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 # ---------------------------------------------------------------------------------------------- launch
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor, device: Device) -> Tensor:
-    """`ops.attention.tree_attention`. Allocates its result and partial sums, and nothing else; never waits."""
+@cache
+def counters(index: int) -> Tensor:
+    """Zeros for the blocks of one launch after the other, as many as there can be. [COUNTERS] int32, of a device."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=f"cuda:{index}")
+
+
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor, device: Device, done: Tensor
+) -> Tensor:
+    """`ops.attention.tree_attention`. Allocates its result and partial sums, and nothing else; never waits.
+
+    done: from `counters`; launches that share it must follow each other, as those of one stream do
+    """
     B, T, H, E = q.shape
     kv_heads, S, W = k.shape[1], k.shape[2], mask.shape[2]
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())  # the cache's own buffers
     cut = plan_attention(T * H // kv_heads, E, q.dtype, device)
-    splits = splits_of(T, S, W)
+    splits, blocks = splits_of(T, S, W), triton.cdiv(T * H // kv_heads, cut.rows)
+    assert splits == 1 or blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
     y = torch.empty(B, T, H * E, dtype=q.dtype, device=q.device)
-    constants = constants_of(E)
     parts, stats = y, y
     if splits > 1:
         parts = torch.empty(splits, B, T, H, E, dtype=torch.float32, device=q.device)
         stats = torch.empty(2, splits, B, T, H, dtype=torch.float32, device=q.device)
-    attention_kernel[triton.cdiv(T * H // kv_heads, cut.rows), B * kv_heads, splits](
-        q.contiguous(), k, v, start, mask, parts, stats, T, S, W, *mask.stride(), **constants, H=H, KV_HEADS=kv_heads,
-        SPLIT=splits > 1, ROWS=cut.rows, KEYS=cut.keys, STAGES=cut.stages, num_warps=cut.warps,
+    attention_kernel[blocks, B * kv_heads, splits](
+        q.contiguous(), k, v, start, mask, y, parts, stats, done, T, S, W, *mask.stride(), **constants_of(E),
+        H=H, KV_HEADS=kv_heads, SPLIT=splits > 1, ROWS=cut.rows, KEYS=cut.keys, STAGES=cut.stages,
+        num_warps=cut.warps, **overlap(device),
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[triton.cdiv(T * H, COMBINED), B](
-            parts, stats, start, y, T * H, W, **constants, PARTS=splits, ROWS=COMBINED, num_warps=4
-        )
     return y

@@ -171,7 +171,7 @@ def run_experts(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, 
         TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
     if cut.splits > 1:
-        sum_kernel[triton.cdiv(P * N, 512),](out, y, P * N, SPLITS=cut.splits, BLOCK=512)
+        sum_kernel[triton.cdiv(P * N, 512),](out, y, P * N, SPLITS=cut.splits, BLOCK=512, OVERLAPS=False)
     return y
 
 

@@ -6,11 +6,14 @@ From a single token to a tree of 64 the product is bound by reading the weights,
 2. layout.py stores 4 or 2 weights per 16-bit word, one per plane, so that a plane of a tile is 64 neighbours in K and
    two words are unpacked at once: a shift, a mask, an exact subtraction.
 3. Dot products of a scale group are taken over the codes, then scaled in fp32: nothing is rounded before.
-4. Narrow layers cut K into splits, so that every multiprocessor has work. Each split writes fp32 partial sums and a
-   second kernel adds them in a fixed order: no atomics, equal runs give equal bits.
+4. Narrow layers cut K into splits, so that every multiprocessor has work. Each split writes fp32 partial sums, which
+   are added in a fixed order: no atomics, equal runs give equal bits.
+5. What comes behind a product is done where it costs no launch (`FORMS`): partial sums are added by the norm that takes
+   them (rows.py), and a block that has the gate and the up rows of the same outputs applies SwiGLU.
+6. The first weights are fetched before the kernel in front is over (launch.py).
 
 Trade-off: see `plan_product`. Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al.
-(arXiv 2211.10017) for the subtraction. Not here: experts (experts.py), biases, fused epilogues.
+(arXiv 2211.10017) for the subtraction. Not here: experts (experts.py), biases.
 """
 
 from __future__ import annotations
@@ -24,17 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.cuda.launch import Device, after_others, device_of, fetch, overlap
 from ops.cuda.layout import COLUMNS
 
+__all__ = ["Device", "device_of"]  # for who has this module at hand
+
 MAX_SPLITS = 8
-
-
-class Device(NamedTuple):
-    """What a plan needs to know of a GPU."""
-
-    processors: int
-    shared_bytes: int  # the most that one block may have; about what a multiprocessor has
-    capability: int  # 10 * major + minor
+FORMS = ("narrow", "wide", "partial", "gated")  # of a result, see `run_product`
 
 
 class ProductPlan(NamedTuple):
@@ -50,8 +49,10 @@ class ProductPlan(NamedTuple):
 # ------------------------------------------------------------------------------------------------ plan
 
 
-def choose_splits(N: int, blocks: int, processors: int) -> int:
+def choose_splits(N: int, blocks: int, processors: int, summed: bool = True) -> int:
     """Into how many parts to cut K, for N outputs and `blocks` blocks of K.
+
+    summed: by a kernel of its own
 
     The kernel lasts as long as its busiest processor. There a tile of 128 outputs costs the K-blocks it reads, and
     one more to fill its pipeline. Splits cost a K-block each to write partial sums, and a second kernel, worth about
@@ -61,7 +62,7 @@ def choose_splits(N: int, blocks: int, processors: int) -> int:
     def cost(splits: int) -> int:
         tiles = triton.cdiv(triton.cdiv(N, 128) * splits, processors)  # of the busiest processor
         alone = splits == 1
-        return tiles * (triton.cdiv(blocks, splits) + (1 if alone else 2)) + (0 if alone else 4)
+        return tiles * (triton.cdiv(blocks, splits) + (1 if alone else 2)) + (0 if alone or not summed else 4)
 
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
 
@@ -75,7 +76,9 @@ def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device)
 
 
 @cache
-def plan_product(M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> ProductPlan:
+def plan_product(
+    M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, form: str = "narrow"
+) -> ProductPlan:
     """Choose tiles, splits and stages for M rows.
 
     `splits` and the order of every sum are the same for all M, so that a row's result does not depend on the rows
@@ -86,7 +89,8 @@ def plan_product(M: int, N: int, K: int, bits: int, group: int, dtype: torch.dty
     weights once per 64 rows; from a few hundred rows on, unpacking them for cuBLAS would be faster. fp32 has no tensor
     cores: for tests of identity.
     """
-    splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors, form != "partial")
+    splits = 1 if form == "gated" else splits  # a sum has no gate before it is whole
     return fit(16 if M <= 16 else 32 if M <= 32 else 64, splits, bits, group, dtype, device)
 
 
@@ -210,30 +214,43 @@ def quantized_product(
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x_ptr, packed_ptr, scale_ptr, y_ptr, M, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
 
     x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
     scale: [K / BLOCK, N, WORDS] int32, two bf16 groups to a word; or [N] fp32 when GROUP is 0
-    y: [M, N], or [SPLITS, M, N] fp32. Writes: y.
+    y: [M, N], or [SPLITS, M, N] fp32; with GATED [M, N / 2], SwiGLU of the gate rows above and the up rows below.
+    Writes: y.
     """
     split = tl.program_id(2)
     blocks = K // (16 // BITS * 64)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
+    if GATED:  # a gate and its up row are neighbours
+        row = row % 2 * (N // 2) + row // 2
     first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    if OVERLAPS:
+        for i in tl.static_range(STAGES):  # the lines that the pipeline reads first
+            fetch(packed_ptr + (tl.minimum(first + i, last - 1) * N + row).to(tl.int64) * 64)
+    after_others(OVERLAPS)
     x_rows = x_ptr + t.to(tl.int64) * K
     total = quantized_product(x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS]
+        total = gate * tl.sigmoid(gate) * up
+        n = tl.program_id(1) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        N = N // 2
     out = (split * M + t[None, :]).to(tl.int64) * N + n[:, None]
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=(t[None, :] < M) & (n[:, None] < N))
 
 
 @triton.jit
-def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Add the partial sums, first split first. parts: [SPLITS, size] fp32; y: [size]. Writes: y."""
+    after_others(OVERLAPS)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for split in tl.static_range(SPLITS):
@@ -244,36 +261,45 @@ def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 # ---------------------------------------------------------------------------------------------- launch
 
 
-@cache
-def device_of(index: int) -> Device:
-    """Ask a GPU."""
-    facts = torch.cuda.get_device_properties(index)
-    return Device(facts.multi_processor_count, facts.shared_memory_per_block_optin, 10 * facts.major + facts.minor)
-
-
 def bits_and_group(scale: Tensor) -> tuple[int, int]:
     """What the shape of the scales tells: int4 has them by group, [blocks, N, words]; int8, [N], has group 0."""
     return (4, 2 * COLUMNS // scale.shape[2]) if scale.dim() == 3 else (8, 0)
 
 
-def run_product(x: Tensor, packed: Tensor, scale: Tensor, cut: ProductPlan) -> Tensor:
-    """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits."""
+def run_product(
+    x: Tensor, packed: Tensor, scale: Tensor, cut: ProductPlan, device: Device, form: str = "narrow"
+) -> Tensor:
+    """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits.
+
+    form: "narrow", [..., N] in x's dtype; "wide", in fp32; "partial", fp32 sums of the splits, [splits, ..., N];
+    "gated", SwiGLU of outputs with gate above up, [..., N / 2] in x's dtype, where `cut` has one split
+    """
     bits, group = bits_and_group(scale)
     K, N = packed.shape[0] * COLUMNS * 16 // bits, packed.shape[1]
     x = F.pad(x, (0, K - x.shape[-1])) if x.shape[-1] < K else x.contiguous()  # K padded like the weights
-    M = x.numel() // K
-    y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    out = y if cut.splits == 1 else torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
+    M, rows, gated = x.numel() // K, x.shape[:-1], form == "gated"
+    assert not gated or cut.splits == 1, cut
+    options = {"device": x.device, "dtype": torch.float32 if form in ("wide", "partial") else x.dtype}
+    splits = (cut.splits,) if form == "partial" else ()
+    y = torch.empty(*splits, *rows, N // 2 if gated else N, **options)
+    apart = cut.splits > 1 and form != "partial"
+    out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device) if apart else y
     matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
-        x, packed, scale, out, M, N, K, BITS=bits, GROUP=group, SPLITS=cut.splits,
-        TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
+        x, packed, scale, out, M, N, K, BITS=bits, GROUP=group, SPLITS=cut.splits, GATED=gated,
+        TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps, **overlap(device),
     )  # fmt: skip
-    if cut.splits > 1:
-        sum_kernel[triton.cdiv(M * N, 512),](out, y, M * N, SPLITS=cut.splits, BLOCK=512)
+    if apart:
+        grid = (triton.cdiv(M * N, 512),)
+        sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))
     return y
 
 
-def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device) -> Tensor:
-    """`ops.quantized.w4a16` or `w8a16`."""
+def plan_of(x: Tensor, packed: Tensor, scale: Tensor, device: Device, form: str) -> ProductPlan:
+    """The plan of a product of these operands."""
     K, N = x.shape[-1], packed.shape[1]
-    return run_product(x, packed, scale, plan_product(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device))
+    return plan_product(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device, form)
+
+
+def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device, form: str = "narrow") -> Tensor:
+    """`ops.quantized.w4a16` or `w8a16`."""
+    return run_product(x, packed, scale, plan_of(x, packed, scale, device, form), device, form)

@@ -1,0 +1,74 @@
+"""CUDA kernel, in Triton: turn the queries and keys of new rows, and write keys and values into the cache.
+
+One block of threads per row and eight heads, whichever they are: queries, keys or values. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.cuda.launch import Device, after_others, overlap
+
+HEADS = 8  # of a block
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def rotary_cache_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, T, S,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a row. HALF: E / 2 padded to a power of two.
+
+    qkv: [B, T, H + 2 KV_HEADS, E]; cos, sin: [B, T, E] fp32; slots: [B, T] int64; q: [B, T, H, E]
+    k, v: [B, KV_HEADS, S, E]. Writes: q; k and v at the slots.
+    """
+    after_others(OVERLAPS)
+    row = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    e = tl.arange(0, HALF)
+    live = (head < H + 2 * KV_HEADS)[:, None] & (e < E // 2)[None, :]
+    at = qkv_ptr + row.to(tl.int64) * (H + 2 * KV_HEADS) * E + head[:, None] * E + e[None, :]
+    left = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    right = tl.load(at + E // 2, mask=live, other=0.0).to(tl.float32)
+    turned = (head < H + KV_HEADS)[:, None]
+    cos = tl.load(cos_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
+    first = tl.where(turned, left * cos - right * sin, left).to(q_ptr.dtype.element_ty)
+    second = tl.where(turned, right * cos + left * sin, right).to(q_ptr.dtype.element_ty)
+    is_q = (head < H)[:, None] & live
+    to = q_ptr + row.to(tl.int64) * H * E + head[:, None] * E + e[None, :]
+    tl.store(to, first, mask=is_q)
+    tl.store(to + E // 2, second, mask=is_q)
+    slot = (row // T).to(tl.int64) * KV_HEADS * S + tl.load(slots_ptr + row)
+    key = tl.minimum(tl.maximum(head - H, 0), KV_HEADS - 1).to(tl.int64)
+    is_k = ((head >= H) & (head < H + KV_HEADS))[:, None] & live
+    to = k_ptr + (slot + key[:, None] * S) * E + e[None, :]
+    tl.store(to, first, mask=is_k)
+    tl.store(to + E // 2, second, mask=is_k)
+    value = tl.minimum(tl.maximum(head - H - KV_HEADS, 0), KV_HEADS - 1).to(tl.int64)
+    is_v = (head >= H + KV_HEADS)[:, None] & live
+    to = v_ptr + (slot + value[:, None] * S) * E + e[None, :]
+    tl.store(to, first, mask=is_v)
+    tl.store(to + E // 2, second, mask=is_v)
+
+
+def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
+    """What the kernel is compiled for. heads: of queries."""
+    return {"H": heads, "KV_HEADS": kv_heads, "E": E, "HALF": triton.next_power_of_2(E // 2), "HEADS": HEADS}
+
+
+def rotary_cache(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor, device: Device) -> Tensor:
+    """`ops.attention.rotary_cache`. Allocates its result, and nothing else; never waits."""
+    B, T, heads, E = qkv.shape
+    kv_heads, S = k.shape[1], k.shape[2]
+    assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())  # the cache's own buffers
+    q = torch.empty(B, T, heads - 2 * kv_heads, E, dtype=qkv.dtype, device=qkv.device)
+    rotary_cache_kernel[B * T, triton.cdiv(heads, HEADS)](
+        qkv.contiguous(), cos.contiguous(), sin.contiguous(), slots.contiguous(), q, k, v, T, S,
+        **constants_of(heads - 2 * kv_heads, kv_heads, E), num_warps=4, **overlap(device),
+    )  # fmt: skip
+    return q

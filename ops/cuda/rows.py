@@ -1,0 +1,58 @@
+"""CUDA kernel, in Triton: a layer's output joins the residual stream, and the norm of what comes next.
+
+One block of threads per row, whatever the number of rows, so that a row's bits depend on the row alone. The output may
+come as the partial sums of a product whose K was cut: they are added here, first split first, before they are rounded.
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.cuda.launch import Device, after_others, overlap
+
+
+@triton.jit
+def add_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, size, F, eps,
+    SPLITS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A row of x + delta, and of its norm.
+
+    x: [M, F]; delta: [M, F], or [SPLITS, M, F] fp32 with size = M F; weight: [F]; WIDTH: F padded to a power of two
+    Writes: sum, y, [M, F] each.
+    """
+    i = tl.arange(0, WIDTH)
+    live = i < F
+    weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
+    after_others(OVERLAPS)
+    at = tl.program_id(0).to(tl.int64) * F + i
+    total = tl.load(delta_ptr + at, mask=live, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(delta_ptr + split * tl.cast(size, tl.int64) + at, mask=live, other=0.0)
+    dtype = sum_ptr.dtype.element_ty
+    x = (tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32) + total).to(dtype)
+    tl.store(sum_ptr + at, x, mask=live)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / F + eps)
+    y = (wide * scale).to(dtype).to(tl.float32) * weight
+    tl.store(y_ptr + at, y.to(dtype), mask=live)
+
+
+def warps_of(F: int) -> int:
+    """Warps of a block, 16 values to a thread."""
+    return min(16, max(1, triton.next_power_of_2(F) // 512))
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, device: Device) -> tuple[Tensor, Tensor]:
+    """`ops.rows.add_norm`. Allocates its results, and nothing else; never waits."""
+    F = x.shape[-1]
+    x, delta, total, y = x.contiguous(), delta.contiguous(), torch.empty_like(x), torch.empty_like(x)
+    add_norm_kernel[(x.numel() // F,)](
+        x, delta, weight, total, y, x.numel(), F, eps,
+        SPLITS=delta.numel() // x.numel(), WIDTH=triton.next_power_of_2(F), num_warps=warps_of(F), **overlap(device),
+    )  # fmt: skip
+    return total, y
