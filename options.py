@@ -116,8 +116,9 @@ class GenerateConfig:
         needs=(DRAFT, TREE, GROWN), least=1,
     )  # fmt: skip
     tree_size: int = option(
-        60, "verified nodes, root included (dynamic; auto: at most)", needs=(DRAFT, TREE, GROWN), least=2
-    )
+        0, "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32",
+        needs=(DRAFT, TREE, GROWN), least=2,
+    )  # fmt: skip
     expand_by: str = option(
         "value", "what picks the nodes to expand (EAGLE-2 Table 3)", ("value", "confidence"),
         needs=(DRAFT, TREE, GROWN, ONE_SIZE), flag=False,
@@ -165,8 +166,9 @@ class GenerateConfig:
         needs=(INT4,),
     )  # fmt: skip
     quant_draft: str = option(
-        "", "the same for the draft; default: as the target", ("none", "int8", "int4"), needs=(DRAFT, TREE)
-    )
+        "", "the same for the draft; default: as the target; a head of a 16-bit target on CUDA: int4",
+        ("none", "int8", "int4"), needs=(DRAFT, TREE),
+    )  # fmt: skip
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
@@ -199,7 +201,9 @@ class GenerateConfig:
             return StaticTree.chain(self.tree_depth)
         if self.tree_shape == "static":
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
-        return DynamicTree(self.tree_depth, self.tree_topk, self.tree_size, self.expand_by, not self.no_rerank)
+        # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py)
+        size = self.tree_size or (32 if self.quant == "int4" and self.device.startswith("cuda") else 60)
+        return DynamicTree(self.tree_depth, self.tree_topk, size, self.expand_by, not self.no_rerank)
 
     @property
     def child_rule(self) -> str:
@@ -211,7 +215,8 @@ class GenerateConfig:
         """Raises: ValueError for a value or a combination that cannot work."""
         for f in fields(self):
             value, least = getattr(self, f.name), f.metadata["least"]
-            _rule(least is None or value >= least, f"--{f.name} must be at least {least}; it is {value}")
+            enough = least is None or value == f.default or value >= least
+            _rule(enough, f"--{f.name} must be at least {least}; it is {value}")
         self.check_needs()
         self._check_values()
         self._check_files()

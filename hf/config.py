@@ -165,15 +165,20 @@ def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     if is_gguf(Path(eagle)):
         raise ValueError(f"--eagle {eagle} is a GGUF file; a head is a directory with its config.json")
     reads = eagle or config.draft_checkpoint  # what a draft loads
-    quant = _draft_format(config, Path(reads)) if reads else "none"
-    return replace(config, draft=draft, eagle=eagle, quant_draft=quant)
+    config = replace(config, draft=draft, eagle=eagle)
+    return replace(config, quant_draft=_draft_format(config, Path(reads)) if reads else "none")
 
 
 def _draft_format(config: GenerateConfig, path: Path) -> str:
     """What `--quant_draft` comes to: the format of the draft's files, or what is asked for, or as the target."""
-    saved = saved_quantization(read_raw(path))
+    raw = read_raw(path)
+    saved = saved_quantization(raw)
     if saved is None:
-        return config.quant_draft or config.quant
+        # a head changes no output, and reading its weights is most of its time on a GPU
+        halves = config.device.startswith("cuda") and config.dtype != "float32" and bool(config.eagle)
+        fits = all(isinstance(raw.get(key), int) and raw[key] % 32 == 0 for key in ("hidden_size", "intermediate_size"))
+        own = "int4" if config.quant == "none" and halves and fits else config.quant
+        return config.quant_draft or own
     if config.quant_draft not in ("", saved.format):
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant_draft")
     return saved.format

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import runtime
 from generate import generate, load, main, stream
 from helpers import GOLDEN
+from hf.config import resolve_draft
 from options import DEMO, GenerateConfig, read_prompts
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
@@ -490,3 +491,19 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
     monkeypatch.chdir(Path(DEMO).parent)
     with pytest.raises(ValueError, match="no prompt"):
         read_prompts(GenerateConfig(checkpoint="checkpoints/demo"))
+
+
+def test_defaults_on_cuda():
+    """What depends on the device, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads."""
+    for device, quant, size, draft in (
+        ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 60, "int4"),
+        ("cpu", "none", 60, "none"), ("cuda", "int8", 60, "int8"),
+    ):  # fmt: skip
+        config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype="bfloat16")
+        assert config.draft_tree.size == size
+        assert resolve_draft(config, Path(DEMO)).quant_draft == draft
+    assert replace(config, device="cuda", quant="int4", tree_size=50).draft_tree.size == 50
+    wide = GenerateConfig(checkpoint=DEMO, device="cuda", dtype="float32")
+    assert resolve_draft(wide, Path(DEMO)).quant_draft == "none"
+    asked = GenerateConfig(checkpoint=DEMO, device="cuda", dtype="bfloat16", quant_draft="none")
+    assert resolve_draft(asked, Path(DEMO)).quant_draft == "none"
