@@ -40,9 +40,7 @@ AIMS = {"bf16": (190, 770), "bf16+int4": (190, 770), "int4": (515, 1600)}  # tok
 class Design(NamedTuple):
     """What has been done to launch less, and closer together."""
 
-    fused: bool = (
-        False  # 8 launches a layer: sums with the norm, SiLU in w13 or its sum, combine in attention
-    )
+    fused: bool = False  # 8 launches a layer: sums with the norm, SiLU in w13 or its sum, combine in attention
     pdl: bool = False  # programmatic dependent launch, from sm_90 on
     level_kernel: bool = False  # one kernel for each grown level
 
@@ -190,7 +188,7 @@ def cycle(case: Case) -> dict[str, list[Kernel]]:
     parts["rest"] = [Kernel("small", c.small_us, 3 if fused else 15)]
     early = dict.fromkeys(matrices(case.shape), c.pdl_saves_us * case.pdl)  # products fetch weights before their turn
     return {
-        part: [Kernel(n, case.measured.get(n, us) - early.get(n.split()[0], 0), count) for n, us, count in found]
+        part: [Kernel(n, max(0, case.measured.get(n, us) - early.get(n.split()[0], 0)), count) for n, us, count in found]
         for part, found in parts.items()
     }
 
@@ -240,9 +238,11 @@ def read_measured(name: str, constants: Constants) -> tuple[Constants, dict[str,
     if not Path(name).is_file():
         raise ValueError(f"--measured: there is no file {name}; name one as the header of this script describes")
     found, known = read_json(Path(name)), [field.name for field in fields(Constants)]
-    values, kernels = found.get("constants", {}), found.get("kernels_us", {})
+    values, kernels = (found.pop(key, {}) for key in ("constants", "kernels_us"))
+    if found or not (isinstance(values, dict) and isinstance(kernels, dict)):
+        raise ValueError(f'{name} must be {{"constants": {{..}}, "kernels_us": {{..}}}}, names and numbers; correct it')
     for key, value in [*values.items(), *kernels.items()]:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name}: {key} must be a positive number; it is {value!r}")
     for key in (key for key in values if key not in known):
         raise ValueError(f"{name}: {key} is no constant of the model; they are {', '.join(known)}")

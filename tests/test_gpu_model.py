@@ -113,6 +113,8 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     (["--tau", "0"], "--tau must be at least 1; it is 0.0"),
     (["--measured", "nowhere.json"], "--measured: there is no file nowhere.json"),
     (["--measured", {"constants": {"speed": 1}}], "speed is no constant of the model; they are bandwidth_tb_s"),
+    (["--measured", {"kernel_us": {"norm": 2}}], 'must be {"constants": {..}, "kernels_us": {..}}'),
+    (["--measured", {"kernels_us": {"norm": float("nan")}}], "norm must be a positive number; it is nan"),
     (["--measured", {"kernels_us": {"norm": "2"}}], "norm must be a positive number; it is '2'"),
 ])  # fmt: skip
 def test_mistakes(argv, says, monkeypatch, tmp_path, capsys):
