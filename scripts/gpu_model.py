@@ -186,11 +186,13 @@ def cycle(case: Case) -> dict[str, list[Kernel]]:
         extend = layer(case, case.tree.depth + 1, form, 1, fc=True)
         parts["extend"] = [*extend, Kernel("small", c.small_us, 2 if fused else 8)]
     parts["rest"] = [Kernel("small", c.small_us, 3 if fused else 15)]
-    early = dict.fromkeys(matrices(case.shape), c.pdl_saves_us * case.pdl)  # products fetch weights before their turn
-    return {
-        part: [Kernel(n, max(0, case.measured.get(n, us) - early.get(n.split()[0], 0)), count) for n, us, count in found]
-        for part, found in parts.items()
-    }
+    saved = dict.fromkeys(matrices(case.shape), c.pdl_saves_us * case.pdl)  # products fetch weights before their turn
+
+    def final(k: Kernel) -> Kernel:
+        us = case.measured.get(k.name, k.us) - saved.get(k.name.split()[0], 0)
+        return Kernel(k.name, max(0.0, us), k.count)
+
+    return {part: [final(k) for k in found] for part, found in parts.items()}
 
 
 def times_ms(case: Case) -> dict[str, float]:
