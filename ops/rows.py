@@ -193,11 +193,11 @@ def sort(values: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_counting(values: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """The same: how many come before a number is its rank. Compiled it is two kernels; a sort takes long to compile."""
+    """The same: a number's rank is how many come before it. Compiled, a sort takes seconds to make; this does not."""
     at = torch.arange(values.shape[1], device=values.device)
     mine, other = values[:, :, None], values[:, None]  # [B, P, 1], [B, 1, P]
     before = ((other > mine) if descending else (other < mine)) | ((other == mine) & (at < at[:, None]))
-    index = torch.zeros_like(values, dtype=torch.long).scatter(1, before.sum(-1), at.expand_as(values))
+    index = (before.sum(-1)[:, None] == at[:, None]).int().argmax(-1)  # [B, P], whose rank is 0, 1, ...
     return values.gather(1, index), index
 
 

@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """Another kernel: attention, combine, compact, block (of top-k), row, level (of a tree), lists (of experts' rows)."""
+    """A kernel: attention, combine, compact, block (of top-k), row, level (of a tree), lists (of experts' rows)."""
 
     target: str
     kernel: str
