@@ -57,43 +57,41 @@ class DecodeState(NamedTuple):
 class Decision(NamedTuple):
     """What a verification decided."""
 
-    emitted: Tensor  # [B, D+1] int64, decided tokens (bonus last); entries past `length` are padding
-    count: Tensor  # [B] int64, how many of them are left after cuts; 0: the row was done before
-    length: Tensor  # [B] int64, accepted nodes
-    done: Tensor  # [B] bool, whether the row is done now
-    preset: Tensor  # [B] int64, the largest preset that makes sense next
-    pos: Tensor  # [B] int64, of the root that was verified
+    facts: Tensor  # [B, D+6] int64, from `Report.pack`
     path: Tensor  # [B, D+1] int64, accepted nodes, root first
 
 
 class Report(NamedTuple):
-    """What the host learns of a cycle and row: `Decision` without its path, and the times (ns) between the steps."""
+    """What the host learns of a cycle and row."""
 
-    emitted: list[int]
-    count: int
-    length: int
-    done: bool
-    preset: int
-    pos: int
-    times: list[int]
+    emitted: list[int]  # D+1 decided tokens (bonus last); entries past `length` are padding
+    count: int  # how many of them are left after cuts; 0: the row was done before
+    length: int  # accepted nodes
+    done: bool  # whether the row is done now
+    preset: int  # the largest preset that makes sense next
+    pos: int  # of the root that was verified
+    times: list[int]  # ns, between the steps
 
     @staticmethod
-    def pack(decision: Decision, times: list[Tensor]) -> Tensor:
-        """One tensor, so that it is one copy: [B, D+10] int64."""
-        emitted, *facts, _ = decision
-        facts = torch.stack([x.long() for x in facts], 1)  # [B, 5]
-        return torch.cat((emitted, facts, torch.stack(times).expand(len(facts), -1)), 1)
+    def pack(emitted: Tensor, *facts: Tensor) -> Tensor:
+        """One tensor of all but the times. emitted: [B, D+1]; facts: [B] each. Returns: [B, D+6] int64."""
+        return torch.cat((emitted, torch.stack([x.long() for x in facts], 1)), 1)
+
+    @staticmethod
+    def timed(facts: Tensor, times: list[Tensor]) -> Tensor:
+        """With the times, so that one copy takes all: [B, D+10] int64."""
+        return torch.cat((facts, *(t.expand(len(facts), 1) for t in times)), 1)
 
     @staticmethod
     def rows(packed: list[list[int]]) -> list[Report]:
-        """The inverse of `pack`, a report per row."""
+        """The inverse, a report per row."""
         return [Report(row[:-9], *row[-9:-4], row[-4:]) for row in packed]
 
 
 class Outcome(NamedTuple):
     """What a cycle leaves for the host."""
 
-    report: Tensor  # from `Report.pack`
+    report: Tensor  # from `Report.timed`
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes
 
@@ -173,29 +171,38 @@ class Cycle:
         self.levels = torch.arange(drafter.depth + 1, device=device)
         self.nodes = torch.arange(drafter.size, device=device)
         self.fresh_rows = torch.arange(drafter.fresh_rows, device=device)
-        self.call = call
+        self.call, self.in_place = call, False
 
     def compiled_by_layer(self) -> Cycle:
         """Compile the steps, and one block of the target for all of its blocks, instead of one graph of everything.
 
-        It takes a fraction of the time and costs a call per block, which a captured cycle does not pay.
+        It takes a fraction of the time and costs a call per block, which a captured cycle does not pay. As that cycle's
+        state has to be where it was, the steps write it there.
         """
         for name in ("draft", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         begin, block = compiled(call), compiled(call)
         self.call = lambda part, *inputs: (block if isinstance(part, Block) else begin)(part, *inputs)
+        self.in_place = True
         return self
 
     def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
-        """Run the steps, and tell the times between them. Writes: both caches, state.tokens."""
+        """Run the steps, and tell the times between them. Writes: both caches, state.tokens; the state, if in place."""
         state, began = mark(state, "pos")
         tree, noise = self.draft(state)  # N nodes below the root
         tree, drafted = mark(tree, "tokens")
         state, rows, decision = self.verify(cache, state, tree, noise)  # one pass of the target; its own path
         rows, verified = mark(rows, "tokens")
         state = self.extend(state, rows)  # the drafter takes in what was accepted
-        decision, ended = mark(decision, "emitted", after=leaves(state.draft))
-        return state, Outcome(Report.pack(decision, [began, drafted, verified, ended]), tree, decision.path)
+        decision, ended = mark(decision, "facts", after=leaves(state.draft))
+        return state, Outcome(Report.timed(decision.facts, [began, drafted, verified, ended]), tree, decision.path)
+
+    def keep(self, state: DecodeState, new: DecodeState) -> DecodeState:
+        """The new state. Writes: the old one, if in place."""
+        if not self.in_place:
+            return new
+        store(state, new)
+        return state
 
     def draft(self, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
@@ -220,7 +227,7 @@ class Cycle:
     def decide(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor
     ) -> tuple[DecodeState, Rows, Decision]:
-        """Accept and compact. features: [B, N, F], the target's. Writes: the cache, state.tokens."""
+        """Accept and compact. features: [B, N, F]. Writes: the cache, state.tokens; the state, if in place."""
         logits = self.target.logits(features)  # [B, N, V]
         if self.other_rule:
             accepted = self.other_rule(tree, logits, noise, state, self)
@@ -229,11 +236,12 @@ class Cycle:
             accepted = accept(tree, best(scores, noise, tree.depths), self.drafter.depth)
         if self.drafter.width > 1:  # the rows of a chain lie where they belong
             cache.compact(state.pos, compaction(accepted))
-        return advance(state, tree, accepted, features, self)
+        new, rows, decision = advance(state, tree, accepted, features, self)
+        return self.keep(state, new), rows, decision
 
     def extend(self, state: DecodeState, rows: Rows) -> DecodeState:
-        """Hand the confirmed rows to the drafter. Writes: its cache."""
-        return changed(state, draft=self.drafter.extend(state.draft, rows))
+        """Hand the confirmed rows to the drafter. Writes: its cache; the state, if in place."""
+        return self.keep(state, changed(state, draft=self.drafter.extend(state.draft, rows)))
 
 
 def advance(
@@ -256,7 +264,7 @@ def advance(
     slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
     rows = Rows(torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots)
     preset = cycle.prefer(Text(state.tokens, pos))
-    decision = Decision(emitted, count, accepted.length, done, preset, state.pos, accepted.path)
+    decision = Decision(Report.pack(emitted, count, accepted.length, done, preset, state.pos), accepted.path)
     return changed(state, pos=pos, draws=state.draws + count, done=done), rows, decision
 
 

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.rows import Children, Expansion, Frontier, Scores, grow_level, sort
+
 MAX_NODES = 64  # ancestor bits of a node fit one int64
 
 
@@ -133,14 +135,6 @@ class Candidates(NamedTuple):
         return Candidates(*(torch.cat(pair, 1) for pair in zip(self, (tokens, values, parents))))
 
 
-class Children(NamedTuple):
-    """The best children of R nodes, best first."""
-
-    tokens: Tensor  # [B, R, k] int64
-    scores: Tensor  # [B, R, k] fp32, log-probabilities
-    q: Tensor | None = None  # [B, R, V] fp32, what they were sampled from, if they were
-
-
 class Level(NamedTuple):
     """The nodes of a level that run through the drafter, to have children."""
 
@@ -161,7 +155,7 @@ def grow(
     shape: DynamicTree | StaticTree,
     root: Tensor,
     out: Tensor,
-    children: Callable[[Tensor, int, int], Children],
+    children: Callable[[Tensor, int, int], Children | Scores],
     run: Callable[[Level, Tensor], Tensor],
     graft: Graft | None = None,
 ) -> tuple[DraftTree, Tensor]:
@@ -169,33 +163,27 @@ def grow(
 
     shape: on the root's device (`on`)
     root: [B] int64, its tokens; out: [B, 1, F], the drafter's output at the root
-    children: of (outputs [B, R, F], level, k), the k best of each node; level 0 asks for those of the root
+    children: of (outputs [B, R, F], level, k), the k best of each node, or what they are the best by; level 0 asks
+        for those of the root
     run: of (level, outputs of the parents [B, R, F]), the outputs of its nodes, [B, R, F]
     graft: candidates that were found elsewhere
     Returns: the tree; each node's place among those that ran, counted from the root's; 0: it did not; [B, N] int64.
     """
-    pool, q, ran = Candidates.none(root), [], []
-    index, value = root.new_full((len(root), 1), -1), torch.zeros(len(root), 1, device=root.device)  # the frontier
-    seen = torch.zeros(len(root), 1, sum(shape.widths), dtype=torch.bool, device=root.device)
-    slot = 0
-    for level in range(shape.depth):
+    pool, q, ran, slot = Candidates.none(root), [], [], 0
+    index, values = root.new_full((len(root), 1), -1), torch.zeros(len(root), 1, device=root.device)
+    front = Frontier(values, values.new_zeros(len(root), 1, sum(shape.widths), dtype=torch.bool))
+    for level, width in enumerate((*shape.widths, 0)):
         k = shape.ranks(level)
-        found = children(out, level, k)
-        tokens, values = found.tokens.flatten(1), (value[:, :, None] + found.scores).flatten(1)  # [B, R k]
-        begin, pool = pool.tokens.shape[1], pool.add(tokens, values, index.repeat_interleave(k, dim=1))
-        q += [] if found.q is None else [found.q]
+        found, step = children(out, level, k), Expansion(k, width, slot, shape.places_of(level), shape.by_value)
+        tokens, values, order, front = grow_level(found, front, step)
         ran.append(index)
-        if level + 1 == shape.depth:
-            break
-        order = shape.expanded(level, values, found.scores.flatten(1))  # [B, R'], into this level's candidates
-        parent = (order // k)[:, :, None]  # [B, R', 1]
-        index, value = begin + order, values.gather(1, order)
-        rows, slots = (torch.arange(n, device=root.device) for n in (order.shape[1], seen.shape[2]))
-        own = slots == slot + rows[:, None]  # [R', W]
-        seen = seen.gather(1, parent.expand(-1, -1, seen.shape[2])) | own  # a node sees its ancestors and itself
-        out = out.gather(1, parent.expand(-1, -1, out.shape[2]))
-        out = run(Level(tokens.gather(1, order), level + 1, slot, seen), out)
-        slot += order.shape[1]
+        q += [] if found.q is None else [found.q]
+        begin, pool = pool.tokens.shape[1], pool.add(tokens, values, index.repeat_interleave(k, dim=1))
+        if width:
+            index = begin + order  # [B, R]
+            out = out.gather(1, (order // k)[:, :, None].expand(-1, -1, out.shape[2]))  # of the parents
+            out = run(Level(tokens.gather(1, order), level + 1, slot, front.seen), out)
+            slot += width
     every = torch.cat(ran, 1)  # [B, sum R]: the root, then the frontiers in their order
     pool, depth = (graft.add(pool), max(shape.depth, graft.depth)) if graft else (pool, shape.depth)
     nodes = shape.chosen(pool.values)
@@ -209,17 +197,12 @@ def grow(
     return tree, torch.cat((places[:, :1], places.gather(1, nodes + 1)), 1)
 
 
-def best_first(values: Tensor) -> Tensor:
-    """Indices by descending value; equal values keep their order, so a parent stays before its child. [B, P]."""
-    return values.sort(dim=1, descending=True, stable=True).indices
-
-
 def best_nodes(values: Tensor, count: int) -> Tensor:
     """The best candidates of a pool: [B, count] flat indices, ascending.
 
     A value never exceeds its parent's and ties keep the parent first, so every chosen node's parent is chosen.
     """
-    return best_first(values)[:, :count].sort(dim=1).values
+    return sort(sort(values, descending=True)[1][:, :count])[0]
 
 
 def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> tuple[DraftTree, Tensor]:
@@ -283,9 +266,13 @@ class DynamicTree:
         """How many children a node of a level is asked for."""
         return self.topk
 
-    def expanded(self, level: int, values: Tensor, scores: Tensor) -> Tensor:
-        """Which candidates of a level get children. values, scores: [B, X]. Returns: [B, R], best first."""
-        return best_first(values if self.expand_by == "value" else scores)[:, : self.topk]
+    @property
+    def by_value(self) -> bool:
+        """Whether the best paths are expanded, and not the best steps."""
+        return self.expand_by == "value"
+
+    def places_of(self, level: int) -> None:
+        """Which candidates of a level get children, [1, R]; None: the best."""
 
     def chosen(self, values: Tensor) -> Tensor:
         """Which candidates of the pool become nodes. values: [B, P]. Returns: [B, N-1], ascending."""
@@ -351,8 +338,10 @@ class StaticTree:
         nodes = [begins[len(path) - 1] + self._place(path) for level in self.levels[1:] for path in level]
         return replace(self, places=tuple(torch.tensor([x], device=device) for x in (*expanded, nodes)))
 
-    def expanded(self, level: int, values: Tensor, scores: Tensor) -> Tensor:
-        return self.places[level].expand(len(values), -1)
+    by_value = True  # their order does not matter
+
+    def places_of(self, level: int) -> Tensor:
+        return self.places[level]
 
     def chosen(self, values: Tensor) -> Tensor:
         return self.places[-1].expand(len(values), -1)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 import sampling
 from draft_tree import (
-    Children,
     DraftTree,
     DynamicTree,
     Graft,
@@ -32,7 +31,7 @@ from draft_tree import (
     root_tree,
 )
 from model import Layers, Transformer, Window
-from ops.rows import topk_logsumexp
+from ops.rows import Children, Scores
 
 LARGEST = 1 << 30  # past the last preset of any drafter
 
@@ -234,8 +233,9 @@ class TreeDrafter(Drafter):
         root = changed(root, noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
         out, free = self.begin(state, root)
 
-        def children(out: Tensor, level: int, k: int) -> Children:
-            return self._sampled(out, level, k, root) if self.children == "sampled" else self._best(out, level, k, root)
+        def children(out: Tensor, level: int, k: int) -> Children | Scores:
+            sampled = self.children == "sampled"
+            return self._sampled(out, level, k, root) if sampled else self._scores(out, level, root)
 
         def run(level: Level, out: Tensor) -> Tensor:
             slots = free[:, None] + level.slot + torch.arange(level.tokens.shape[1], device=free.device)  # [B, R]
@@ -246,14 +246,12 @@ class TreeDrafter(Drafter):
         tree, places = grow(self.tree, root.token, out, children, run, graft)
         return changed(tree, slots=places) if self.keeps_rows else tree
 
-    def _best(self, out: Tensor, level: int, k: int, root: Root) -> Children:
-        """The best children by score. out: [B, R, F]."""
+    def _scores(self, out: Tensor, level: int, root: Root) -> Scores:
+        """What the children are the best by. out: [B, R, F]."""
         z = self.logits(out)  # [B, R, V]
         if self.children == "noise":
             z = self.rule.temperature * (sampling.process(z, self.rule) + root.noise[:, level, None])
-        best, columns, total = topk_logsumexp(self.sharpness * z, k)  # [B, R, k] twice, [B, R, 1]
-        # no value may exceed its parent's, not even by the rounding of the logarithm
-        return Children(self.vocab.tokens(columns), (best - total).clamp(max=0))
+        return Scores(z, self.sharpness, self.vocab.ids)
 
     def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """Children drawn without replacement from q. out: [B, R, F]."""

@@ -49,19 +49,33 @@ class Replay:
 
     def __init__(self, body: Callable[[], Any], device: torch.device):
         self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
+        self.captures = device.type == "cuda"  # until a capture fails
 
     def __call__(self) -> Any:
         """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
         self.runs += 1
-        if self.device.type != "cuda" or self.runs <= WARM_UPS:
-            return self.body()
+        if self.captures and self.graph is None and self.runs > WARM_UPS:
+            self._capture()
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize(self.device)
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.result = self.body()  # recorded, not run
+            return self.body()
         self.graph.replay()
         return self.result
+
+    def _capture(self) -> None:
+        """Record the body, which does not run. Where that fails, say why; it runs as it is from then on."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            before = torch.cuda.stream(torch.cuda.current_stream(self.device))
+            # `before` restores the stream, as the other context does not where the body has broken the capture
+            with before, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.result = self.body()
+            self.graph = graph
+        except Exception as error:  # of the body; or of the end of a capture that the body's own error has broken
+            self.captures, self.result = False, None
+            error = error.__context__ or error
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            print(f"note: cycles are not captured and are slower, since a capture failed: {reason}", file=sys.stderr)
 
 
 def leaves(record: Any) -> list[Tensor]:
@@ -235,10 +249,11 @@ def stamp(x: Tensor, after: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
 
 
 def _clock_cuda(device: torch.device) -> Tensor:
-    now = torch.zeros((), dtype=torch.int64, device=device)
-    if has_triton():
-        import ops.cuda.clock
+    if not has_triton():
+        return torch.zeros((), dtype=torch.int64, device=device)
+    import ops.cuda.clock
 
-        with torch.cuda.device(device):
-            ops.cuda.clock.read(now)
+    now = torch.empty((), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        ops.cuda.clock.read(now)
     return now

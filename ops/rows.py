@@ -1,10 +1,13 @@
-"""Operators on rows: the norm of features; of scores the best, and the best few with the row's normalizer.
+"""Operators on rows: the norm of features; of scores the best, and the best few with the row's normalizer; and what a
+draft tree grows by, a level of the best children, and the order of candidates.
 
-cpu/layers.cpp, cpu/choice.cpp and cpu/rows.cpp on a CPU, cuda/topk.py on CUDA, plain operations elsewhere. In C++ a
-row gets the same bits in eager and in compiled steps.
+cpu/layers.cpp, cpu/choice.cpp and cpu/rows.cpp on a CPU, cuda/topk.py on CUDA, plain operations elsewhere, which the
+compiler fuses with what surrounds them. In C++ a row gets the same bits in eager and in compiled steps.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,10 @@ from ops.library import has_triton, lib, served_in_cpp, triton_products
 
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
+lib.define(
+    "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, Tensor? places, int k, "
+    "int count, int slot, bool by_value) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,3 +141,135 @@ lib.impl("topk_logsumexp", _topk_logsumexp_cuda, "CUDA")
 def _(scores, k):
     shape = scores.shape[:-1]
     return scores.new_empty(*shape, k), scores.new_empty(*shape, k, dtype=torch.int64), scores.new_empty(*shape, 1)
+
+
+# ------------------------------------------------------------------------------------- levels of a draft tree
+
+
+class Children(NamedTuple):
+    """The best children of R nodes, best first."""
+
+    tokens: Tensor  # [B, R, k] int64
+    scores: Tensor  # [B, R, k] fp32, log-probabilities
+    q: Tensor | None = None  # [B, R, V] fp32, what they were sampled from, if they were
+
+
+class Scores(NamedTuple):
+    """What R nodes say of all their children, of which the k best are wanted. They add log softmax(c z) to a path."""
+
+    logits: Tensor  # [B, R, V] fp32, z
+    sharpness: float  # c
+    ids: Tensor | None  # [V] int64, the token of each column; None: its number
+    q: Tensor | None = None  # None: nothing was sampled
+
+    def best(self, k: int) -> Children:
+        """The k best."""
+        best, columns, total = topk_logsumexp(self.sharpness * self.logits, k)  # [B, R, k] twice, [B, R, 1]
+        # no value may exceed its parent's, not even by the rounding of the logarithm
+        return Children(columns if self.ids is None else self.ids[columns], (best - total).clamp(max=0))
+
+
+class Frontier(NamedTuple):
+    """The nodes of a level that have children."""
+
+    values: Tensor  # [B, R] fp32, sum of the scores along the path
+    seen: Tensor  # [B, R, W] bool, which scratch slots each one sees: its ancestors' and its own
+
+
+class Expansion(NamedTuple):
+    """Which candidates of a level have children: the first `count` by value, or by their own score, or by place."""
+
+    k: int  # children per node of the frontier
+    count: int  # R'; 0: none
+    slot: int  # scratch slot of the first; the others follow
+    places: Tensor | None = None  # [1, R'] int64, into the level's candidates; None: the best
+    by_value: bool = True
+
+
+class Grown(NamedTuple):
+    """A level: X = R k candidates, by their parents' order, then by rank; of them the next frontier."""
+
+    tokens: Tensor  # [B, X] int64
+    values: Tensor  # [B, X] fp32
+    order: Tensor | None = None  # [B, R'] int64, which candidates the frontier is; None or empty where there is none
+    front: Frontier | None = None
+
+
+def grow_level(found: Children | Scores, front: Frontier, step: Expansion) -> Grown:
+    """Value the children of a frontier, and choose the next one. Of equal candidates the first is chosen."""
+    if isinstance(found, Children):
+        return grow_level_reference(found, front, step)
+    if not found.logits.is_cuda:
+        return grow_level_reference(found.best(step.k), front, step)
+    tokens, values, order, best, seen = torch.ops.gpt_eagle.grow_level(
+        found.logits, found.sharpness, found.ids, *front, step.places, step.k, step.count, step.slot, step.by_value
+    )
+    return Grown(tokens, values, order, Frontier(best, seen))
+
+
+def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> Grown:
+    """The same by torch's own operators."""
+    tokens, values = found.tokens.flatten(1), (front.values[:, :, None] + found.scores).flatten(1)  # [B, X]
+    if not step.count:
+        return Grown(tokens, values)
+    if step.places is None:
+        order = sort(values if step.by_value else found.scores.flatten(1), descending=True)[1][:, : step.count]
+    else:
+        order = step.places.expand(len(values), -1)  # [B, R']
+    parent = (order // step.k)[:, :, None]  # [B, R', 1]
+    rows, slots = (torch.arange(n, device=order.device) for n in (step.count, front.seen.shape[2]))
+    own = slots == step.slot + rows[:, None]  # [R', W]
+    seen = front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own  # a node sees its ancestors and itself
+    return Grown(tokens, values, order, Frontier(values.gather(1, order), seen))
+
+
+def sort(values: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """Sort rows of some hundred numbers; equal ones keep their order.
+
+    values: [B, P], not NaN
+    Returns: them and their indices, both [B, P].
+    """
+    if values.is_cuda:
+        return sort_by_counting(values, descending)
+    return values.sort(dim=1, descending=descending, stable=True)
+
+
+def sort_by_counting(values: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """The same: a number's rank is how many come before it. Compiled, a sort takes seconds to make; this does not."""
+    at = torch.arange(values.shape[1], device=values.device)
+    mine, other = values[:, :, None], values[:, None]  # [B, P, 1], [B, 1, P]
+    before = ((other > mine) if descending else (other < mine)) | ((other == mine) & (at < at[:, None]))
+    index = (before.sum(-1)[:, None] == at[:, None]).int().argmax(-1)  # [B, P], whose rank is 0, 1, ...
+    return values.gather(1, index), index
+
+
+def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
+    step = Expansion(k, count, slot, places, by_value)
+    grown = grow_level_reference(Scores(logits, sharpness, ids).best(k), Frontier(values, seen), step)
+    if not count:
+        nothing = values.new_empty(len(values), 0)
+        return grown.tokens, grown.values, nothing.long(), nothing, seen.new_empty(len(values), 0, seen.shape[2])
+    return grown.tokens, grown.values, grown.order.clone(memory_format=torch.contiguous_format), *grown.front
+
+
+def _grow_level_cuda(logits, sharpness, ids, values, seen, places, *step):
+    if has_triton():
+        import ops.cuda.topk
+
+        if step[0] <= ops.cuda.topk.MOST:
+            with torch.cuda.device(logits.device):
+                found, step = Scores(logits, sharpness, ids), Expansion(*step[:3], places, step[3])
+                return ops.cuda.topk.grow_level(found, Frontier(values, seen), step)
+    return _grow_level_plain(logits, sharpness, ids, values, seen, places, *step)
+
+
+lib.impl("grow_level", _grow_level_plain, "CPU")
+lib.impl("grow_level", _grow_level_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::grow_level", lib=lib)
+def _(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
+    B, R, _ = logits.shape
+    candidates, front = values.new_empty(B, R * k), values.new_empty(B, count)
+    tokens, order = (x.new_empty(x.shape, dtype=torch.long) for x in (candidates, front))
+    return tokens, candidates, order, front, seen.new_empty(B, count, seen.shape[2])

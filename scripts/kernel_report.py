@@ -83,7 +83,8 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """One of the other kernels: attention, add_norm, rotary, compact, block and row (of top-k), lists (of experts)."""
+    """One of the other kernels: attention, add_norm, rotary, compact; block and row (of top-k), level (of a tree); lists
+    (of experts' rows)."""
 
     target: str
     kernel: str
@@ -191,11 +192,19 @@ def cycle_source(case: CycleCase) -> Source:
         return Source(ops.cuda.experts.lists_kernel, types, constants, 4)
     types = {"keys_ptr": "*i64", "stats_ptr": "*fp32"}
     if case.kernel == "block":
-        types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32"}
+        types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32", "sharpness": "fp32"}
         return Source(ops.cuda.topk.block_kernel, types, {"BLOCK": ops.cuda.topk.BLOCK}, 4)
+    blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
+    if case.kernel == "level":  # the best of a dynamic tree of 6 levels
+        names = ("above", "seen", "tokens", "values", "ranked", "order", "best", "sees")
+        kinds = ("*fp32", "*i1", "*i64", "*fp32", "*i64", "*i64", "*fp32", "*i1")
+        types |= {f"{name}_ptr": kind for name, kind in zip(names, kinds)}
+        types |= dict.fromkeys(("R", "blocks", "k", "count", "slot", "W"), "i32")
+        constants = {"ids_ptr": None, "places_ptr": None, "BY_VALUE": True}
+        constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
+        return Source(ops.cuda.topk.level_kernel, types, constants, 4)
     types |= {"values_ptr": "*fp32", "index_ptr": "*i64", "total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
-    cut = ops.cuda.topk.plan_topk(case.V, case.k)
-    return Source(ops.cuda.topk.row_kernel, types, {"CANDIDATES": cut.candidates, "BLOCKS": cut.width}, cut.warps)
+    return Source(ops.cuda.topk.row_kernel, types, {"BLOCKS": triton.next_power_of_2(blocks)}, 1)
 
 
 def compile_for(target: str, source: Source) -> CompiledKernel:
@@ -288,7 +297,7 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
             found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
             found += [CycleCase(target, "add_norm", dtype), CycleCase(target, "rotary", dtype)]
             found += [CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)]
-        found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "lists")]
+        found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "level", "lists")]
     return found
 
 

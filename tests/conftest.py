@@ -56,11 +56,11 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """What is not written is not a number; in whole numbers, the largest."""
+    """What is not written is not a number; in whole numbers, the largest; of truths, True."""
     torch.manual_seed(0)
 
     def full(*size, dtype=torch.float32, **options):
-        bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        bad = float("nan") if dtype.is_floating_point else dtype == torch.bool or torch.iinfo(dtype).max
         return torch.full(size, bad, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", full)

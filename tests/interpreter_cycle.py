@@ -13,6 +13,7 @@ import ops.cuda.rotary
 import ops.cuda.topk
 from model import KVCache, ModelConfig, rope_angles
 from ops.cuda.launch import Device
+from ops.rows import Children, Expansion, Frontier, Scores, grow_level_reference
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -170,6 +171,51 @@ def test_infinite_scores():
 
 def test_scores_by_strides_and_the_largest_k():
     check_topk(torch.randn(300, 4).T, ops.cuda.topk.MOST)
+
+
+# ------------------------------------------------------------------------------------- levels of trees
+
+
+def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpness=1.5):
+    """Scores close to torch's; all that follows from them as torch has it, bit by bit."""
+    (B, R, _), W, spare = logits.shape, count + 3, 2
+    found, front = Scores(logits, sharpness, ids), Frontier(torch.zeros(B, R), torch.rand(B, R, W) < 0.3)
+    tokens, scores, *none = ops.cuda.topk.grow_level(found, front, Expansion(k, 0, 0))  # the values of the root are 0
+    ranked, columns, total = best(sharpness * logits, k)
+    assert not any(x.numel() for x in none)
+    assert torch.equal(tokens, (columns if ids is None else ids[columns]).flatten(1))
+    torch.testing.assert_close(scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6)
+    front = front._replace(values=-torch.rand(B, R).round(decimals=1))
+    step = Expansion(k, count, spare, places, by_value)
+    want = grow_level_reference(Children(*(x.view(B, R, k) for x in (tokens, scores))), front, step)
+    got = ops.cuda.topk.grow_level(found, front, step)
+    assert all(map(torch.equal, got, (want.tokens, want.values, want.order, *want.front)))
+
+
+@pytest.mark.parametrize("B,R,V,k,by_value", [
+    (1, 1, 300, 10, True), (2, 10, 300, 10, True), (2, 3, 4097, 7, True), (2, 3, 2049, 7, False), (1, 3, 70, 33, True),
+])  # fmt: skip
+def test_levels(B, R, V, k, by_value):
+    check_level(torch.randn(B, R, V) * 10, k, k, by_value=by_value)
+    check_level(torch.randint(-2, 3, (B, R, V)).float(), k, min(R * k, 5), by_value=by_value)  # ties
+
+
+def test_levels_in_tiles(monkeypatch):
+    monkeypatch.setattr(ops.cuda.topk, "TILE", 32)
+    check_level(torch.randn(2, 5, 3000), 6, 9)
+
+
+def test_levels_of_what_is_cut_away():
+    """Of the first row three tokens are left, of the second one."""
+    logits = torch.full((2, 2, 2500), float("-inf"))
+    logits[:, 0, [7, 2100, 2499]], logits[:, 1, 3] = torch.tensor([-3.0, 2.0, -3.0]), 1e30
+    check_level(logits, 5, 6)
+
+
+def test_levels_of_given_places_and_tokens():
+    ids = torch.randperm(900)[:310]
+    check_level(torch.randn(2, 3, 310).transpose(0, 1).contiguous().transpose(0, 1), 4, 5, ids=ids)
+    check_level(torch.randn(2, 3, 310), 4, 5, places=torch.tensor([[0, 3, 4, 5, 11]]), ids=ids)
 
 
 # ---------------------------------------------------------------------------------------- compaction

@@ -6,8 +6,10 @@ Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real gr
 
 from __future__ import annotations
 
+import operator
 import shutil
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,6 +128,57 @@ def test_without_cuda_a_replay_runs_its_body():
     assert [replay() for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
+class Capture:
+    """In the place of `torch.cuda.graph`: a capture that a failing body invalidates, so that its end fails too."""
+
+    streams = ["main"]  # entered and not left
+
+    def __init__(self, graph, **options):
+        pass
+
+    def __enter__(self):
+        self.streams.append("capture")
+
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.streams.pop()
+
+
+@contextmanager
+def restored(stream):
+    """In the place of `torch.cuda.stream`."""
+    before = list(Capture.streams)
+    try:
+        yield
+    finally:
+        Capture.streams[:] = before
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_capture_that_fails_is_told_and_not_replayed(monkeypatch, capsys, fails):
+    replayed, runs = [], []
+    graph = SimpleNamespace(replay=lambda: replayed.append(len(runs)))
+    fakes = {"CUDAGraph": lambda: graph, "graph": Capture, "stream": restored, "current_stream": lambda device: "main"}
+    for name, fake in fakes.items() | {("synchronize", lambda device: None)}:
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def body():
+        runs.append(Capture.streams[-1])
+        if fails and runs[-1] == "capture":
+            raise ValueError("copies to the host\nmore")
+        return len(runs)
+
+    replay = Replay(body, torch.device("cuda"))
+    results, told = [replay() for _ in range(5)], capsys.readouterr().err
+    assert Capture.streams == ["main"]
+    if fails:
+        assert results == [1, 2, 4, 5, 6] and not replayed, "the third run was to be recorded, and failed"
+        assert told.count("\n") == 1 and told.endswith("a capture failed: copies to the host\n")
+    else:
+        assert results == [1, 2, 3, 3, 3] and replayed == [3, 3, 3] and not told
+
+
 def test_what_the_caller_does_is_not_decoding():
     session, slept = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True), [(0, 0)]), 0.0
     for _ in session.run([PROMPT]):
@@ -158,3 +211,6 @@ def test_compiling_by_layer_changes_no_token():
     again = Session(compiled, [(0, 0)], lag=1)
     list(again.run([PROMPT]))
     assert again.history == session.history
+    state, _ = cycle(again.work.cache, again.state)
+    state = state._replace(pos=again.state.pos)  # the clock of CUDA, unlike that of a CPU, gives back what it is given
+    assert all(map(operator.is_, leaves(state), leaves(again.state))), "the steps write the state where it was"

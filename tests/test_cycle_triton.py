@@ -82,6 +82,9 @@ def test_compiled(target, kv_heads):
     CycleCase("90", "block"),
     CycleCase("80", "row"),
     CycleCase("90", "row", k=ops.cuda.topk.MOST, V=256 * 1024),  # the largest that is thought of
+    CycleCase("80", "level", V=32000),
+    CycleCase("90", "level"),
+    CycleCase("90", "level", k=ops.cuda.topk.MOST, V=256 * 1024),
 ])  # fmt: skip
 def test_compiled_variants(case):
     check(case)
@@ -141,5 +144,8 @@ def test_blocks_do_not_depend_on_the_number_of_rows(target):
         assert all(cut.rows == 16 * cut.warps for cut in cuts)
 
 
-def test_the_candidates_of_a_large_vocabulary():
-    assert ops.cuda.topk.plan_topk(128256, 10) == ops.cuda.topk.TopkPlan(63, 64, 1024, 4)
+def test_the_rows_of_a_level_fit_a_tile():
+    for V, R, rows in ((2049, 10, 16), (32000, 10, 16), (256 * 1024, 64, 16), (10**7, 64, 1)):
+        blocks = triton.cdiv(V, ops.cuda.topk.BLOCK)
+        tiles = ops.cuda.topk.tiles_of_level(R, blocks, 10, 7, 50)
+        assert tiles["ROWS"] == rows and tiles["BLOCKS"] >= blocks and tiles["FRONT"] == 8 and tiles["SLOTS"] == 64

@@ -22,7 +22,8 @@ ROOT = Path(generate.__file__).parent
 METHOD = ("model", "generate", "eagle_draft", "quantize", "decode", "draft_tree", "drafters", "sampling")
 # from the ground up; a module may import those of lower floors, and its own folder's
 FLOORS = (
-    ("checkpoint", "stats", "draft_tree", "ops"),
+    ("checkpoint", "stats", "ops"),
+    ("draft_tree",),
     ("sampling", "runtime"),
     ("options", "model"),
     ("drafters", "quantize"),

@@ -1,10 +1,12 @@
-"""CUDA kernels, in Triton: the k best of a long row, and its logsumexp, without sorting the row.
+"""CUDA kernels, in Triton: the k best of a long row, and its logsumexp, without sorting the row; a draft tree's level.
 
 1. A score and its index become one int64: the score's bits, mapped so that integers order as floats do, above the
    complement of the index. So equal scores compare by index, lowest first, and no two keys are equal.
 2. A block of threads takes 2048 scores of a row: k times the maximum of its keys, which is then removed; and the
    block's maximum and sum of exponentials. Everything is read once.
 3. One block per row does the same with the candidates of all its blocks, at most k from each.
+4. For a level of a draft tree one block does so with all rows of a tree, and then with the children that it found: it
+   adds their log-probabilities to their paths' values, and takes the best of them as the next frontier.
 
 Sums are added in a fixed order: no atomics, equal runs give equal bits. -0 equals 0, NaN is above everything, as in
 torch.topk. Trade-off: the work grows with k, which is at most 64: for the 10 or 16 children of a node it is less than
@@ -14,7 +16,7 @@ yet.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,22 +25,7 @@ from torch import Tensor
 
 BLOCK = 2048  # scores per block of threads
 MOST = 64  # the largest k; the children of a node are fewer
-
-
-class TopkPlan(NamedTuple):
-    """How the candidates of a row are taken."""
-
-    blocks: int  # of the row
-    width: int  # blocks, padded to a power of two
-    candidates: int  # at most k per block, padded to a power of two
-    warps: int
-
-
-def plan_topk(V: int, k: int) -> TopkPlan:
-    """Choose for rows of V scores."""
-    blocks = triton.cdiv(V, BLOCK)
-    candidates = triton.next_power_of_2(blocks * k)
-    return TopkPlan(blocks, triton.next_power_of_2(blocks), candidates, 4 if candidates <= 4096 else 8)
+TILE = 2048  # numbers in a tile of a level, at most: the best keys of all blocks of some rows take 32 registers
 
 
 # --------------------------------------------------------------------------------------------- kernels
@@ -55,20 +42,35 @@ def _keys(scores, index):
 
 
 @triton.jit
+def _score(key):
+    """The score of a key."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _index(key):
+    """The index of a key."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
 def _exp_shifted(scores, top):
     """exp(scores - top), or exp(scores) where the maximum is infinite and the difference would be no number."""
     return tl.exp(scores - tl.where(tl.abs(top) == float("inf"), 0.0, top))
 
 
 @triton.jit(do_not_specialize=["V", "k"])
-def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, BLOCK: tl.constexpr):
+def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr):
     """The k best keys of a block of a row, best first, and its maximum and sum of exponentials.
 
-    scores: [rows, V] fp32; keys: [rows, blocks, k] int64; stats: [rows, blocks, 2] fp32. Writes: keys, stats.
+    scores: [rows, V] fp32, which are multiplied by the sharpness
+    keys: [rows, blocks, k] int64; stats: [rows, blocks, 2] fp32. Writes: keys, stats.
     """
     block, row = tl.program_id(0), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(scores_ptr + row.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
+    scores = tl.load(scores_ptr + row.to(tl.int64) * V + i, mask=i < V, other=0.0)
+    scores = tl.where(i < V, sharpness * scores, float("-inf"))
     place = row * tl.num_programs(0) + block
     top = tl.max(scores, 0)
     tl.store(stats_ptr + 2 * place, top)
@@ -80,50 +82,148 @@ def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, BLOCK: tl.constexpr):
         keys = tl.where(keys == best, LAST, keys)
 
 
+@triton.jit
+def _logsumexp(stats, there):
+    """The logarithms of rows' sums. stats: [ROWS, BLOCKS], where each block's are; there: which of them are."""
+    tops = tl.load(stats, mask=there, other=float("-inf"))
+    sums = tl.load(stats + 1, mask=there, other=0.0)
+    top = tl.max(tops, 1)
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    return shift + tl.log(tl.sum(sums * _exp_shifted(tops, top[:, None]), 1))
+
+
 @triton.jit(do_not_specialize=["blocks", "k"])
-def row_kernel(
-    keys_ptr, stats_ptr, values_ptr, index_ptr, total_ptr, blocks, k, CANDIDATES: tl.constexpr, BLOCKS: tl.constexpr
-):
+def row_kernel(keys_ptr, stats_ptr, values_ptr, index_ptr, total_ptr, blocks, k, BLOCKS: tl.constexpr):
     """The k best of a row's candidates, and the logarithm of its sum.
 
     keys: [rows, blocks, k] int64; stats: [rows, blocks, 2] fp32
     values: [rows, k] fp32; index: [rows, k] int64; total: [rows] fp32. Writes: values, index, total.
     """
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCKS)
-    stats = stats_ptr + 2 * (row * blocks + i)
-    tops = tl.load(stats, mask=i < blocks, other=float("-inf"))
-    sums = tl.load(stats + 1, mask=i < blocks, other=0.0)
-    top = tl.max(tops, 0)
-    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    tl.store(total_ptr + row, shift + tl.log(tl.sum(sums * _exp_shifted(tops, top), 0)))
-    c = tl.arange(0, CANDIDATES)
-    keys = tl.load(keys_ptr + row * blocks * k + c, mask=c < blocks * k, other=LAST)
+    row = tl.program_id(0) + tl.arange(0, 1)
+    i = tl.arange(0, BLOCKS)[None]
+    place, there = row[:, None] * blocks + i, i < blocks
+    tl.store(total_ptr + row, _logsumexp(stats_ptr + 2 * place, there))
+    next = tl.zeros([1, BLOCKS], tl.int32)  # of each block
     for rank in range(k):
-        best = tl.max(keys, 0)
-        ordered = (best >> 32).to(tl.int32)
-        bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-        tl.store(values_ptr + row * k + rank, bits.to(tl.float32, bitcast=True))
-        tl.store(index_ptr + row * k + rank, 0x7FFFFFFF - (best & 0x7FFFFFFF))
-        keys = tl.where(keys == best, LAST, keys)
+        keys = tl.load(keys_ptr + place * k + next, mask=there & (next < k), other=LAST)
+        best = tl.max(keys, 1)
+        next += keys == best[:, None]
+        tl.store(values_ptr + row * k + rank, _score(best))
+        tl.store(index_ptr + row * k + rank, _index(best))
+
+
+@triton.jit(do_not_specialize=["R", "blocks", "k", "count", "slot", "W"])
+def level_kernel(
+    keys_ptr, stats_ptr, ids_ptr, above_ptr, seen_ptr, places_ptr,
+    tokens_ptr, values_ptr, ranked_ptr, order_ptr, best_ptr, sees_ptr,
+    R, blocks, k, count, slot, W,
+    BY_VALUE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    CHILDREN: tl.constexpr, FRONT: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The k best children of R nodes, the values of the paths to them, and which `count` of them have children.
+
+    keys: [B, R, blocks, k] int64, stats: [B, R, blocks, 2] fp32, of `block_kernel`; ids: [V] int64 or None
+    above: [B, R] fp32, the nodes' values; seen: [B, R, W] bool; places: [count] int64 or None
+    tokens, values: [B, R k] int64, fp32; ranked: [B, R k] int64, keys of the children
+    order, best, sees: [B, count] int64, fp32, and [B, count, W] bool: the children that have children, their values and
+    what they see. FRONT: count, padded to a power of two; 0: none. Writes: tokens, values, ranked, order, best, sees.
+    """
+    tree = tl.program_id(0)
+    begin = tree * R * k
+    i = tl.arange(0, BLOCKS)[None]
+    for first in range(0, R, ROWS):
+        r = first + tl.arange(0, ROWS)
+        row, here = tree * R + r, r < R
+        block, there = row[:, None] * blocks + i, here[:, None] & (i < blocks)
+        total = _logsumexp(stats_ptr + 2 * block, there)
+        above = tl.load(above_ptr + row, mask=here, other=0.0)
+        next = tl.zeros([ROWS, BLOCKS], tl.int32)  # of each block
+        for rank in range(k):
+            keys = tl.load(keys_ptr + block * k + next, mask=there & (next < k), other=LAST)
+            best = tl.max(keys, 1)  # [ROWS]
+            next += keys == best[:, None]
+            # no value may exceed its parent's, not even by the rounding of the logarithm
+            score = tl.minimum(_score(best) - total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            value, token, place = above + score, _index(best), r * k + rank
+            if ids_ptr is not None:
+                token = tl.load(ids_ptr + token, mask=here, other=0)
+            tl.store(tokens_ptr + begin + place, token, mask=here)
+            tl.store(values_ptr + begin + place, value, mask=here)
+            if FRONT > 0:
+                tl.store(ranked_ptr + begin + place, _keys(value if BY_VALUE else score, place), mask=here)
+    if FRONT > 0:
+        tl.debug_barrier()  # other threads have stored what is read now
+        f = tl.arange(0, FRONT)
+        order = tl.zeros([FRONT], tl.int64)
+        if places_ptr is None:
+            c = tl.arange(0, CHILDREN)
+            keys = tl.load(ranked_ptr + begin + c, mask=c < R * k, other=LAST)
+            for rank in range(count):
+                best = tl.max(keys, 0)
+                keys = tl.where(keys == best, LAST, keys)
+                order = tl.where(f == rank, _index(best), order)
+        else:
+            order = tl.load(places_ptr + f, mask=f < count, other=0)
+        to = tree * count + f
+        tl.store(order_ptr + to, order, mask=f < count)
+        tl.store(best_ptr + to, tl.load(values_ptr + begin + order, mask=f < count), mask=f < count)
+        seen = seen_ptr + (tree * R + order // k) * W
+        for first in range(0, W, SLOTS):
+            w = first + tl.arange(0, SLOTS)
+            there = (f < count)[:, None] & (w < W)
+            sees = tl.load(seen[:, None] + w, mask=there, other=0).to(tl.int1)
+            sees = sees | (w == slot + f[:, None])  # its ancestors and itself
+            tl.store(sees_ptr + to[:, None] * W + w, sees, mask=there)
 
 
 # ---------------------------------------------------------------------------------------------- launch
 
 
+def _block_keys(scores: Tensor, k: int, sharpness: float) -> tuple[Tensor, Tensor]:
+    """The best keys of every block of rows of scores, and their statistics."""
+    V = scores.shape[-1]
+    rows, blocks = scores.numel() // V, triton.cdiv(V, BLOCK)
+    keys = torch.empty(rows, blocks, k, dtype=torch.int64, device=scores.device)
+    stats = torch.empty(rows, blocks, 2, dtype=torch.float32, device=scores.device)
+    block_kernel[blocks, rows](scores.contiguous(), keys, stats, V, k, sharpness, BLOCK=BLOCK, num_warps=4)
+    return keys, stats
+
+
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.rows.topk_logsumexp` for k up to MOST. Allocates results and candidates, and nothing else; never waits."""
-    V = scores.shape[-1]
-    rows, cut = scores.numel() // V, plan_topk(V, k)
-    options = {"device": scores.device}
-    keys = torch.empty(rows, cut.blocks, k, dtype=torch.int64, **options)
-    stats = torch.empty(rows, cut.blocks, 2, dtype=torch.float32, **options)
-    values = torch.empty(*scores.shape[:-1], k, dtype=torch.float32, **options)
-    index = torch.empty(*scores.shape[:-1], k, dtype=torch.int64, **options)
-    total = torch.empty(*scores.shape[:-1], 1, dtype=torch.float32, **options)
-    block_kernel[cut.blocks, rows](scores.contiguous(), keys, stats, V, k, BLOCK=BLOCK, num_warps=4)
-    row_kernel[(rows,)](
-        keys, stats, values, index, total, cut.blocks, k,
-        CANDIDATES=cut.candidates, BLOCKS=cut.width, num_warps=cut.warps,
-    )  # fmt: skip
+    shape, options = scores.shape[:-1], {"device": scores.device}
+    values = torch.empty(*shape, k, dtype=torch.float32, **options)
+    index = torch.empty(*shape, k, dtype=torch.int64, **options)
+    total = torch.empty(*shape, 1, dtype=torch.float32, **options)
+    keys, stats = _block_keys(scores, k, 1.0)
+    blocks = keys.shape[1]
+    width = triton.next_power_of_2(blocks)
+    row_kernel[(len(keys),)](keys, stats, values, index, total, blocks, k, BLOCKS=width, num_warps=1)
     return values, index, total
+
+
+def tiles_of_level(R: int, blocks: int, k: int, count: int, W: int) -> dict[str, int]:
+    """Sizes of tiles of `level_kernel`, powers of two."""
+    up = triton.next_power_of_2
+    width, front = up(blocks), up(count) if count else 0
+    rows, slots = min(up(R), max(1, TILE // width)), min(up(max(W, 1)), TILE // max(front, 1))
+    return {"ROWS": rows, "BLOCKS": width, "CHILDREN": up(R * k), "FRONT": front, "SLOTS": slots}
+
+
+def grow_level(found: Any, front: Any, step: Any) -> tuple[Tensor, ...]:
+    """`ops.rows.grow_level` for k up to MOST: of `Scores`, `Frontier`, `Expansion`. Allocates as above; never waits."""
+    (B, R, _), k, count, W = found.logits.shape, step.k, step.count, front.seen.shape[2]
+    options = {"device": found.logits.device}
+    tokens, ranked = (torch.empty(B, R * k, dtype=torch.int64, **options) for _ in range(2))
+    values = torch.empty(B, R * k, dtype=torch.float32, **options)
+    order = torch.empty(B, count, dtype=torch.int64, **options)
+    best = torch.empty(B, count, dtype=torch.float32, **options)
+    sees = torch.empty(B, count, W, dtype=torch.bool, **options)
+    keys, stats = _block_keys(found.logits, k, found.sharpness)
+    blocks = keys.shape[1]
+    level_kernel[(B,)](
+        keys, stats, found.ids, front.values.contiguous(), front.seen.contiguous(), step.places,
+        tokens, values, ranked, order, best, sees, R, blocks, k, count, step.slot, W,
+        BY_VALUE=step.by_value, **tiles_of_level(R, blocks, k, count, W), num_warps=4,
+    )  # fmt: skip
+    return tokens, values, order, best, sees
