@@ -83,8 +83,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """One of the other kernels: attention, add_norm, rotary, compact; block and row (of top-k), level (of a tree); lists
-    (of experts' rows)."""
+    """One of the others: attention, add_norm, rotary, compact, block and row (of top-k), level (of a tree), lists."""
 
     target: str
     kernel: str
