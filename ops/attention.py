@@ -59,7 +59,7 @@ def rotary_cache(qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor,
     k, v: [B, Hkv, S, E]; slots: [B, T] int64
     Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
     """
-    if qkv.is_cuda and has_triton():
+    if qkv.is_cuda:
         return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, k, v, slots)
     return rotary_cache_plainly(qkv, rope, k, v, slots)
 
@@ -75,6 +75,8 @@ def rotary_cache_plainly(qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v:
 
 
 def _rotary_cache_cuda(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    if not has_triton():
+        return rotary_cache_plainly(qkv, (cos, sin), k, v, slots)
     import ops.cuda.rotary
 
     with torch.cuda.device(qkv.device):

@@ -1,0 +1,199 @@
+"""What a decode cycle launches on a GPU, and whether all of it compiles: found out without a GPU.
+
+    python scripts/cuda_offline.py                       # an H100, every case of the table below
+    python scripts/cuda_offline.py --gpus 80,89,90 --cases int4/60 --json FILE
+
+1. Makes an environment, once: the CUDA build of torch 2.11 with its Triton, in Python 3.12 if it is there (3 GB).
+2. Builds fake_cuda.c, which answers in place of the CUDA runtime and the driver.
+3. Runs emitted_steps.py in that environment, which says how code is made and counted.
+4. Prints the tables: launches by case; by kernel for every step, with --steps; and what our own kernels take of a GPU.
+
+A 7B model with the head of EAGLE-2 at a context of 4,096 slots; for bf16, int4 (groups of 128), and bf16 with an int4
+head. Needs Linux, a C compiler and about a minute per case. No time of a GPU is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _path
+from options import one_line_errors, option, parse
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+PYTHONS = ("3.12", "3")  # the first that is there; 3.12 is what GPU images have
+EMIT = ("torch==2.11.0", "numpy", "safetensors", "sentencepiece")
+FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
+TREES = {"vanilla": "vanilla", "chain": "chain-5", "26": "dynamic-6-8-26", "60": "dynamic-6-10-60"}
+CASES = [f"{form}/{tree}" for form in FORMATS for tree in TREES if (form, tree) != ("bf16+int4", "vanilla")]
+GPUS = {"90": "H100", "80": "A100", "89": "RTX 4090"}
+
+
+@dataclass
+class OfflineConfig:
+    env: str = option("", f"folder of the environment; default: {CACHE / 'cuda-offline'}")
+    gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
+    cases: str = option(",".join(CASES), "format and tree of each case")
+    steps: bool = option(False, "also print every step, kernel by kernel")
+    json: str = option("", "file to write: what was found for each GPU")
+
+
+# ------------------------------------------------------------------------------------------ environment
+
+
+def environment(folder: Path, packages: Iterable[str]) -> Path:
+    """Make a virtual environment, unless it is there. Returns: its Python.
+
+    Raises: ValueError where packages cannot be installed.
+    """
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    if sys.platform != "linux":
+        raise ValueError("the CUDA build of torch is for Linux; run this there")
+    print(f"making {folder}: {' '.join(packages)}", file=sys.stderr, flush=True)
+    made = folder.with_name(f"{folder.name}.part")  # complete, or not there at all
+    shutil.rmtree(made, ignore_errors=True)
+    install = [made / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
+    for command in ([base_python(), "-m", "venv", made], install):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise ValueError(f"{folder} cannot be made: {reason}; make it elsewhere, and name it with --env")
+    made.rename(folder)
+    return python
+
+
+def base_python() -> str:
+    """The Python that new environments are made with."""
+    for version in PYTHONS:
+        found = shutil.which(f"python{version}")
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:  # not a launcher of none
+            return found
+    return sys.executable
+
+
+def fake_driver(folder: Path) -> Path:
+    """Build fake_cuda.c. Returns: the library. Raises: ValueError without a C compiler."""
+    source, library = _path.ROOT / "scripts" / "fake_cuda.c", folder / "libcuda.so.1"
+    try:
+        command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, source]
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"fake_cuda.c needs a C compiler, cc: {error}; install one") from None
+    return library
+
+
+def emit(python: Path, gpu: str, cases: Iterable[str]) -> dict[str, Any]:
+    """Write, count and compile for one GPU. Returns: what emitted_steps.py writes; cases under the names given."""
+    names = {"/".join((FORMATS[form], TREES[tree])): case for case in cases for form, tree in [case.split("/")]}
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "found.json"
+        env = os.environ | {"LD_PRELOAD": str(fake_driver(Path(temporary))), "OMP_NUM_THREADS": "1"}
+        env |= {"TRITON_CACHE_DIR": str(python.parents[1] / "triton-cache"), "TORCHINDUCTOR_CACHE_DIR": temporary}
+        command = [python, _path.ROOT / "scripts" / "emitted_steps.py", "--gpu", gpu, "--json", out, *names]
+        if subprocess.run(command, env=env).returncode:
+            raise ValueError(f"{GPUS[gpu]}: the steps could not be written; the reason is above")
+        found = json.loads(out.read_text())
+    found["cases"] = {names[text]: row for text, row in found["cases"].items()}
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- tables
+
+
+def table(header: list[str], rows: Iterable[list[Any]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def launches_table(cases: dict[str, dict]) -> str:
+    """A line for each case."""
+    names = ("draft", "decide", "extend")
+    rows = []
+    for case, found in cases.items():
+        steps = [found["steps"].get(name, {"launches": 0})["launches"] for name in names]
+        outside = sum(found["outside"].values())
+        rows.append([case, found["per_layer"], found["per_level"], *steps, outside, found["per_cycle"]])
+    return table(["launches", "a layer", "a drafted level", *names, "outside", "a cycle"], rows)
+
+
+def steps_table(case: str, found: dict) -> str:
+    """A line for each kernel of each step."""
+    rows = [
+        [f"{name} x {step['calls']}" if step["calls"] > 1 else name, kernel, n]
+        for name, step in found["steps"].items()
+        for kernel, n in step["kernels"].items()
+    ]
+    rows += [["outside", kernel, n] for kernel, n in found["outside"].items()]
+    return table([f"{case}: step", "kernel", "launches"], rows)
+
+
+def kernels_table(kernels: list[dict]) -> str:
+    """A line for each of our own kernels, for each way that it is compiled."""
+    columns = ("name", "warps", "registers", "stack_bytes", "shared_bytes")
+    return table(list(columns), sorted([row[c] for c in columns] for row in kernels if row["whose"] == "own"))
+
+
+def summary(gpu: str, found: dict[str, Any]) -> str:
+    """What was found for one GPU, in words."""
+    cases, kernels = found["cases"].values(), found["kernels"]
+    steps = [step for case in cases for step in case["steps"].values()]
+    inductors = [row for row in kernels if row["whose"] == "inductor"]
+    reductions = [row for row in inductors if is_reduction(row)]
+    many = sorted({row["name"] for row in reductions if row["configurations"] > 1})
+    failed = [f"{row['name']}: {row['error']}" for row in inductors if "error" in row]
+    largest, cache = max(s["largest_temporary_bytes"] for s in steps), min(c["cache_buffer_bytes"] for c in cases)
+    written, compiled = sum(s["dynamo_s"] + s["inductor_s"] for s in steps), sum(row["seconds"] for row in kernels)
+    lines = [
+        f"sm_{gpu}: {len(inductors)} kernels of inductor's and {len(kernels) - len(inductors)} of ours compiled, "
+        f"{len(failed)} of them failed",
+        *failed,
+        f"{len(many)} of {len(reductions)} reductions have several configurations, which are chosen by timing",
+        *many,
+        f"largest temporary of a step {largest / 1e6:.1f} MB; a buffer of the cache has {cache / 1e6:.1f} MB",
+        f"steps written in {written:.0f} s, kernels compiled in {compiled:.0f} s (less where Triton's cache had them)",
+    ]
+    return "\n".join(lines)
+
+
+def is_reduction(kernel: dict) -> bool:
+    """Whether a kernel of inductor's adds or compares along an axis."""
+    return kernel["name"].startswith(("triton_red", "triton_per"))
+
+
+def run(config: OfflineConfig) -> None:
+    """Run every GPU, print the tables, write the file."""
+    cases, gpus = config.cases.split(","), config.gpus.split(",")
+    for what, chosen, known in (("--cases", cases, CASES), ("--gpus", gpus, list(GPUS))):
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"{what}: there is no {name}; use {', '.join(known)}")
+    python, found = environment(Path(config.env or CACHE / "cuda-offline"), EMIT), {}
+    for gpu in gpus:
+        found[gpu] = emit(python, gpu, cases)
+        print(f"\n## {GPUS[gpu]}\n\n{launches_table(found[gpu]['cases'])}\n\n{kernels_table(found[gpu]['kernels'])}\n")
+        if config.steps:
+            print("\n\n".join(steps_table(*case) for case in found[gpu]["cases"].items()), end="\n\n")
+        print(summary(gpu, found[gpu]), flush=True)
+        if config.json:
+            Path(config.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def main() -> None:
+    config = parse(OfflineConfig, "cuda_offline.py", __doc__)
+    with one_line_errors("cuda_offline.py"):
+        run(config)
+
+
+if __name__ == "__main__":
+    main()
