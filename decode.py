@@ -181,8 +181,8 @@ class Cycle:
         """
         for name in ("draft", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
-        begin, block = compiled(call), compiled(call)
-        self.call = lambda part, *inputs: (block if isinstance(part, Block) else begin)(part, *inputs)
+        begin, block = compiled(self.target.begin), compiled(call)
+        self.call = lambda part, *inputs: block(part, *inputs) if isinstance(part, Block) else begin(*inputs)
         self.in_place = True
         return self
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from checkpoint import TensorSource, WeightFiles, check_out, read_json, write_checkpoint
 from ops.quantized import PRODUCTS
-from ops.rows import swiglu
+from ops.rows import add, swiglu
 from options import GROUP_SIZES, one_line_errors, option, parse, pick_device
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
@@ -168,6 +168,8 @@ class QuantLinear(nn.Module):
         return cls(*cls.encode(weight, group_size), bias, wide)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        if self.product.partial and self.bias is not None:  # what adds the sums adds the bias
+            return add(self.bias, self.product.partial(x, self.packed, self.scale))
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.wide)
         return y if self.bias is None else y + self.bias
 

@@ -1,8 +1,9 @@
 """Operators on rows: the norm of features; of scores the best, and the best few with the row's normalizer; and what a
 draft tree grows by, a level of the best children, and the order of candidates.
 
-cpu/layers.cpp, cpu/choice.cpp and cpu/rows.cpp on a CPU, cuda/topk.py on CUDA, plain operations elsewhere, which the
-compiler fuses with what surrounds them. In C++ a row gets the same bits in eager and in compiled steps.
+cpu/layers.cpp, cpu/choice.cpp and cpu/rows.cpp on a CPU, cuda/rows.py and cuda/topk.py on CUDA; elsewhere plain
+operations, which the compiler fuses with what surrounds them. In operators a row gets the same bits in eager and in
+compiled steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from ops.library import has_triton, lib, served_in_cpp, triton_products
 
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 lib.define(
     "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, Tensor? places, int k, "
@@ -29,10 +31,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [..., F]; weight: [F]
     Returns: [..., F].
     """
-    trained = torch.is_grad_enabled() and weight.requires_grad
-    if x.dtype == weight.dtype == torch.bfloat16 and not trained and served_in_cpp(x):
+    if x.dtype == weight.dtype == torch.bfloat16 and not _trained(x, weight) and served_in_cpp(x):
         return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
+    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, weight):
+        return torch.ops.gpt_eagle.norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
+
+
+def _trained(x: Tensor, weight: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)  # the operators have no gradients
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,7 +56,7 @@ def add(x: Tensor, delta: Tensor) -> Tensor:
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`add`, and the `rms_norm` of that; weight: [F]. Returns both, [..., F] each."""
-    if x.is_cuda and x.dtype == weight.dtype and not torch.is_grad_enabled():
+    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, weight):
         return torch.ops.gpt_eagle.add_norm(x, delta, weight, eps)
     x = add(x, delta)
     return x, rms_norm(x, weight, eps)
@@ -127,11 +134,26 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
         return ops.cuda.rows.add_norm(x, delta, weight, eps, triton_products().device_of(x.device.index))
 
 
+def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not has_triton():
+        return rms_norm_reference(x, weight, eps)
+    import ops.cuda.rows
+
+    with torch.cuda.device(x.device):
+        return ops.cuda.rows.add_norm(x, None, weight, eps, triton_products().device_of(x.device.index))[1]
+
+
+@torch.library.register_fake("gpt_eagle::norm", lib=lib)
+def _(x, weight, eps):
+    return torch.empty_like(x)
+
+
 @torch.library.register_fake("gpt_eagle::add_norm", lib=lib)
 def _(x, delta, weight, eps):
     return torch.empty_like(x), torch.empty_like(x)
 
 
+lib.impl("norm", _norm_cuda, "CUDA")
 lib.impl("add_norm", _add_norm_cuda, "CUDA")
 lib.impl("topk_logsumexp", topk_logsumexp_reference, "CPU")
 lib.impl("topk_logsumexp", _topk_logsumexp_cuda, "CUDA")

@@ -92,6 +92,7 @@ def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
         torch.testing.assert_close((total, y), wanted, atol=5e-4, rtol=2e-5)
     alone = ops.cuda.rows.add_norm(stream[2:3], parts[:, 2:3], scale, 1e-5, DEVICE)
     assert torch.equal(alone[0], total[2:3]) or splits > 1  # one sum was rounded before
+    assert torch.equal(ops.cuda.rows.add_norm(total, None, scale, 1e-5, DEVICE)[1], y)
     again = ops.cuda.rows.add_norm(stream, parts, scale, 1e-5, DEVICE)
     assert torch.equal(alone[0], again[0][2:3]) and torch.equal(alone[1], again[1][2:3])
 

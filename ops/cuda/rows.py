@@ -22,7 +22,8 @@ def add_norm_kernel(
 ):  # fmt: skip
     """A row of x + delta, and of its norm.
 
-    x: [M, F]; delta: [M, F], or [SPLITS, M, F] fp32 with size = M F; weight: [F]; WIDTH: F padded to a power of two
+    x: [M, F]; delta: [M, F], or [SPLITS, M, F] fp32 with size = M F; SPLITS 0: there is none, and no sum
+    weight: [F]; WIDTH: F padded to a power of two
     Writes: sum, y, [M, F] each.
     """
     i = tl.arange(0, WIDTH)
@@ -30,12 +31,14 @@ def add_norm_kernel(
     weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
     after_others(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * F + i
-    total = tl.load(delta_ptr + at, mask=live, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(delta_ptr + split * tl.cast(size, tl.int64) + at, mask=live, other=0.0)
-    dtype = sum_ptr.dtype.element_ty
-    x = (tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32) + total).to(dtype)
-    tl.store(sum_ptr + at, x, mask=live)
+    dtype = y_ptr.dtype.element_ty
+    x = tl.load(x_ptr + at, mask=live, other=0.0)
+    if SPLITS > 0:
+        total = tl.load(delta_ptr + at, mask=live, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(delta_ptr + split * tl.cast(size, tl.int64) + at, mask=live, other=0.0)
+        x = (x.to(tl.float32) + total).to(dtype)
+        tl.store(sum_ptr + at, x, mask=live)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / F + eps)
     y = (wide * scale).to(dtype).to(tl.float32) * weight
@@ -47,12 +50,13 @@ def warps_of(F: int) -> int:
     return min(16, max(1, triton.next_power_of_2(F) // 512))
 
 
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, device: Device) -> tuple[Tensor, Tensor]:
-    """`ops.rows.add_norm`. Allocates its results, and nothing else; never waits."""
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device) -> tuple[Tensor, Tensor]:
+    """`ops.rows.add_norm`; without a delta the sum is x. Allocates its results, and nothing else; never waits."""
     F = x.shape[-1]
-    x, delta, total, y = x.contiguous(), delta.contiguous(), torch.empty_like(x), torch.empty_like(x)
+    x, y = x.contiguous(), torch.empty_like(x)
+    total, splits = (x, 0) if delta is None else (torch.empty_like(x), delta.numel() // x.numel())
     add_norm_kernel[(x.numel() // F,)](
-        x, delta, weight, total, y, x.numel(), F, eps,
-        SPLITS=delta.numel() // x.numel(), WIDTH=triton.next_power_of_2(F), num_warps=warps_of(F), **overlap(device),
+        x, x if delta is None else delta.contiguous(), weight, total, y, x.numel(), F, eps,
+        SPLITS=splits, WIDTH=triton.next_power_of_2(F), num_warps=warps_of(F), **overlap(device),
     )  # fmt: skip
     return total, y
