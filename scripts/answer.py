@@ -12,10 +12,10 @@ How it works:
 4. Batches of one source and temperature are decoded, always of the kind that is furthest behind: any part of the
    file, from its start, is a mixture by equal tokens. Prompts of similar length share a batch.
 5. Every answer is a line of `answers.jsonl`, every prompt of the model's own one of `prompts.jsonl`. Noise depends on
-   the seed and the prompt alone, so a run that was killed ends with the same answers as one that was not.
+   the seed and the prompt alone, so a run that was killed goes on as if it had not been.
 
 Source: Magpie (arXiv 2406.08464); EAGLE (arXiv 2401.15077), table 6, compares such data with a fixed set.
-Trade-off: a batch runs until its longest answer ends; rows are not refilled.
+Trade-off: rows are not refilled. A batch runs until a sixteenth of its answers is left; those are cut there.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ GIVEN, CODE, OWN = SOURCES = ("given", "code", "own")
 GRAM = 13  # words in a row that a prompt may not share with an evaluation prompt
 OWN_TOKENS = 128  # longest prompt that the model writes; a longer one is dropped
 SORTED_BATCHES = 4  # prompts of so many batches are sorted by length
+TAIL = 16  # a batch ends when only one row in so many is unfinished
 RATES = 15  # batches whose median rate is shown: a pause does not spoil it
 ASK = "Complete this Python function:\n\n```python\n{}\n```"
 
@@ -313,7 +314,7 @@ class Run:
         """What there is of every kind."""
         cut = ", ".join(f"{self.cut[source]} {source}" for source in SOURCES)
         kinds = (*SOURCES, "answers")
-        return "\n".join([*map(self.filter.line, kinds), f"answers cut at {self.config.answer_tokens} tokens: {cut}"])
+        return "\n".join([*map(self.filter.line, kinds), f"answers that were cut: {cut}"])
 
     def progress(self, rate: float) -> str:
         """One line. rate: tokens/s."""
@@ -327,11 +328,12 @@ class Run:
 
 
 def decoded(engine: Engine, streams: list[tuple[int, int]], prompts: list[list[int]], longest: int) -> list[list[int]]:
-    """Decode a batch. streams: the key of each row's noise. Returns: the new tokens of every row."""
+    """Decode a batch, but for its tail. streams: the key of each row's noise. Returns: the new tokens of every row."""
     short = replace(engine, config=replace(engine.config, max_new_tokens=longest))
     session = Session(short, streams)
-    for _ in session.run(prompts):
-        pass
+    for new in session.run(prompts):
+        if sum(map(bool, new)) <= len(prompts) // TAIL:
+            break
     return [session.history[row][len(prompt) :] for row, prompt in enumerate(prompts)]
 
 

@@ -4,8 +4,8 @@
     python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # all flags in benchmarks/README.md
 
 How it works:
-1. Data are dialogues (`turns` and `answers`, or ShareGPT's `conversations`), texts (`text`), or `demo`, the corpus of
-   scripts/train_demo.py. The loss counts the answers of dialogues and every token of texts.
+1. Data are dialogues (`turns` and `answers`, as scripts/answer.py writes them, or ShareGPT's `conversations`), texts
+   (`text`), or `demo`, the corpus of scripts/train_demo.py. The loss counts answers of dialogues and all of a text.
 2. The frozen target gives the features of each batch as it is needed; nothing is dumped to disk.
 3. Row t of the head sees f_t (plus uniform noise) and x_{t+1}, and learns f_{t+1} by SmoothL1 and the target's own
    distribution after it by soft cross-entropy.
@@ -135,7 +135,7 @@ def read_dialogues(file: Path) -> list[Dialogue]:
             else:
                 turns, answers = ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
                 pairs = min(len(turns), len(answers)) if turns else 1
-                dialogues.append(Dialogue.of(turns[:pairs], answers[:pairs]))
+                dialogues.append(Dialogue.of(turns[:pairs], answers[:pairs], row.get("ended", True)))
         except (KeyError, TypeError):
             form = "`turns` and `answers`, `conversations`, or `text`"
             raise ValueError(f"--data: {file} row {number} must have {form}") from None
