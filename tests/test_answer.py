@@ -195,6 +195,13 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     used = [row for row in rows if row["answers"]]
     dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
     assert [d.ended for d in dialogues] == [row["ended"] for row in used] and not all(row["ended"] for row in used)
+    engine = run.engines[False]
+    for d, row in zip(dialogues, used):
+        ids, mask = train_eagle.to_example(d, engine.tokenizer, engine.template)
+        assert [i for i, m in zip(ids, mask) if m] == row["answer_ids"]
+        assert [i for i, m in zip(ids, mask) if not m] == engine.template.encode(engine.tokenizer, row["turns"], [])
+    with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
+        train_eagle.to_example(d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template)
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
 
 
