@@ -4,8 +4,8 @@
     python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # all flags in benchmarks/README.md
 
 How it works:
-1. Data are dialogues (`turns` and `answers`, or ShareGPT's `conversations`), texts (`text`), or `demo`, the corpus of
-   scripts/train_demo.py. The loss counts the answers of dialogues and every token of texts.
+1. Data are dialogues (`turns` and `answers`, as scripts/answer.py writes them, or ShareGPT's `conversations`), texts
+   (`text`), or `demo`, the corpus of scripts/train_demo.py. The loss counts answers of dialogues and all of a text.
 2. The frozen target gives the features of each batch as it is needed; nothing is dumped to disk.
 3. Row t of the head sees f_t (plus uniform noise) and x_{t+1}, and learns f_{t+1} by SmoothL1 and the target's own
    distribution after it by soft cross-entropy.
@@ -107,11 +107,12 @@ class Dialogue(NamedTuple):
     turns: list[str]
     answers: list[str]
     ended: bool = True  # whether the last answer is complete, so that the end of sequence follows it
+    answer_ids: list[int] | None = None  # the only answer as the target wrote it, its end included
 
     @staticmethod
-    def of(turns: list[str], answers: list[str], ended: bool = True) -> Dialogue:
+    def of(turns: list[str], answers: list[str], ended: bool = True, answer_ids: list[int] | None = None) -> Dialogue:
         """Without white space around answers, which some templates drop and others keep. Texts stay as they are."""
-        return Dialogue(turns, [answer.strip() for answer in answers] if turns else answers, ended)
+        return Dialogue(turns, [answer.strip() for answer in answers] if turns else answers, ended, answer_ids)
 
     @property
     def held_out(self) -> bool:
@@ -135,7 +136,8 @@ def read_dialogues(file: Path) -> list[Dialogue]:
             else:
                 turns, answers = ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
                 pairs = min(len(turns), len(answers)) if turns else 1
-                dialogues.append(Dialogue.of(turns[:pairs], answers[:pairs]))
+                ids = row.get("answer_ids") if len(turns) == 1 else None
+                dialogues.append(Dialogue.of(turns[:pairs], answers[:pairs], row.get("ended", True), ids))
         except (KeyError, TypeError):
             form = "`turns` and `answers`, `conversations`, or `text`"
             raise ValueError(f"--data: {file} row {number} must have {form}") from None
@@ -158,8 +160,17 @@ def _sharegpt(messages: list[dict]) -> Dialogue:
 
 
 def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate | None) -> Example:
-    """Tokenize a dialogue and mark its answers; a text is marked whole."""
-    turns, answers, ended = dialogue
+    """Tokenize a dialogue and mark its answers; a text is marked whole.
+
+    Raises: ValueError when the answer's ids are another tokenizer's.
+    """
+    turns, answers, ended, written = dialogue
+    if written:  # the target does not always choose the tokens that its tokenizer would
+        if tokenizer.decode(written).strip() != answers[0]:
+            wrong = f"--data: answer_ids are not the tokens of the answer {answers[0][:40]!r}"
+            raise ValueError(f"{wrong}; was it another --checkpoint that wrote them?")
+        prompt = template.encode(tokenizer, turns, [])
+        return Example(prompt + written, [False] * len(prompt) + [True] * len(written))
     end = list(tokenizer.eos_ids[:1]) if ended else []
     if not turns:
         ids = tokenizer.encode(answers[0]) + end

@@ -1,0 +1,257 @@
+"""Answers of the target: which prompts are used, the mixture, resuming after a kill, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import answer
+import train_eagle
+from answer import AnswerConfig, Filter, headers
+from generate import generate
+from hf.tokenizer import Tokenizer
+from options import DEMO
+
+MODULE = '''
+class Tree:
+    def grow(self, levels):
+        """Add levels
+to the tree, \f whose text has less indentation.
+        """
+        return levels
+
+    async def cut(self):
+        "Remove everything."
+
+def plain(x):
+    return x
+'''
+load = cache(answer.load)
+EVAL = "One two three four five six seven eight nine ten eleven twelve thirteen fourteen."
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Few prompts of each kind, for the demo, whose own prompts are made up: it would not write any."""
+    monkeypatch.setattr(answer.train_demo, "read_python", lambda: {"train": [MODULE]})
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(9)))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["What is 3?", EVAL]}))
+    tokenizer, real = Tokenizer.load(answer.Path(DEMO)), answer.decoded
+
+    def decoded(engine, streams, prompts, longest):
+        if streams[0][1] == 0:
+            return real(engine, streams, prompts, longest)
+        end = list(tokenizer.eos_ids)  # every fifth prompt is cut, every seventh the same
+        return [tokenizer.encode(f"Own {n % 7 and n}?", bos=False) + (end if n % 5 else []) for n, _ in streams]
+
+    monkeypatch.setattr(answer, "decoded", decoded)
+    monkeypatch.setattr(answer, "load", load)
+    monkeypatch.setattr(answer, "warm_up", lambda engine: engine)  # nothing is compiled
+    return tmp_path
+
+
+def config_for(folder, out="out", **changes) -> AnswerConfig:
+    return AnswerConfig(
+        **{
+            "checkpoint": DEMO, "chat": "vicuna", "out": str(folder / out), "prompts": str(folder / "given.jsonl"),
+            "eval": str(folder / "eval.jsonl"), "tokens": 150, "answer_tokens": 6, "batch_size": 4, "quant": "none",
+            "dtype": "float32", "device": "cpu",
+        }
+        | changes
+    )  # fmt: skip
+
+
+def rows_of(config, name="answers.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (answer.Path(config.out) / name).read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+def test_headers_are_whole_and_dedented():
+    found = list(headers([MODULE]))
+    assert sorted(found) == [
+        'async def cut(self):\n    "Remove everything."',
+        'def grow(self, levels):\n    """Add levels\nto the tree, \f whose text has less indentation.\n    """',
+    ]
+
+
+def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
+    filter = Filter.against([EVAL, "What is a Tree?"])
+    words = EVAL.upper().replace(" ", ", ").split()
+    assert filter.touches("so: " + " ".join(words[1:]) + " and on")
+    assert not filter.touches("so: " + " ".join(words[2:]) + " and on")
+    assert filter.touches("what is a tree") and not filter.touches("what is a tree for")
+    fates = [("What is a tree", True), ("Short", True), ("short!", True), ("Long", False), ("?!", True)]
+    assert [filter.accepts("own", *one) for one in fates] == [False, True, False, False, False]
+    line = "own: 5 prompts, 1 used; dropped: 1 like an evaluation prompt, 2 too long or empty, 1 twice"
+    assert filter.line("own") == line and filter.line("code") == "code: 0 prompts, 0 used; dropped: none"
+
+
+# ------------------------------------------------------------------------------------------------- runs
+
+
+def killed(config, monkeypatch, torn: int) -> None:
+    """Run, killed behind every third batch that is written. torn: bytes that are missing then from the last line."""
+    append, calls = answer.Run._append, Counter()
+
+    def cut(self, name, rows):
+        append(self, name, rows)
+        calls["all"] += 1
+        if calls["all"] % 3 == 0:
+            path = self.out / name
+            path.write_bytes(path.read_bytes()[: -torn or None])
+            calls["kills"] += 1
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answer.Run, "_append", cut)
+        while True:
+            with suppress(KeyboardInterrupt):
+                answer.answer(config)
+                break
+    assert calls["kills"] >= 2
+
+
+def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch, capsys):
+    whole, cut = config_for(sources), config_for(sources, "cut")
+    answer.answer(whole)
+    said = capsys.readouterr().out.splitlines()
+    killed(cut, monkeypatch, torn=0)
+    for name in ("answers.jsonl", "prompts.jsonl"):
+        assert rows_of(cut, name) == rows_of(whole, name)
+    assert capsys.readouterr().out.splitlines()[-5:] == said[-5:], "the counts include what was there"
+    before = rows_of(whole)
+    answer.answer(whole)
+    assert rows_of(whole) == before, "a finished run adds nothing"
+
+
+def test_a_line_that_a_kill_has_torn_is_written_again(sources, monkeypatch):
+    """The batches are others then; the answers and the model's own prompts are the same, each once."""
+    whole, cut = config_for(sources), config_for(sources, "cut")
+    answer.answer(whole)
+    killed(cut, monkeypatch, torn=9)
+    want, got = ({row["turns"][0]: row for row in rows_of(config)} for config in (whole, cut))
+    assert len(got) == len(rows_of(cut)) and len(got.keys() & want.keys()) > 12
+    assert all(got[text] == want[text] for text in got.keys() & want.keys())
+    for one, other in zip(rows_of(cut, "prompts.jsonl"), rows_of(whole, "prompts.jsonl")):
+        assert one == other
+
+
+def test_an_answer_depends_on_its_prompt_alone(sources):
+    """Not on the batch around it; greedy ones are generate's; another seed changes the others."""
+    config = config_for(sources, tokens=60)
+    run = answer.answer(config)
+    answer.answer(replace(config, out=str(sources / "one"), batch_size=1))
+    answer.answer(replace(config, out=str(sources / "seed"), seed=1))
+    first, one, seed = (
+        {r["turns"][0]: r for r in rows_of(replace(config, out=str(sources / n)))} for n in ("out", "one", "seed")
+    )
+    shared = first.keys() & one.keys()
+    assert len(shared) >= 6 and all(first[text] == one[text] for text in shared)
+    greedy = [text for text in first if first[text]["temperature"] == 0]
+    assert 0 < len(greedy) < len(first)
+    tokens = generate(run.engines[True], [[text] for text in greedy], max_new_tokens=6).tokens
+    assert tokens == [first[text]["answer_ids"] for text in greedy]
+    assert any(first[t] != seed[t] for t in first.keys() & seed.keys() if t not in greedy)
+    assert all(first[t] == seed[t] for t in greedy if t in seed)
+
+
+def test_the_tail_of_a_batch_is_cut(sources, monkeypatch):
+    """What is there by then is the beginning of the answer."""
+    run = answer.answer(config_for(sources, tokens=1))
+    prompts = [list(range(5, 9 + i)) for i in range(4)]
+    streams = [(i, 0) for i in range(4)]
+    ends = [new[4 * i + 1] for i, new in enumerate(answer.decoded(run.engines[True], streams, prompts, 30))]
+    engine = replace(run.engines[True], eos_ids=tuple(ends))
+    engine = answer.with_cycles(replace(engine, cycles=()))
+    whole = answer.decoded(engine, streams, prompts, 30)
+    monkeypatch.setattr(answer, "TAIL", 2)
+    cut = answer.decoded(engine, streams, prompts, 30)
+    lengths = sorted(map(len, cut))
+    assert all(long[: len(short)] == short for long, short in zip(whole, cut)) and cut != whole
+    assert lengths[1] < lengths[2] == lengths[3]
+
+
+def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
+    config = config_for(sources)
+    run = answer.answer(config)
+    out = capsys.readouterr().out
+    assert "given: 9 prompts, 8 used; dropped: 1 like an evaluation prompt" in out
+    assert "code: 2 prompts, 2 used; dropped: none" in out
+    assert "tokens/s" in out and "min left" in out
+    rows = rows_of(config)
+    assert len({row["turns"][0] for row in rows}) == len(rows) and "What is 3?" not in str(rows)
+    assert {row["source"] for row in rows[:12]} == {"given", "code", "own"}
+    assert {row["temperature"] for row in rows[:12]} == {0.0, 1.0}
+    own = rows_of(config, "prompts.jsonl")
+    assert run.filter.counts["own", "too long or empty"] == sum(not row["ended"] for row in own) > 0
+    assert run.filter.counts["own", "twice"] > 0
+    used = [row for row in rows if row["answers"]]
+    dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
+    assert [d.ended for d in dialogues] == [row["ended"] for row in used] and not all(row["ended"] for row in used)
+    engine = run.engines[False]
+    for d, row in zip(dialogues, used):
+        ids, mask = train_eagle.to_example(d, engine.tokenizer, engine.template)
+        assert [i for i, m in zip(ids, mask) if m] == row["answer_ids"]
+        assert [i for i, m in zip(ids, mask) if not m] == engine.template.encode(engine.tokenizer, row["turns"], [])
+    with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
+        train_eagle.to_example(d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template)
+    assert sum(len(row["answer_ids"]) for row in used) == run.total()
+
+
+# --------------------------------------------------------------------------------------------- mistakes
+
+
+def other_run(folder):
+    answer.claim(config_for(folder))
+    return {"seed": "7"}
+
+
+def no_run(folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "answers.jsonl").write_text("{}\n")
+    return {}
+
+
+def written(name, text):
+    def make(folder):
+        (folder / name).write_text(text)
+        return {}
+
+    return make
+
+
+MISTAKES = {
+    "no prompts": (lambda folder: {"prompts": "none.jsonl"}, "--prompts: cannot read none.jsonl"),
+    "a prompt without turns": (
+        written("given.jsonl", '{"turns": ["a"]}\n{"q": 1}\n'),
+        "given.jsonl line 2: it must be",
+    ),
+    "an empty turn": (written("given.jsonl", '{"turns": [" "]}'), "line 1: it must be like"),
+    "not JSON": (written("given.jsonl", "{"), "line 1 is not valid JSON"),
+    "no evaluation prompts": (written("eval.jsonl", ""), "--eval: "),
+    "an evaluation row without turns": (written("eval.jsonl", '{"turns": []}'), "eval.jsonl line 1: it must be like"),
+    "an empty directory": (lambda folder: {"eval": str(folder / "out")}, "--eval: "),
+    "another run": (other_run, "holds another run (seed was 0, not 7)"),
+    "nobody's answers": (no_run, "has answers.jsonl and no run.json"),
+    "a share": (lambda folder: {"greedy": "2"}, "--greedy must be in [0, 1]; it is 2.0"),
+    "no tokens": (lambda folder: {"batch_size": "0"}, "--batch_size must be at least 1; it is 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name, sources, monkeypatch, capsys):
+    """It is found before the model is loaded."""
+    monkeypatch.setattr(answer, "load", None)
+    make, expected = MISTAKES[name]
+    options = {k: str(v) for k, v in vars(config_for(sources)).items() if v and v is not True} | make(sources)
+    with pytest.raises(SystemExit) as stop:
+        answer.main([f"--{key}={value}" for key, value in options.items()])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and expected in err, err
