@@ -40,6 +40,7 @@ from stats import Stats, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
+PREFILL_CAPTURED = (64, PREFILL_CHUNK)  # and where passes are captured, to which they are padded
 
 
 class DecodeState(NamedTuple):
@@ -321,7 +322,8 @@ class Workspace:
             key=NoiseKey(number.new_zeros(2), number.clone(), number.clone()),
             draft=drafter.init(B, slots),
         )  # fmt: skip
-        self.replays: dict[int, Replay] = {}  # by preset, what was captured over these buffers
+        self.start = number.clone()  # of a chunk of prompts
+        self.replays: dict[Any, Replay] = {}  # by preset or width, what was captured over these buffers
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
         """Make every row idle and empty."""
@@ -337,6 +339,16 @@ class Workspace:
         else:
             self.state = state
 
+    def prefill(self, engine: Engine, start: Tensor, width: int) -> None:
+        """`prefill_chunk` over these buffers. Without a graph the host would be slower than a GPU."""
+        if not engine.captured:
+            return self.put(engine, prefill_chunk(engine, self.cache, self.state, start, width))
+        self.start.copy_(start)
+        width = next(w for w in PREFILL_CAPTURED if w >= width)
+        self._replay(("prefill", width), lambda: self.put(
+            engine, prefill_chunk(engine, self.cache, self.state, self.start, width)
+        ))  # fmt: skip
+
     def replay(self, engine: Engine, preset: int) -> Outcome:
         """Run a cycle over these buffers, captured the first time."""
 
@@ -345,9 +357,12 @@ class Workspace:
             self.put(engine, state)
             return outcome
 
-        if preset not in self.replays:
-            self.replays[preset] = Replay(body, self.state.pos.device)
-        return self.replays[preset]()
+        return self._replay(preset, body)
+
+    def _replay(self, key: Any, body: Callable[[], Any]) -> Any:
+        if key not in self.replays:
+            self.replays[key] = Replay(body, self.state.pos.device)
+        return self.replays[key]()
 
 
 class Launched(NamedTuple):
@@ -473,11 +488,12 @@ class Session:
                 state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
         limit = (length + engine.config.max_new_tokens - 1).clamp(max=engine.context - 1)
-        state = changed(state, pos=length, limit=limit, draft=engine.drafter.rewind(state.draft, begin))
+        rewound = engine.drafter.rewind(state.draft, begin)
+        self.work.put(engine, changed(state, pos=length, limit=limit, draft=rewound))
         longest = max(end - start for start, end in zip(begins, lengths))
         for offset in range(0, longest, PREFILL_CHUNK):
-            width = min(PREFILL_CHUNK, longest - offset)
-            state = prefill_chunk(engine, self.work.cache, state, begin + offset, width)
+            self.work.prefill(engine, begin + offset, min(PREFILL_CHUNK, longest - offset))
+        state = self.state
         roots = state.tokens.gather(1, length[:, None])  # [B, 1]
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)

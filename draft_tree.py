@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.rows import Children, Expansion, Frontier, Scores, grow_level, sort
+from ops.rows import Children, Expansion, Frontier, Scores, ancestors, best_nodes, grow_level, relate
 
 MAX_NODES = 64  # ancestor bits of a node fit one int64
 
@@ -60,15 +60,7 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Te
     tokens, parents, valid: [B, N]; parents precede children
     depth: a bound on the depth of any node
     """
-    B, N = parents.shape
-    eye = torch.eye(N, dtype=torch.bool, device=parents.device)
-    reach = eye | (parents[:, :, None] == torch.arange(N, device=parents.device))  # [B, N, N]: self and parent
-    hops = 1
-    while hops < depth:  # squaring doubles the reach
-        reach = torch.bmm(reach.float(), reach.float()) > 0
-        hops *= 2
-    depths = reach.sum(-1) - 1  # the root counts itself once
-    return DraftTree(tokens, parents, depths, reach, valid, q)
+    return DraftTree(tokens, parents, *ancestors(parents, depth), valid, q)
 
 
 def root_tree(root: Tensor) -> DraftTree:
@@ -197,29 +189,16 @@ def grow(
     return tree, torch.cat((places[:, :1], places.gather(1, nodes + 1)), 1)
 
 
-def best_nodes(values: Tensor, count: int) -> Tensor:
-    """The best candidates of a pool: [B, count] flat indices, ascending.
-
-    A value never exceeds its parent's and ties keep the parent first, so every chosen node's parent is chosen.
-    """
-    return sort(sort(values, descending=True)[1][:, :count])[0]
-
-
 def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> tuple[DraftTree, Tensor]:
     """The tree of the chosen candidates.
 
     root: [B] int64; chosen: [B, N-1] flat indices, ascending
     Returns: the tree; the node of each candidate, 0: none, behind that of the root, [B, P+1] int64.
     """
-    B, size = chosen.shape[0], chosen.shape[1] + 1
-    node = torch.zeros(B, pool.tokens.shape[1] + 1, dtype=torch.long, device=root.device)  # [B, P+1]
-    numbers = torch.arange(1, size, device=root.device).expand_as(chosen)
-    node = node.scatter(1, chosen + 1, numbers)
-    parents = node.gather(1, pool.parents.gather(1, chosen) + 1)  # [B, N-1]
+    number, *related = relate(chosen, pool.parents, depth)
     tokens = torch.cat((root[:, None], pool.tokens.gather(1, chosen)), 1)
     values = torch.cat((pool.values.new_zeros(root.shape[0], 1), pool.values.gather(1, chosen)), 1)  # [B, N]
-    parents = torch.cat((torch.zeros_like(root[:, None]), parents), 1)
-    return changed(build_tree(tokens, parents, values > float("-inf"), depth), values=values), node
+    return DraftTree(tokens, *related, values > float("-inf"), values=values), number
 
 
 # ------------------------------------------------------------------------------------------------- shapes

@@ -1,9 +1,9 @@
-"""Operators on rows: the norm of features; of scores the best, and the best few with the row's normalizer; and what a
-draft tree grows by, a level of the best children, and the order of candidates.
+"""Operators on rows: the norm of features; of scores the best, and the best few with the row's normalizer; and those
+that a draft tree is made with: a level of the best children, the best candidates of all, and how they are related.
 
-cpu/layers.cpp, cpu/choice.cpp and cpu/rows.cpp on a CPU, cuda/rows.py and cuda/topk.py on CUDA; elsewhere plain
-operations, which the compiler fuses with what surrounds them. In operators a row gets the same bits in eager and in
-compiled steps.
+C++ on a CPU (cpu/layers.cpp, cpu/choice.cpp, cpu/rows.cpp), Triton on CUDA (cuda/rows.py, cuda/topk.py, cuda/tree.py);
+elsewhere plain operations, which the compiler fuses with what surrounds them. In operators a row gets the same bits in
+eager and in compiled steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ lib.define(
     "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, Tensor? places, int k, "
     "int count, int slot, bool by_value) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+lib.define("best_nodes(Tensor values, int count) -> Tensor")
+lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -235,7 +237,7 @@ def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> G
     if not step.count:
         return Grown(tokens, values)
     if step.places is None:
-        order = sort(values if step.by_value else found.scores.flatten(1), descending=True)[1][:, : step.count]
+        order = best_first(values if step.by_value else found.scores.flatten(1))[:, : step.count]
     else:
         order = step.places.expand(len(values), -1)  # [B, R']
     parent = (order // step.k)[:, :, None]  # [B, R', 1]
@@ -243,26 +245,6 @@ def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> G
     own = slots == step.slot + rows[:, None]  # [R', W]
     seen = front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own  # a node sees its ancestors and itself
     return Grown(tokens, values, order, Frontier(values.gather(1, order), seen))
-
-
-def sort(values: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort rows of some hundred numbers; equal ones keep their order.
-
-    values: [B, P], not NaN
-    Returns: them and their indices, both [B, P].
-    """
-    if values.is_cuda:
-        return sort_by_counting(values, descending)
-    return values.sort(dim=1, descending=descending, stable=True)
-
-
-def sort_by_counting(values: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """The same: a number's rank is how many come before it. Compiled, a sort takes seconds to make; this does not."""
-    at = torch.arange(values.shape[1], device=values.device)
-    mine, other = values[:, :, None], values[:, None]  # [B, P, 1], [B, 1, P]
-    before = ((other > mine) if descending else (other < mine)) | ((other == mine) & (at < at[:, None]))
-    index = (before.sum(-1)[:, None] == at[:, None]).int().argmax(-1)  # [B, P], whose rank is 0, 1, ...
-    return values.gather(1, index), index
 
 
 def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
@@ -295,3 +277,105 @@ def _(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     candidates, front = values.new_empty(B, R * k), values.new_empty(B, count)
     tokens, order = (x.new_empty(x.shape, dtype=torch.long) for x in (candidates, front))
     return tokens, candidates, order, front, seen.new_empty(B, count, seen.shape[2])
+
+
+# ------------------------------------------------------------------------------------- nodes of a draft tree
+
+
+class Nodes(NamedTuple):
+    """How N nodes are related; node 0 is the root, and parents precede children."""
+
+    number: Tensor  # [B, P+1] int64, the node of the root and of each candidate; 0: none
+    parents: Tensor  # [B, N] int64; the root is its own parent
+    depths: Tensor  # [B, N] int64, root 0
+    mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
+
+
+def best_first(values: Tensor) -> Tensor:
+    """Indices by descending value; equal values keep their order, so a parent stays before its child. [B, P]."""
+    return values.sort(dim=1, descending=True, stable=True).indices
+
+
+def best_nodes(values: Tensor, count: int) -> Tensor:
+    """The best candidates of a pool: [B, count] flat indices, ascending. values: [B, P] fp32.
+
+    A value never exceeds its parent's and ties keep the parent first, so every chosen node's parent is chosen.
+    """
+    if values.is_cuda:
+        return torch.ops.gpt_eagle.best_nodes(values, count)
+    return best_nodes_reference(values, count)
+
+
+def best_nodes_reference(values: Tensor, count: int) -> Tensor:
+    """The same by torch's own operators."""
+    return best_first(values)[:, :count].sort(dim=1).values
+
+
+def relate(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
+    """Number the chosen candidates of a pool and find their ancestors.
+
+    chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
+    depth: a bound on the depth of any node
+    """
+    if chosen.is_cuda:
+        return Nodes(*torch.ops.gpt_eagle.relate(chosen, parents, depth))
+    return relate_reference(chosen, parents, depth)
+
+
+def relate_reference(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
+    """The same by torch's own operators."""
+    B, size = chosen.shape[0], chosen.shape[1] + 1
+    number = torch.zeros(B, parents.shape[1] + 1, dtype=torch.long, device=chosen.device)  # [B, P+1]
+    number = number.scatter(1, chosen + 1, torch.arange(1, size, device=chosen.device).expand_as(chosen))
+    above = number.gather(1, parents.gather(1, chosen) + 1)  # [B, N-1]
+    above = torch.cat((torch.zeros_like(number[:, :1]), above), 1)
+    return Nodes(number, above, *ancestors(above, depth))
+
+
+def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The depths and the mask of `Nodes`. parents: [B, N], which precede their children; depth: as in `relate`."""
+    N = parents.shape[1]
+    eye = torch.eye(N, dtype=torch.bool, device=parents.device)
+    reach = eye | (parents[:, :, None] == torch.arange(N, device=parents.device))  # [B, N, N]: self and parent
+    hops = 1
+    while hops < depth:  # squaring doubles the reach
+        reach = torch.bmm(reach.float(), reach.float()) > 0
+        hops *= 2
+    return reach.sum(-1) - 1, reach  # the root counts itself once
+
+
+def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
+    if has_triton():
+        import ops.cuda.tree
+
+        if values.shape[1] <= ops.cuda.tree.MOST:
+            with torch.cuda.device(values.device):
+                return ops.cuda.tree.best_nodes(values, count)
+    return best_nodes_reference(values, count)
+
+
+def _relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
+    if not has_triton():
+        return tuple(relate_reference(chosen, parents, depth))
+    import ops.cuda.tree
+
+    with torch.cuda.device(chosen.device):
+        return ops.cuda.tree.relate(chosen, parents, depth)
+
+
+lib.impl("best_nodes", best_nodes_reference, "CPU")
+lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
+lib.impl("relate", lambda *inputs: tuple(relate_reference(*inputs)), "CPU")
+lib.impl("relate", _relate_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::best_nodes", lib=lib)
+def _(values, count):
+    return values.new_empty(len(values), count, dtype=torch.long)
+
+
+@torch.library.register_fake("gpt_eagle::relate", lib=lib)
+def _(chosen, parents, depth):
+    (B, N), P = chosen.shape, parents.shape[1]
+    above, depths = (chosen.new_empty(B, N + 1) for _ in range(2))
+    return chosen.new_empty(B, P + 1), above, depths, chosen.new_empty(B, N + 1, N + 1, dtype=torch.bool)

@@ -11,9 +11,18 @@ import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.rotary
 import ops.cuda.topk
+import ops.cuda.tree
 from model import KVCache, ModelConfig, rope_angles
 from ops.cuda.launch import Device
-from ops.rows import Children, Expansion, Frontier, Scores, grow_level_reference
+from ops.rows import (
+    Children,
+    Expansion,
+    Frontier,
+    Scores,
+    best_nodes_reference,
+    grow_level_reference,
+    relate_reference,
+)
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -216,6 +225,33 @@ def test_levels_of_given_places_and_tokens():
     ids = torch.randperm(900)[:310]
     check_level(torch.randn(2, 3, 310).transpose(0, 1).contiguous().transpose(0, 1), 4, 5, ids=ids)
     check_level(torch.randn(2, 3, 310), 4, 5, places=torch.tensor([[0, 3, 4, 5, 11]]), ids=ids)
+
+
+# ------------------------------------------------------------------------------------- nodes of trees
+
+
+@pytest.mark.parametrize("B,P,count", [(1, 1, 1), (2, 10, 10), (3, 52, 20), (2, 510, 59), (1, 511, 60)])
+def test_best_nodes(B, P, count):
+    """Also with many equal ones, with few that are not cut away, and with none; -0 is 0."""
+    for values in (torch.randn(B, P), -torch.randint(0, 3, (B, P)).float(), torch.full((B, P), float("-inf"))):
+        values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
+        assert torch.equal(ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count))
+    values = torch.full((B, P), float("-inf"))
+    values[:, P // 2] = 2.0
+    assert torch.equal(ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count))
+
+
+@pytest.mark.parametrize("B,P,N", [(1, 1, 2), (2, 10, 8), (2, 100, 33), (1, 510, 64)])
+@pytest.mark.parametrize("chain", [True, False])
+def test_related_nodes(monkeypatch, B, P, N, chain):
+    """Whose parents are chosen too: chains, and trees at random; numbered in several pieces."""
+    monkeypatch.setattr(ops.cuda.tree, "MOST", 128)
+    chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(B)])
+    above = (torch.rand(B, N - 1) * torch.arange(1, N)).long() if not chain else torch.arange(N - 1).expand(B, -1)
+    nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
+    parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
+    got, want = ops.cuda.tree.relate(chosen, parents, N - 1), relate_reference(chosen, parents, N - 1)
+    assert all(map(torch.equal, got, want)) and (not chain or want.depths.max() == N - 1)
 
 
 # ---------------------------------------------------------------------------------------- compaction
