@@ -7,7 +7,7 @@
 
 1. The target is loaded, or its stand-in built where it runs, and compiled once; vanilla decoding and the trees of one
    size are its presets, each held fixed; `auto` chooses among them. `--static` compiles EAGLE-1's tree as well.
-   `--tree` compiles vanilla decoding and one tree only.
+   `--tree` compiles vanilla decoding, which keeps no head's cache then, and one tree only.
 2. All methods run each prompt in turn, forwards and backwards. A row per method: tokens/s, how many times faster than
    vanilla it decoded a prompt (median and quartiles), tau, the time of a cycle, drafting and verifying apart, the share
    of sequences equal to vanilla's, and the time that reading the weights once would take at the measured bandwidth,
@@ -39,6 +39,7 @@ import _path
 import measure
 from decode import Engine, Session
 from generate import Batch, load
+from hf.config import resolve_draft
 from options import DEMO, one_line_errors, option, parse, pick_device, read_jsonl
 from profile_cycle import busy_us, one_replay, replay_table
 from runtime import WARM_UPS, leaves
@@ -103,13 +104,16 @@ def load_target(config: TreesConfig, device: str) -> Engine:
 
 
 def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine]]:
-    """What makes each method, over the same target: every preset held fixed, the choice between them, other trees."""
+    """What makes each method, over the same target: every preset held fixed, the choice between them, other trees.
 
-    def tree(**options: Any) -> Engine:
+    Raises: ValueError for a tree or a head that cannot be.
+    """
+
+    def tree(**options: Any) -> Callable[[], Engine]:
         head = {"draft": "eagle", "eagle": config.eagle, "quant_draft": config.quant_draft}
         chosen = replace(engine.config, **head, **options)
-        chosen.check()
-        return measure.with_config(engine, chosen)
+        chosen.check()  # at once: a user's mistake is no failure of a method
+        return partial(measure.with_config, engine, resolve_draft(chosen, Path(chosen.checkpoint)))
 
     presets = engine.drafter.presets
     if len(presets) == 1:
@@ -121,9 +125,9 @@ def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine
     if config.tree:
         depth, topk, size = map(int, config.tree.split("/"))
         shape = {"tree": "dynamic", "tree_depth": depth, "tree_topk": topk, "tree_size": size}
-        made[f"dynamic {config.tree}"] = partial(tree, **shape)
+        made[f"dynamic {config.tree}"] = tree(**shape)
     if config.static:
-        made["static"] = partial(tree, tree="static")
+        made["static"] = tree(tree="static")
     return made
 
 
@@ -201,8 +205,6 @@ def prepare(engine: Engine, config: TreesConfig, prompts: list[Any], log: Record
             done = Batch(each, prompts)
             if name != "auto":  # whose first choices count
                 done.run(done.groups[0])
-        except ValueError:  # an option that cannot work
-            raise
         except Exception as error:  # whatever it is, it belongs in the record
             log.failed(name, error)
             continue

@@ -246,7 +246,9 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
                 session.time_cycle(preset)
             if cuda:
                 torch.cuda.synchronize()
-    return spans(seen.events(), engine.config.device)
+    ran = spans(seen.events(), engine.config.device)
+    assert ran, "the profiler saw nothing"
+    return ran
 
 
 def replay_table(ran: list[Span]) -> str:
