@@ -60,28 +60,33 @@ class Step(NamedTuple):
 
 
 def probe(name: str, share_s: float, on_cpu: str | None = None) -> Step:
+    """A step that runs one probe of gpu_probe.py."""
     return Step(name, f"python scripts/gpu_probe.py --device cuda --json {{out}}/results.jsonl --probe {name}", share_s,
                 on_cpu)  # fmt: skip
 
 
 def sanitized(tool: str, share_s: float) -> Step:
+    """A step that runs small kernels under a tool of compute-sanitizer."""
     # every tensor in memory of its own, or an access past its end would hit another one
     command = f"compute-sanitizer --tool {tool} --error-exitcode 9 {probe('small_kernels', 0).command}"
     return Step(tool, f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}", share_s, None, "compute-sanitizer")
 
 
 def tests(part: str, marks: str, share_s: float) -> Step:
+    """A step that runs the tests with some marks, results in PART.xml."""
     # 8 processes that compile; each with processes of its own for that would be too many
     command = f"python -m pytest -v -n 8 --maxprocesses 8 --junitxml {{out}}/{part}.xml -m '{marks}' tests/test_gpu.py"
     return Step("pytest", f"env TORCHINDUCTOR_COMPILE_THREADS=1 {command}", share_s, "-n 1")
 
 
 def trees(name: str, flags: str, share_s: float, on_cpu: str | None = None, needs: str = "") -> Step:
+    """A step that runs bench_trees.py."""
     command = f"python scripts/bench_trees.py --device cuda --json {{out}}/results.jsonl {flags}"
     return Step(name, command, share_s, on_cpu, needs)
 
 
 def kernels(form: str, flags: str, share_s: float) -> Step:
+    """A step that runs kernel_bench.py over one format."""
     command = f"python scripts/kernel_bench.py --format {form} --json {{out}}/results.jsonl {flags}"
     return Step(form, command, share_s)
 
@@ -263,8 +268,11 @@ class Check:
         new = results.rows[before:]
         results.add([{"part": part, "step": step.name, "seconds": seconds, "wrong": wrong, "left_out": reason}])
         texts = [text for row in new if (text := told(row)) and (wrong or "warm_up" not in row)] + told_of_kernels(new)
-        if step.name == "pytest" and log.exists():
-            texts.append(told_of_tests(log.read_text(encoding="utf-8", errors="replace")))
+        printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if step.name == "pytest":
+            texts.append(told_of_tests(printed))
+        elif wrong and printed:
+            texts.append(printed.strip().splitlines()[-1][:200])
         if table := tables(new):
             with open(log, "a", encoding="utf-8") as file:
                 file.write(f"{table}\n\n")

@@ -190,7 +190,7 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch
         "one": (
             step("hangs", HANG, 2),
             step("dies", f"{WRITE} + '{{{{\"to'); import os; os.abort()"),  # in the middle of a line
-            step("fails", "raise SystemExit(3)"),
+            step("fails", "print('no device'); raise SystemExit(3)"),
             step("needs", "", needs="no-such-program"),
             gpu_check.Step("gpu", "python -c 1/0", 60.0),
         ),
@@ -211,6 +211,7 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch
     assert not child.exists() or not child.read_bytes()  # gone, or dead and not yet cleared away
     assert "before\n$" in (tmp_path / "one.txt").read_text()
     summary = (tmp_path / "summary.txt").read_text().splitlines()
+    assert "    no device" in summary
     assert summary[-1] == "FAILED: one hangs, one dies, one fails"
     assert summary[-3].split() == ["two", "works", "0", "s", "well"] and summary[-2] == "    a number"
     assert checked(tmp_path, "two")[0] == 0 and "all went well" in (tmp_path / "summary.txt").read_text()
