@@ -1,7 +1,7 @@
 """How fast a GPU multiplies 1 to 64 rows by the weights of a 7B model, in one format; and whether it is right.
 
     python scripts/kernel_bench.py --format int4 --json benchmarks/gpu.jsonl
-    python scripts/kernel_bench.py --format attention --rows 1,60
+    python scripts/kernel_bench.py --format attention --rows 1,60 --lengths 512,4096
 
 1. The ceiling: a copy within the GPU's memory, bytes read and written.
 2. For each layer of a LLaMA-2 7B block and its LM head: `correct`, the product of fresh random data against the fp32
@@ -19,7 +19,8 @@ Formats: int4 and int8 are ours; bf16 is the vendor's product (cuBLAS); tinygemm
   The share is that of reading the experts that are hit; the time includes the lists of their rows, which a layer makes
   once for two products; torch's is every row with every expert, in bf16.
 One JSON line is appended after every row. A row that fails is written down with its error, and the rest goes on
-unless the device is lost (exit status 1). scripts/gpu_check.py runs this for all formats, and prints a table.
+unless the device is lost; the exit status is then 1, and in the end when a row is wrong or has failed.
+scripts/gpu_check.py runs this for all formats, and prints a table.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ PRODUCTS = {
 }
 CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
-LENGTHS = (128, 512, 2048, 4096)  # slots of the prefix
 CAPACITY = 4096 + 256
 CACHE_LAYERS = 32
 CACHE_HEADS = (8, 32)
@@ -74,6 +74,7 @@ class BenchConfig:
     format: str = option("int4", f"weights; or another kernel: {', '.join(CYCLE)}", FORMATS + CYCLE)
     group_size: int = option(128, "of int4 scales", None)
     rows: str = option("1,8,16,32,64", "rows of activations, ascending")
+    lengths: str = option("128,512,2048,4096", "slots that attention reads in front of its rows")
     rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
     replays: int = option(20, "timed replays of the graph")
     json: str = option("", "file to append to")
@@ -350,7 +351,7 @@ def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]
         ]  # fmt: skip
     return [
         (f"attention {name}, {length} slots", M, partial(attention_contest, name, length, M, rotate_bytes))
-        for name in HEADS for length in LENGTHS for M in map(int, config.rows.split(","))
+        for name in HEADS for length in map(int, config.lengths.split(",")) for M in map(int, config.rows.split(","))
     ]  # fmt: skip
 
 
@@ -406,15 +407,16 @@ def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """A Markdown table of all formats: microseconds, and the share of the copy bandwidth; then what went wrong."""
+    """A Markdown table of the formats: microseconds, and the share of the copy bandwidth; then what went wrong."""
     timed = {(r["format"], r["layer"], r["M"]): r for r in rows if "time_us" in r}
-    lines = [f"| layer | rows | {' | '.join(FORMATS)} |", f"|---|---|{'---|' * len(FORMATS)}"]
+    forms = [form for form in FORMATS if any(row["format"] == form for row in rows)]
+    lines = [f"| layer | rows | {' | '.join(forms)} |", f"|---|---|{'---|' * len(forms)}"]
     for layer in LAYERS:
         for M in sorted({M for _, name, M in timed if name == layer}):
-            found = [timed.get((form, layer, M)) for form in FORMATS]
+            found = [timed.get((form, layer, M)) for form in forms]
             cells = [f"{r['time_us']:.1f} us, {r['share']:.0%}" if r else "failed" for r in found]
             lines.append(f"| {layer} | {M} | {' | '.join(cells)} |")
-    lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in FORMATS)]
+    lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in forms)]
     wrong = [f"{r['format']} {r['layer']}" for r in rows if not r.get("correct", True) or not r.get("same_bits", True)]
     failed = [f"{r['format']} {r['layer']} {r.get('M', '')}: {r['error']}" for r in rows if "error" in r]
     lines += [f"\nwrong, or rows depend on others: {', '.join(sorted(set(wrong))) or 'none'}"]
@@ -429,11 +431,15 @@ def bench(config: BenchConfig) -> None:
     ceiling = copy_bandwidth()
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceiling_bytes_per_s": ceiling}
     print(f"# {facts['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, {config.format}", flush=True)
+    well = True
     for row in (measure_cycle if config.format in CYCLE else measure)(config, ceiling):
+        well &= row.get("correct", True) and row.get("same_bits", True) and "error" not in row
         if config.json:
             with open(config.json, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row | facts) + "\n")
         tqdm.write(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), sys.stdout)
+    if not well:
+        sys.exit(1)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 1. Contestants run in turn, round after round, so that a machine that drifts drifts for all of them; ratios are taken
    inside a round.
 2. The ceiling is the read bandwidth of a buffer that no cache holds, measured in a process of its own, so that the
-   buffer does not count as anybody's peak memory.
+   buffer does not count as anybody's peak memory. A GPU times it by events, since a launch and a wait of the host would
+   take a noticeable part of a reading.
 3. A log is appended to line by line. A line that a kill tore is dropped with a message and measured again.
 
 Not here: what is measured.
@@ -35,7 +36,7 @@ from hf.config import resolve_draft
 from model import Transformer
 from options import GenerateConfig
 
-CEILING_BYTES = 1_000_000_000  # buffer that is summed up for the bandwidth; no cache holds it
+CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
 
 
 class Series(NamedTuple):
@@ -114,7 +115,7 @@ def in_turn(contestants: dict[str, Callable[[], Any]], runs: int, title: str) ->
 
 
 def read_bandwidth(device: str, runs: int) -> Series:
-    """Bytes per second of summing up a large buffer, in a process of its own."""
+    """Bytes per second of summing up a large buffer, in a process of its own. Raises: ValueError when that fails."""
     child = "import sys, measure; print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
     command = [sys.executable, "-c", child, device, str(runs), str(torch.get_num_threads())]
     done = subprocess.run(command, cwd=_path.ROOT / "scripts", capture_output=True, text=True, check=False)
@@ -125,13 +126,27 @@ def read_bandwidth(device: str, runs: int) -> Series:
 
 def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
     torch.set_num_threads(threads)
-    buffer = torch.ones(CEILING_BYTES // 4, device=device)
-    seconds = []
-    for _ in range(runs + 1):  # the first warms up
-        began = time.perf_counter()
-        buffer.sum().item()
-        seconds.append(time.perf_counter() - began)
-    return [buffer.nbytes / s for s in seconds[1:]]
+    kind = device.partition(":")[0]
+    buffer = torch.ones(CEILING_BYTES[kind] // 4, device=device)
+    seconds_of = event_seconds if kind == "cuda" else host_seconds
+    return [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)][1:]  # the first warms up
+
+
+def host_seconds(work: Callable[[], Tensor]) -> float:
+    """Time some work until its result, one number, is there."""
+    began = time.perf_counter()
+    work().item()
+    return time.perf_counter() - began
+
+
+def event_seconds(work: Callable[[], Any]) -> float:
+    """Time some work on a GPU between two events of its stream, the host's launches left out."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e-3
 
 
 def pass_bytes(target: Transformer, cached: float, experts: float | None = None) -> float:

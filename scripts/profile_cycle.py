@@ -16,6 +16,7 @@ How it works:
    The profiler's own cost per operator (a microsecond or so) counts as the operator's.
 4. On CUDA the lines are kernels, the rest of the wall time is idle: kernels per cycle and the gaps between them follow.
 
+`one_replay` lists the kernels of a single cycle in their order, for bench_trees.py.
 Not here: speed (bench.py); `generate.py --profile FILE` writes the same trace for a viewer.
 """
 
@@ -42,6 +43,7 @@ from decode import Engine, Session
 from generate import first_ids, load
 from measure import Series, environment, shown_path
 from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts, write_text
+from runtime import WARM_UPS
 
 CYCLE, STAMP = "profile_cycle", "gpt_eagle::stamp"  # a cycle in the trace; what begins its steps and ends the last
 STEPS = ("", "draft", "verify", "extend", "")  # by how many stamps there were
@@ -153,30 +155,57 @@ def part_of(name: str, step: str) -> str:
     return part
 
 
+def outermost(event: Any) -> Iterator[Any]:
+    """The operators below an event; those inside of wrappers in their place."""
+    for child in event.cpu_children:
+        if not child.name.startswith(GUARDS) and re.search(WRAPPERS, child.name):
+            yield from outermost(child)
+        else:
+            yield child
+
+
 def host_parts(events: Iterable[Any]) -> dict[str, float]:
     """Seconds per cycle of the operators below our marks by line, and of Dynamo's guards.
 
     Every cycle runs the same operators; of each the median over the cycles counts, so that one interrupted stays one.
     """
     seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # line, name, which of that name
-
-    def walk(event: Any, met: Counter) -> None:
-        for child in event.cpu_children:
+    cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
+    for cycle in cycles:
+        met: Counter = Counter()
+        for child in outermost(cycle):
             name = child.name
-            if not name.startswith(GUARDS) and re.search(WRAPPERS, name):
-                walk(child, met)
-                continue
             line = GUARDS if name.startswith(GUARDS) else part_of(name, STEPS[met[OTHER, STAMP]])
             seconds[line, name, met[line, name]].append(child.time_range.elapsed_us() / 1e6)
             met[line, name] += 1
-
-    cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
-    for cycle in cycles:
-        walk(cycle, Counter())
     total: dict[str, float] = defaultdict(float)
     for (line, _, _), values in seconds.items():
         total[line] += statistics.median(values) * len(values) / len(cycles)
     return dict(total)
+
+
+class Span(NamedTuple):
+    """A kernel that ran; on a CPU an operator."""
+
+    name: str
+    us: float
+    gap_us: float  # since all before it had ended; below 0 when it began earlier
+
+
+def spans(events: Iterable[Any], device: str) -> list[Span]:
+    """The kernels among the events of a trace, by their beginning; on a CPU the outermost operators of its cycles."""
+    events = list(events)
+    if device.startswith("cuda"):
+        kind = torch.autograd.DeviceType.CUDA
+        found = [e for e in events if e.device_type == kind and not e.name.startswith(CYCLE)]
+    else:
+        cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
+        found = [child for cycle in cycles for child in outermost(cycle)]
+    ran, until = [], None
+    for start, end, name in sorted((e.time_range.start, e.time_range.end, e.name) for e in found):
+        ran.append(Span(name, end - start, 0.0 if until is None else start - until))
+        until = end if until is None else max(until, end)
+    return ran
 
 
 class Kernels(NamedTuple):
@@ -190,20 +219,50 @@ class Kernels(NamedTuple):
 
 def device_kernels(events: Iterable[Any]) -> Kernels:
     """What ran on the device, from the events of a trace."""
-    ran = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(CYCLE)
-    ]
+    ran = spans(events, "cuda")
     parts: dict[str, float] = defaultdict(float)
-    busy, gaps, until = 0.0, [], None
-    for start, end, name in sorted(ran):
-        parts[part_of(name, "")] += (end - start) / 1e6
-        if until is not None and start > until:
-            gaps.append((start - until) / 1e6)
-        busy += max(0.0, end - max(start, until if until is not None else start)) / 1e6
-        until = end if until is None else max(until, end)
-    return Kernels(dict(parts), len(ran), busy, gaps)
+    for name, us, _ in ran:
+        parts[part_of(name, "")] += us / 1e6
+    return Kernels(dict(parts), len(ran), busy_us(ran) / 1e6, [gap / 1e6 for _, _, gap in ran if gap > 0])
+
+
+def busy_us(ran: list[Span]) -> float:
+    """How long at least one of them ran."""
+    return sum(max(0.0, us + min(gap, 0.0)) for _, us, gap in ran)
+
+
+def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
+    """The kernels of one cycle behind a prompt, its copy to the host included, warm and captured where cycles are."""
+    batch, cuda = engine.config.batch_size, engine.config.device.startswith("cuda")
+    session = Session(engine, [(0, sample) for sample in range(batch)])
+    decoding = session.run([ids] * batch)
+    next(decoding)  # the prompt
+    preset = engine.chooser.next(len(engine.cycles) - 1)
+    for _ in range(1 + WARM_UPS):
+        session.time_cycle(preset)
+    for _ in range(2):  # the first profile in a process is slow
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+            with record_function(CYCLE):
+                session.time_cycle(preset)
+            if cuda:
+                torch.cuda.synchronize()
+    ran = spans(seen.events(), engine.config.device)
+    assert ran, "the profiler saw nothing"
+    return ran
+
+
+def replay_table(ran: list[Span]) -> str:
+    """The kernels by their name, the longest in all first, and then one by one in their order."""
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for span in ran:
+        by_name[span.name].append(span)
+    lines = ["| kernel | times | us in all | median us | us before it in all |", "|---|---|---|---|---|"]
+    for name, found in sorted(by_name.items(), key=lambda item: -sum(span.us for span in item[1])):
+        us = [span.us for span in found]
+        before = sum(span.gap_us for span in found)
+        lines.append(f"| {name[:80]} | {len(us)} | {sum(us):.1f} | {statistics.median(us):.2f} | {before:.1f} |")
+    each = [f"{gap:8.2f} {us:8.2f}  {name[:120]}" for name, us, gap in ran]
+    return "\n".join([*lines, "", "in order: us before it, us, kernel", *each])
 
 
 def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str, Any]:

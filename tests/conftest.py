@@ -15,6 +15,13 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items):
+    """Mark the tests that a module names as its SMOKE: some cases of several parameters, which no decorator can pick."""
+    for item in items:
+        if item.name in getattr(item.module, "SMOKE", ()):
+            item.add_marker("smoke")
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The file of the default model, fetched as generate.py does it. Mark such tests with `smollm2`."""

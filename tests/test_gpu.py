@@ -1,4 +1,8 @@
-"""What only a CUDA device can show: the operators there, their bits, and token identity there."""
+"""What only a CUDA device can show: the operators there, their bits, and token identity there.
+
+pytest -m smoke -n 8 --maxprocesses 8 tests/test_gpu.py     # the most telling ones, in a minute or so
+pytest -m gpu -n 8 --maxprocesses 8 tests/test_gpu.py
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import pytest
 import torch
 
 import experts_gradient  # noqa: F401  (registers the gradients)
+import lost_device
 import ops.attention
 import ops.experts
 import ops.rows
@@ -32,6 +37,47 @@ pytestmark = [
 ]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
+LIMIT_S = 180  # of a test, among several processes; the longest compile a dozen kernels or three steps
+SMOKE = """
+test_tree_attention[128-torch.bfloat16-(32, 32)]
+test_tree_attention[128-torch.bfloat16-(32, 8)]
+test_tree_attention[64-torch.bfloat16-(8, 1)]
+test_a_chain_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 32)-250]
+test_a_chain_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 8)-1000]
+test_captured_attention_reads_the_length_from_the_device[60]
+test_compaction[torch.bfloat16-32-128]
+test_compiled_and_captured_compaction
+test_topk_logsumexp[32000-10]
+test_topk_logsumexp[128256-10]
+test_quantized_product[int4-128-torch.bfloat16-70-384]
+test_quantized_product[int4-128-torch.bfloat16-4096-11008]
+test_quantized_product[int4-32-torch.bfloat16-4095-1024]
+test_quantized_product[int8-torch.bfloat16-4095-1024]
+test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-4096]
+test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-4096]
+test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-11008]
+test_a_row_has_the_same_bits_beside_any_others[int8-torch.bfloat16-4096-4096]
+test_a_captured_product_is_equal_100_times[int4-128-26]
+test_a_captured_product_is_equal_100_times[int8-1]
+test_a_compiled_product[int4-128]
+test_lists_of_experts[8]
+test_product_with_experts[float-torch.bfloat16-1023-1024]
+test_product_with_experts[int4-128-torch.bfloat16-1024-3584]
+test_captured_experts_follow_the_routing[int4-60]
+test_compiled_experts[int4]
+test_noise_is_the_same_on_both_devices
+test_captured_cycles_equal_vanilla_and_never_wait[1-0.0]
+test_captured_cycles_equal_vanilla_and_never_wait[2-1.0]
+test_trees_equal_vanilla[llama_mha-dynamic-0.0-True]
+test_trees_equal_vanilla[llama_mha-chain-1.0-False]
+test_the_demo_with_grouped_queries_equals_vanilla[0.0]
+""".strip().splitlines()  # conftest.py marks them
+
+
+@pytest.fixture(autouse=True)
+def _device_watched():
+    with lost_device.watched(torch.cuda.synchronize, LIMIT_S):
+        yield
 
 
 # relative error of the norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4; so do the probabilities

@@ -1,6 +1,12 @@
 """What of the GPU scripts needs no GPU: their messages, and the table made of what was measured."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +15,13 @@ import torch
 import bench_trees
 import generate
 import gpu_check
+import gpu_probe
 import kernel_bench
+import measure
 import model
 import ops.experts
 import options
+import profile_cycle
 
 
 def timed(form, layer, M, time_us, share):
@@ -26,7 +35,8 @@ def test_the_table_shows_what_was_measured_and_what_failed(monkeypatch):
     rows[0] |= {"correct": True, "same_bits": False}
     rows += [timed("int8", "wo", 1, 20.0, 0.9), {"format": "int8", "layer": "w2", "error": "OutOfMemoryError: no"}]
     table = kernel_bench.summary(rows)
-    assert "| wo | 1 | failed | failed | 20.0 us, 90% | 10.0 us, 80% |" in table
+    assert "| layer | rows | int8 | int4 |\n" in table and "| wo | 1 | 20.0 us, 90% | 10.0 us, 80% |" in table
+    assert "| w2 | 1 | failed | 30.0 us, 40% |" in table
     assert "int4, all layers: 1 rows 50%, 1.00 x; 32 rows 36%, 1.25 x" in table
     assert "int8, all layers: not measured" in table
     assert "wrong, or rows depend on others: int4 wo\n" in table
@@ -34,13 +44,16 @@ def test_the_table_shows_what_was_measured_and_what_failed(monkeypatch):
 
 
 @pytest.mark.parametrize("options,message", [
-    ({"only": "tests,speed"}, "--only: there is no part speed; use tests, kernels, demo, models"),
-    ({"out": "nowhere/gpu.jsonl"}, "--out: cannot write nowhere/gpu.jsonl; there is no directory nowhere"),
+    ({"only": "tests,speed"}, "--only: there is no part speed; use environment, smoke, int4, bf16, kernels, tests, formats"),
+    ({"out": __file__, "dry_run": True}, f"--out: cannot write {__file__}: File exists; name a folder"),
+    ({"minutes": 0}, "--minutes must be above 0; it is 0"),
+    ({}, "this machine or this torch has no CUDA device; run it on one that has, or add --dry_run"),
 ])  # fmt: skip
-def test_mistakes(options, message):
+def test_mistakes(options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError) as error:
         gpu_check.check(gpu_check.CheckConfig(**options))
-    assert str(error.value) == message
+    assert str(error.value).startswith(message)
 
 
 @pytest.fixture
@@ -63,13 +76,13 @@ def one_microsecond(calls, replays):
 
 def test_the_other_kernels_agree_with_their_peers_and_make_a_table(on_cpu, monkeypatch):
     """With the CPU's operators in the place of ours, and a clock that says one microsecond."""
-    small = {"HEADS": {"8b": (4, 1)}, "LENGTHS": (20,), "CAPACITY": 40, "VOCABULARIES": (500,)}
+    small = {"HEADS": {"8b": (4, 1)}, "CAPACITY": 40, "VOCABULARIES": (500,)}
     for name, value in small.items():
         monkeypatch.setattr(kernel_bench, name, value)
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
     rows = []
     for form in ("attention", "topk"):
-        config = kernel_bench.BenchConfig(format=form, rows="1,7", rotate_mb=0)
+        config = kernel_bench.BenchConfig(format=form, rows="1,7", lengths="20", rotate_mb=0)
         for name, M, make in kernel_bench.contests(config):
             contest = make()
             ours, *peers = ([call() for call in calls] for calls in contest.methods.values())
@@ -144,34 +157,288 @@ def test_layers_of_every_format_report_their_bytes(on_cpu):
     assert got == expected
 
 
+# ------------------------------------------------------------------------------------------- the whole run
+
+
+def step(name, code, share_s=60.0, **other):
+    return gpu_check.Step(name, f"python -c {shlex.quote(code)}", share_s, "", **other)
+
+
+def checked(out, only, **options):
+    """Run a dry run. Returns: its exit status and the rows."""
+    status = 0
+    try:
+        gpu_check.check(gpu_check.CheckConfig(out=str(out), only=only, dry_run=True, **options))
+    except SystemExit as end:
+        status = end.code
+    return status, [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+WRITE = "open('{out}/results.jsonl', 'a').write('{{\"text\": \"a number\"}}' + chr(10)"
+HANG = """
+import pathlib, subprocess, sys, time
+print("before", flush=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path("{out}", "pid").write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch, tmp_path):
+    """Every way to end: what was measured before it is there, and no process is left."""
+    parts = {
+        "one": (
+            step("hangs", HANG, 2),
+            step("dies", f"{WRITE} + '{{{{\"to'); import os; os.abort()"),  # in the middle of a line
+            step("fails", "print('no device'); raise SystemExit(3)"),
+            step("needs", "", needs="no-such-program"),
+            gpu_check.Step("gpu", "python -c 1/0", 60.0),
+        ),
+        "two": (step("works", f"{WRITE})"),),
+    }
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    monkeypatch.setattr(gpu_check, "LEAST_S", 0.1)
+    began = time.monotonic()
+    status, rows = checked(tmp_path, "one,two")
+    assert status == 1 and time.monotonic() - began < 30
+    ended = {row["step"]: row["wrong"] or row["left_out"] or "well" for row in rows if "step" in row}
+    assert ended == {
+        "hangs": "killed after 4 s", "dies": "died of SIGABRT", "fails": "exit status 3", "works": "well",
+        "needs": "left out: there is no no-such-program", "gpu": "left out: it needs a GPU",
+    }  # fmt: skip
+    assert [row for row in rows if "step" not in row] == 2 * [{"text": "a number"}]
+    child = Path("/proc", (tmp_path / "pid").read_text(), "cmdline")
+    assert not child.exists() or not child.read_bytes()  # gone, or dead and not yet cleared away
+    assert "before\n$" in (tmp_path / "one.txt").read_text()
+    summary = (tmp_path / "summary.txt").read_text().splitlines()
+    assert "    no device" in summary
+    assert summary[-1] == "FAILED: one hangs, one dies, one fails"
+    assert summary[-3].split() == ["two", "works", "0", "s", "well"] and summary[-2] == "    a number"
+    assert checked(tmp_path, "two")[0] == 0 and "all went well" in (tmp_path / "summary.txt").read_text()
+
+
+def test_a_hang_takes_no_time_that_is_another_s(monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    run = gpu_check.Check(gpu_check.CheckConfig(out=str(tmp_path)), ["int4"])
+    steps = [step for part in gpu_check.FIRST.values() for step in part]
+    assert sum(step.share_s for step in steps) <= 540
+    for number, each in enumerate(steps):  # all hang
+        limit = run.limit_s(each, steps[number + 1 :])
+        assert each.share_s <= limit <= 2 * each.share_s
+        now[0] += limit
+    assert now[0] <= 540
+    now[0] = 400.0  # what earlier ones left; never more than there is
+    assert run.limit_s(steps[0]._replace(share_s=100), []) == 140
+    assert run.limit_s(steps[0]._replace(share_s=50), [steps[0]._replace(share_s=60)]) == 80
+    assert run.limit_s(steps[0]._replace(share_s=300), [steps[0]]) == 140
+
+
+def test_what_comes_too_late_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check, "PARTS", {"one": (step("late", "1/0"),)})
+    status, (row,) = checked(tmp_path, "one", minutes=0.05)
+    assert status == 1 and row["wrong"] == "not begun, since 0.05 minutes are over"
+    assert not (tmp_path / "one.txt").exists()
+
+
+CONFIGS = {
+    "bench_trees.py": bench_trees.TreesConfig, "kernel_bench.py": kernel_bench.BenchConfig,
+    "gpu_probe.py": gpu_probe.ProbeConfig, "generate.py": options.GenerateConfig,
+}  # fmt: skip
+
+
+def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
+    """Every command is one that its program takes, as it runs on a GPU and as it runs here."""
+    monkeypatch.chdir(gpu_check._path.ROOT)
+    ran = []
+    monkeypatch.setattr(gpu_check, "run", lambda command, log, limit_s: ran.append(command) or "")
+    status, rows = checked(tmp_path, ",".join(gpu_check.PARTS), minutes=60)
+    steps = [(part, step) for part, steps in gpu_check.PARTS.items() for step in steps]
+    assert status == 0 and [(row["part"], row["step"]) for row in rows] == [(p, s.name) for p, s in steps]
+    assert len(ran) == sum(step.on_cpu is not None for _, step in steps) > 5
+    commands = [gpu_check.command_of(step, tmp_path, False) for _, step in steps]
+    said = capsys.readouterr().out
+    assert all(shlex.join(command) in said for command in commands)
+    for command in commands + ran:
+        program, *flags = command[command.index(sys.executable) + 1 :]
+        if program == "-m":
+            assert flags[0] == "pytest"
+            continue
+        config = options.parse(CONFIGS[Path(program).name], program, "", flags)
+        if hasattr(config, "check"):
+            config.check()
+        assert config.json == str(tmp_path / "results.jsonl") or program == "generate.py"
+        assert "cuda" in flags or program.endswith("kernel_bench.py")
+
+
+@pytest.mark.parametrize("parts", [gpu_check.FIRST, gpu_check.REST], ids=["first", "rest"])
+def test_a_call_leaves_at_most_eight_files(parts):
+    """A machine that is lent may give back no more."""
+    with_tests = [part for part, steps in parts.items() if any(".xml" in step.command for step in steps)]
+    assert len(["results.jsonl", "summary.txt", *parts, *with_tests]) <= 8
+
+
+@pytest.mark.slow  # 3 minutes: compiles steps of the demo, twice
+def test_a_real_dry_run(tmp_path):
+    command = [sys.executable, "scripts/gpu_check.py", "--dry_run", "--minutes", "30"]
+    done = subprocess.run(
+        command, cwd=gpu_check._path.ROOT, env=os.environ | {"OUT": str(tmp_path)}, text=True, stdout=-1
+    )
+    assert done.returncode == 0 and done.stdout.endswith("all went well\n"), done.stdout
+    assert {"results.jsonl", "summary.txt", "smoke.xml", "int4.txt"} <= {file.name for file in tmp_path.iterdir()}
+    assert "32 skipped, 0 failed" in done.stdout and "dynamic 6/8/32" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------- summaries
+
+
+def test_rows_in_a_few_words():
+    times = {"cycle_ms": 3.876, "draft_ms": 0.84, "verify_ms": 2.9}
+    row = {
+        "method": "vanilla",
+        "tokens_per_s": 351.4,
+        "speedup": [1, 1, 1],
+        "tau": 1,
+        "of_ceiling": 0.81,
+        "identical": 1,
+    }
+    assert gpu_check.told(row | times) == (
+        "vanilla 351 tokens/s, 1.00x, tau 1.00, cycle 3.88 draft 0.84 verify 2.90 ms, 81% of ceiling, 100% identical"
+    )
+    assert gpu_check.told({"method": "static", "error": "KeyError: 5"}) == "static failed: KeyError: 5"
+    assert gpu_check.told({"replay": "x", "kernels": 616, "busy_us": 3100.4, "gaps_us": 700}) == (
+        "x 616 kernels, 3100 us and 700 us between"
+    )
+    assert gpu_check.told({"replayed": "x", "replays": 1000, "different": 3}) == "x 3 of 1000 replays differ"
+    assert not any(map(gpu_check.told, [timed("int4", "wo", 1, 1.0, 1.0), {"part": "kernels", "kernel": "a"}, {}]))
+
+
+def test_kernels_in_a_few_words(monkeypatch):
+    monkeypatch.setattr(kernel_bench, "LAYERS", {"wo": (256, 512)})
+    rows = [timed("int4", "wo", M, us, 0.5) for M, us in ((1, 10.0), (32, 15.0))]
+    assert gpu_check.told_of_kernels(rows) == ["all layers: 1 rows 50%, 1.00 x; 32 rows 50%, 1.50 x"]
+    others = [{"kernel": "a", "M": M, "method": method, "time_us": us}
+              for M in (1, 2) for method, us in (("ours", 10.0), ("cut", 20.0 * M), ("masked", 90.0))]  # fmt: skip
+    others.append({"kernel": "b", "M": 1, "method": "ours", "error": "E"})
+    assert gpu_check.told_of_kernels(others) == ["2 shapes, 0.25 to 0.50 of the time of torch's fastest"]
+    assert gpu_check.tables([]) == "" and "| layer | rows | int4 |" in gpu_check.tables(rows)
+
+
+# ------------------------------------------------------------------------------------------------- tests
+
+LOSING = """
+import time
+import pytest
+import lost_device
+lost = []
+
+def use():
+    assert not lost, "an illegal memory access was encountered"
+
+@pytest.fixture(autouse=True)
+def _watched():
+    with lost_device.watched(use, 1):
+        yield
+
+@pytest.mark.parametrize("number", range(12))
+def test_it(number):
+    if number == 3:
+        lost.append(number)
+        assert False, "here it went"
+    if number == 7:
+        time.sleep(60)
+    assert not lost
+"""
+
+
+def test_a_worker_ends_with_its_device_or_a_test_that_hangs_and_the_others_go_on(tmp_path):
+    (tmp_path / "test_losing.py").write_text(LOSING)
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "test_losing.py"], cwd=tmp_path, text=True, stdout=-1, stderr=-2, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
+    told = gpu_check.told_of_tests(done.stdout)
+    assert told.startswith("10 tests passed, 0 skipped, 2 failed: "), done.stdout
+    assert {"test_it[3]", "test_it[7]"} == set(told.partition(": ")[2].split(", "))
+    assert "here it went" in done.stdout and done.stdout.count("crashed while running") >= 2
+
+
+def test_about_thirty_tests_are_smoke():
+    import test_gpu
+
+    class Seen:
+        def pytest_collection_finish(self, session):
+            self.names = [item.name for item in session.items]
+
+    file, seen = Path(test_gpu.__file__), Seen()
+    flags = ["-c", str(file.parent.parent / "pyproject.toml"), "-n0", "-q", "--collect-only", "-m", "smoke"]
+    assert pytest.main([*flags, str(file)], plugins=[seen]) == 0
+    assert 25 <= len(seen.names) <= 35 and sorted(seen.names) == sorted(test_gpu.SMOKE)
+
+
+# ------------------------------------------------------------------------------------------------ ceilings
+
+
+def test_a_gpu_s_ceiling_is_timed_by_events_over_eight_gigabytes(monkeypatch):
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        record = lambda self: calls.append("record")  # noqa: E731
+        synchronize = lambda self: calls.append("wait")  # noqa: E731
+        elapsed_time = lambda first, last: 4.0  # noqa: E731  (ms)
+
+    def ones(elements, device):
+        return SimpleNamespace(nbytes=4 * elements, sum=lambda: calls.append(device))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure.torch, "ones", ones)
+    assert measure._bandwidth("cuda:1", 2, torch.get_num_threads()) == [8e9 / 4e-3] * 2
+    assert calls == ["record", "cuda:1", "record", "wait"] * 3
+
+
+def test_probes_say_what_they_found(tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    for name in ("facts", "capture"):
+        monkeypatch.setattr(sys, "argv", ["gpu_probe.py", "--probe", name, "--device", "cpu", "--json", str(out)])
+        gpu_probe.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["probe"] for row in rows] == ["facts", "capture"] and torch.__version__ in rows[0]["text"]
+    assert gpu_probe.lines_of("no-such-program") == ["no no-such-program (FileNotFoundError)"]
+    monkeypatch.setattr(gpu_probe, "store", lambda x, y: None)
+    with pytest.raises(AssertionError):
+        gpu_probe.capture("cpu")
+
+
+def test_a_compiled_step_that_loses_the_fields_of_a_record_is_found(traced, monkeypatch):
+    """As on torch 2.11, where NamedTuple._replace returned an empty record."""
+    assert gpu_probe.compiling("cpu")["text"]
+    monkeypatch.setattr(gpu_probe, "changed", lambda pair, **_: pair)
+    with pytest.raises(AssertionError):
+        gpu_probe.compiling("cpu")
+
+
 # ---------------------------------------------------------------------------------------------- models
 
 
-def test_runs_of_models_stop_in_time_and_say_what_is_missing(monkeypatch, tmp_path):
-    commands, now = [], iter(range(0, 100000, 150))
-    monkeypatch.setattr(gpu_check.subprocess, "run", lambda c: commands.append(c) or SimpleNamespace(returncode=0))
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: next(now))
-    out = tmp_path / "gpu.jsonl"
-    assert gpu_check.run_models(gpu_check.CheckConfig(out=str(out)))
-    assert 1 < len(commands) < len(gpu_check.MODEL_RUNS)
-    for command in commands:  # every flag is one that the script knows
-        parsed = options.parse(bench_trees.TreesConfig, "bench_trees.py", "", [str(c) for c in command[2:]])
-        assert parsed.device == "cuda" and parsed.json == str(out)
-    left = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(left) == len(gpu_check.MODEL_RUNS) - len(commands)
-    assert "9 minutes are over" in left[0]["reason"]
-
-
-def test_every_method_is_measured_over_one_target(monkeypatch, tmp_path):
+@pytest.fixture
+def eager(monkeypatch):
+    """Nothing is compiled, and the bandwidth is not measured."""
     monkeypatch.setattr(bench_trees, "load", lambda **options: generate.load(**options | {"compile": False}))
     monkeypatch.setattr(bench_trees.measure, "read_bandwidth", lambda *_: bench_trees.measure.Series(1e10, 1e10, 1e10))
+
+
+def test_every_method_is_measured_over_one_target(eager, tmp_path):
     out = tmp_path / "models.jsonl"
     shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"
     options = bench_trees.TreesConfig(
         inflate=shape, static=True, limit=2, max_new_tokens=24, device="cpu", json=str(out)
     )
     bench_trees.bench(options)
-    rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
+    rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines()) if "method" in row}
     assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/10/60"} < set(rows)
     fixed = [row["tau"] for name, row in rows.items() if name not in ("vanilla", "auto")]
     assert (
@@ -182,3 +449,60 @@ def test_every_method_is_measured_over_one_target(monkeypatch, tmp_path):
         assert row["stand_in"] and row["identical"] == 1 and row["of_ceiling"] > 0
         assert row["draft_ms"] + row["verify_ms"] <= row["cycle_ms"]
     assert sum(preset["cycles"] for preset in rows["auto"]["tree_auto"]) > 2
+
+
+def test_one_tree_with_a_head_of_another_format_and_the_kernels_of_one_cycle(eager, monkeypatch, tmp_path):
+    """A bf16 target whose head is int4; and a tree that does not compile leaves vanilla's numbers."""
+    heads = []
+    one_replay = lambda engine, ids: heads.append(engine) or profile_cycle.one_replay(engine, ids)  # noqa: E731
+    monkeypatch.setattr(bench_trees, "one_replay", one_replay)
+    out = tmp_path / "one.jsonl"
+    common = {"tree": "2/3/6", "limit": 2, "max_new_tokens": 16, "device": "cpu", "json": str(out)}
+    bench_trees.bench(bench_trees.TreesConfig(quant_draft="int4", profile=True, replays=3, **common))
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    kinds = [next(k for k in ("warm_up", "method", "replay", "replayed") if k in row) for row in rows]
+    assert kinds == ["warm_up"] * 2 + ["method"] * 2 + ["replay", "replayed"] * 2
+    assert [row["method"] for row in rows[2:4]] == ["vanilla", "dynamic 2/3/6"]
+    vanilla, drafted = heads
+    assert vanilla.config.draft == "none" and vanilla.target is drafted.target
+    assert drafted.config.quant_draft == "int4" and drafted.config.quant == "none" and drafted.drafter.size == 6
+    replay = rows[6]
+    assert replay["kernels"] == len(replay["spans"]) > 20
+    assert replay["busy_us"] == pytest.approx(sum(us for _, us, _ in replay["spans"]))
+    assert all(row["different"] == 0 for row in rows if "replayed" in row)
+
+    def broken(*_):
+        raise RuntimeError("it does not compile\nfor a long reason")
+
+    monkeypatch.setattr(bench_trees.measure, "with_config", broken)
+    with pytest.raises(SystemExit) as end:
+        bench_trees.bench(bench_trees.TreesConfig(**common))
+    rows = list(map(json.loads, out.read_text().splitlines()))[8:]
+    assert end.value.code == 1 and rows[1]["error"] == "RuntimeError: it does not compile"
+    assert [row["method"] for row in rows[1:]] == ["dynamic 2/3/6", "vanilla"] and rows[2]["tokens_per_s"] > 0
+
+
+def test_replays_that_differ_are_counted(monkeypatch):
+    engine = generate.load(checkpoint=options.DEMO, draft="none", device="cpu", max_new_tokens=16)
+    time_cycle, runs = bench_trees.Session.time_cycle, []
+
+    def sometimes(session, preset):
+        seconds = time_cycle(session, preset)
+        runs.append(seconds)
+        if len(runs) in (6, 8):  # of 3 to warm up, the first, and 5 replays
+            session.state.tokens[0, -2] += 1
+        return seconds
+
+    monkeypatch.setattr(bench_trees.Session, "time_cycle", sometimes)
+    assert bench_trees.different_replays(engine, [5, 17, 3], 5) == 2 and len(runs) == 9
+
+
+@pytest.mark.parametrize("options,message", [
+    ({"tree": "6/8"}, "--tree must be depth/top-k/size, as 6/8/32; it is 6/8"),
+    ({"tree": "6/8/32", "random_twin": True}, "--random_twin has no head; drop --tree"),
+    ({"replays": -1}, "--replays must be at least 0; it is -1"),
+])  # fmt: skip
+def test_mistakes_of_trees(options, message):
+    with pytest.raises(ValueError) as error:
+        bench_trees.TreesConfig(**options).check()
+    assert str(error.value) == message

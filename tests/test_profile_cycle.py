@@ -82,6 +82,18 @@ def test_kernels_of_a_device_overlap_and_leave_gaps():
     assert round(1e6 * found.busy_s) == 18 and round(1e6 * found.parts["products"]) == 22
 
 
+def test_kernels_in_their_order_with_the_gaps_before_them():
+    spans = {"mm": (30, 40), "late": (41, 42), "early": (35, 39), f"{CYCLE} 1": (0, 99)}
+    events = [event(name, *span, device=CUDA) for name, span in spans.items()] + [event("aten::mm", 0, 9)]
+    ran = profile_cycle.spans(events, "cuda:0")
+    assert ran == [("mm", 10, 0.0), ("early", 4, -5), ("late", 1, 1)]  # the second began 5 us before the first ended
+    assert profile_cycle.busy_us(ran) == 11
+    table = profile_cycle.replay_table([*ran, profile_cycle.Span("late", 3, 2)])
+    assert "| late | 2 | 4.0 | 2.00 | 3.0 |\n" in table and table.endswith("    2.00     3.00  late")
+    on_cpu = event(CYCLE, 0, 9, event("CompiledFxGraph", 0, 9, event("aten::mm", 1, 3, event("aten::empty", 2, 3))))
+    assert profile_cycle.spans([on_cpu], "cpu") == [("aten::mm", 2, 0.0)]
+
+
 def test_the_parts_add_up(tmp_path, capsys):
     out = tmp_path / "where.json"
     profile_cycle.run(
