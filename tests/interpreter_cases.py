@@ -33,8 +33,10 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
 
 
-@pytest.mark.parametrize("rows", TOKENS)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form,rows", [  # tiles are the same for every format, and for every group of int4
+    *((form, rows) for form in ("int4-128", "int8") for rows in TOKENS),
+    *((form, rows) for form in ("int4-64", "int4-32") for rows in (5, 26, 70)),
+])  # fmt: skip
 def test_product(form, rows):
     """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full."""
     weights = quantized(form, 135, 640)
@@ -65,8 +67,9 @@ def test_splits_may_be_uneven(splits):
     torch.testing.assert_close(run(x, weights, splits), weights.reference(x), atol=5e-4, rtol=2e-5)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("form,splits", [
+    ("int4-128", 1), ("int8", 1), ("int8", 3), ("int4-64", 3), ("int4-32", 3),
+])  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     weights = quantized(form, 70, 896)
     x = torch.randn(64, 896)

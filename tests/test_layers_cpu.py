@@ -137,9 +137,13 @@ def test_of_equal_experts_the_first_are_asked():
     assert two_passes(target, 2)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "traced"])
 def test_a_target_and_a_head_decode_by_them(compile, monkeypatch):
-    """Both are fused where a step is compiled, and tree decoding gives vanilla's tokens; so it does without compiling."""
+    """Both are fused where a step is compiled, and tree decoding gives vanilla's tokens; so it does without compiling.
+
+    The bits of compiled code: `test_eager_and_compiled_cycles_give_the_same_bits`.
+    """
     target = model()
     head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
     head.layers[1].attention_norm.weight.data *= 0.5
@@ -170,6 +174,7 @@ def test_a_first_layer_without_a_norm():
     assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
 
 
+@pytest.mark.usefixtures("traced")
 def test_an_engine_takes_the_weights_as_they_are_then():
     """Replaced ones are seen by the next engine that fuses them."""
     target, options = model(), {"max_new_tokens": 12, "ignore_eos": True, "compile": True}

@@ -37,8 +37,7 @@ def test_a_system_message_changes_the_answer(smollm2):
     assert told.prompt_tokens != [0] and told.text != plain
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quant, temperature", [("none", 0.0), ("none", 1.0), ("int8", 0.0), ("int4", 1.0)])
 def test_drafting_changes_no_token(smollm2, quant, temperature):
     """20 prompts of every kind: benchmarks/LOG.md."""
     engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=80)
