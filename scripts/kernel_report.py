@@ -192,7 +192,7 @@ def cycle_source(case: CycleCase) -> Source:
     types = {"keys_ptr": "*i64", "stats_ptr": "*fp32"}
     if case.kernel == "block":
         types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32", "sharpness": "fp32"}
-        return Source(ops.cuda.topk.block_kernel, types, {"BLOCK": ops.cuda.topk.BLOCK}, 4)
+        return Source(ops.cuda.topk.block_kernel, types, {"BLOCK": ops.cuda.topk.BLOCK} | overlaps, 4)
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
     if case.kernel == "level":  # the best of a dynamic tree of 6 levels
         names = ("above", "seen", "tokens", "values", "ranked", "order", "best", "sees")
@@ -200,10 +200,10 @@ def cycle_source(case: CycleCase) -> Source:
         types |= {f"{name}_ptr": kind for name, kind in zip(names, kinds)}
         types |= dict.fromkeys(("R", "blocks", "k", "count", "slot", "W"), "i32")
         constants = {"ids_ptr": None, "places_ptr": None, "BY_VALUE": True}
-        constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
+        constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k) | overlaps
         return Source(ops.cuda.topk.level_kernel, types, constants, 4)
     types |= {"values_ptr": "*fp32", "index_ptr": "*i64", "total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
-    return Source(ops.cuda.topk.row_kernel, types, {"BLOCKS": triton.next_power_of_2(blocks)}, 1)
+    return Source(ops.cuda.topk.row_kernel, types, {"BLOCKS": triton.next_power_of_2(blocks)} | overlaps, 1)
 
 
 def compile_for(target: str, source: Source) -> CompiledKernel:

@@ -45,6 +45,11 @@ def overlap(device: Device) -> dict[str, Any]:
     return {"OVERLAPS": True, "launch_pdl": True} if device.overlaps else {"OVERLAPS": False}
 
 
+def overlap_on(x: torch.Tensor) -> dict[str, Any]:
+    """The same, for where x lies; tests run kernels on a CPU."""
+    return overlap(device_of(x.device.index)) if x.is_cuda else {"OVERLAPS": False}
+
+
 @triton.jit
 def after_others(OVERLAPS: tl.constexpr):
     """Let the next kernel's blocks start as soon as there is room, and wait until the kernels before are over."""

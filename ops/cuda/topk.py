@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.cuda.launch import after_others, overlap_on
+
 BLOCK = 2048  # scores per block of threads
 MOST = 64  # the largest k; the children of a node are fewer
 TILE = 2048  # numbers in a tile of a level, at most: the best keys of all blocks of some rows take 32 registers
@@ -61,12 +63,13 @@ def _exp_shifted(scores, top):
 
 
 @triton.jit(do_not_specialize=["V", "k"])
-def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr):
+def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """The k best keys of a block of a row, best first, and its maximum and sum of exponentials.
 
     scores: [rows, V] fp32, which are multiplied by the sharpness
     keys: [rows, blocks, k] int64; stats: [rows, blocks, 2] fp32. Writes: keys, stats.
     """
+    after_others(OVERLAPS)
     block, row = tl.program_id(0), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(scores_ptr + row.to(tl.int64) * V + i, mask=i < V, other=0.0)
@@ -93,12 +96,15 @@ def _logsumexp(stats, there):
 
 
 @triton.jit(do_not_specialize=["blocks", "k"])
-def row_kernel(keys_ptr, stats_ptr, values_ptr, index_ptr, total_ptr, blocks, k, BLOCKS: tl.constexpr):
+def row_kernel(
+    keys_ptr, stats_ptr, values_ptr, index_ptr, total_ptr, blocks, k, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """The k best of a row's candidates, and the logarithm of its sum.
 
     keys: [rows, blocks, k] int64; stats: [rows, blocks, 2] fp32
     values: [rows, k] fp32; index: [rows, k] int64; total: [rows] fp32. Writes: values, index, total.
     """
+    after_others(OVERLAPS)
     row = tl.program_id(0) + tl.arange(0, 1)
     i = tl.arange(0, BLOCKS)[None]
     place, there = row[:, None] * blocks + i, i < blocks
@@ -118,7 +124,7 @@ def level_kernel(
     tokens_ptr, values_ptr, ranked_ptr, order_ptr, best_ptr, sees_ptr,
     R, blocks, k, count, slot, W,
     BY_VALUE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    CHILDREN: tl.constexpr, FRONT: tl.constexpr, SLOTS: tl.constexpr,
+    CHILDREN: tl.constexpr, FRONT: tl.constexpr, SLOTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The k best children of R nodes, the values of the paths to them, and which `count` of them have children.
 
@@ -128,6 +134,7 @@ def level_kernel(
     order, best, sees: [B, count] int64, fp32, and [B, count, W] bool: the children that have children, their values and
     what they see. FRONT: count, padded to a power of two; 0: none. Writes: tokens, values, ranked, order, best, sees.
     """
+    after_others(OVERLAPS)
     tree = tl.program_id(0)
     begin = tree * R * k
     i = tl.arange(0, BLOCKS)[None]
@@ -185,7 +192,9 @@ def _block_keys(scores: Tensor, k: int, sharpness: float) -> tuple[Tensor, Tenso
     rows, blocks = scores.numel() // V, triton.cdiv(V, BLOCK)
     keys = torch.empty(rows, blocks, k, dtype=torch.int64, device=scores.device)
     stats = torch.empty(rows, blocks, 2, dtype=torch.float32, device=scores.device)
-    block_kernel[blocks, rows](scores.contiguous(), keys, stats, V, k, sharpness, BLOCK=BLOCK, num_warps=4)
+    block_kernel[blocks, rows](
+        scores.contiguous(), keys, stats, V, k, sharpness, BLOCK=BLOCK, num_warps=4, **overlap_on(scores)
+    )
     return keys, stats
 
 
@@ -198,7 +207,9 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     keys, stats = _block_keys(scores, k, 1.0)
     blocks = keys.shape[1]
     width = triton.next_power_of_2(blocks)
-    row_kernel[(len(keys),)](keys, stats, values, index, total, blocks, k, BLOCKS=width, num_warps=1)
+    row_kernel[(len(keys),)](
+        keys, stats, values, index, total, blocks, k, BLOCKS=width, num_warps=1, **overlap_on(keys)
+    )
     return values, index, total
 
 
@@ -224,6 +235,6 @@ def grow_level(found: Any, front: Any, step: Any) -> tuple[Tensor, ...]:
     level_kernel[(B,)](
         keys, stats, found.ids, front.values.contiguous(), front.seen.contiguous(), step.places,
         tokens, values, ranked, order, best, sees, R, blocks, k, count, step.slot, W,
-        BY_VALUE=step.by_value, **tiles_of_level(R, blocks, k, count, W), num_warps=4,
+        BY_VALUE=step.by_value, **tiles_of_level(R, blocks, k, count, W), num_warps=4, **overlap_on(keys),
     )  # fmt: skip
     return tokens, values, order, best, sees
