@@ -44,6 +44,7 @@ import ops.cuda.products
 import ops.cuda.rotary
 import ops.cuda.rows
 import ops.cuda.topk
+import ops.cuda.tree
 from ops.cuda.experts import plan_experts
 from ops.cuda.products import Device, ProductPlan, plan_product
 
@@ -83,7 +84,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """One of the others: attention, add_norm, rotary, compact, block and row (of top-k), level (of a tree), lists."""
+    """Another: attention, add_norm, rotary, compact, block, row (of top-k), level, best_nodes, relate (a tree), lists."""
 
     target: str
     kernel: str
@@ -185,6 +186,13 @@ def cycle_source(case: CycleCase) -> Source:
         types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64") | {"S": "i32", "steps": "i32"}
         constants = {"WORDS": cut.words, "WIDTH": cut.width, "STEPS": cut.steps}
         return Source(ops.cuda.compact.compact_kernel, types, constants, cut.warps)
+    if case.kernel == "best_nodes":  # of a pool of case.V candidates
+        types = {"values_ptr": "*fp32", "chosen_ptr": "*i64", "P": "i32", "count": "i32"}
+        return Source(ops.cuda.tree.best_nodes_kernel, types, {"POOL": triton.next_power_of_2(case.V)}, 4)
+    if case.kernel == "relate":  # of case.T nodes
+        names = ("chosen", "above", "number", "parents", "depths")
+        types = dict.fromkeys((f"{name}_ptr" for name in names), "*i64") | {"mask_ptr": "*i1", "P": "i32", "N": "i32"}
+        return Source(ops.cuda.tree.relate_kernel, types, ops.cuda.tree.tiles_of_tree(case.V, case.T, 6), 8)
     if case.kernel == "lists":
         constants = {"EXPERTS": case.experts, "BLOCK": ops.cuda.experts.LISTED}
         types = {"expert_ptr": "*i64", "lists_ptr": "*i32", "P": "i32"}
@@ -297,6 +305,7 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
             found += [CycleCase(target, "add_norm", dtype), CycleCase(target, "rotary", dtype)]
             found += [CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)]
         found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "level", "lists")]
+        found += [CycleCase(target, kernel, "fp32", V=510) for kernel in ("best_nodes", "relate")]
     return found
 
 

@@ -56,20 +56,20 @@ OPERATORS = {
     "attention": r"attention|combine_kernel|flash",
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
     r"|matmul_kernel|sum_kernel|experts_|lists_kernel",
-    VOCABULARY: r"topk|logsumexp|block_kernel|row_kernel",
+    VOCABULARY: r"topk|logsumexp|grow_level|(block|row|level)_kernel",
     LAYERS: r"rotary|angles|silu|rms_norm|gpt_eagle::(add|route|merge)$|rsqrt|embedding",
     CHOICE: r"gpt_eagle::(best|cut)$|argmax|index_put|move_rows|compact_kernel",
-    TREE: r"sort|::bmm|gather|scatter",
+    TREE: r"sort|::bmm|gather|scatter|best_nodes|relate",
     NOISE: r"gumbel|log1p|bitwise_xor",
     OTHER: r"",
 }
 # ... and of compiled kernels, which are named after everything they fuse, and after what takes their results
 COMPILED = {
     NOISE: r"log1p|bitwise_xor",
-    VOCABULARY: r"logsumexp|topk",
+    VOCABULARY: r"logsumexp|topk|grow_level",
     LAYERS: r"rsqrt|silu|cos_|embedding",
     CHOICE: r"argmax|index_put",
-    TREE: r"sort|gather|scatter|eye|floor_divide|bmm|gt_sub_sum",
+    TREE: r"sort|gather|scatter|eye|floor_divide|bmm|gt_sub_sum|best_nodes|relate",
     OTHER: r"",
 }
 LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)

@@ -202,7 +202,7 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [
-    (1, 1, 300, 10, True), (2, 10, 300, 10, True), (2, 3, 4097, 7, True), (2, 3, 2049, 7, False), (1, 3, 70, 33, True),
+    (1, 1, 300, 10, True), (2, 10, 300, 6, True), (1, 3, 4097, 3, True), (1, 2, 2049, 3, False), (1, 2, 40, 17, True),
 ])  # fmt: skip
 def test_levels(B, R, V, k, by_value):
     check_level(torch.randn(B, R, V) * 10, k, k, by_value=by_value)
@@ -211,7 +211,7 @@ def test_levels(B, R, V, k, by_value):
 
 def test_levels_in_tiles(monkeypatch):
     monkeypatch.setattr(ops.cuda.topk, "TILE", 32)
-    check_level(torch.randn(2, 5, 3000), 6, 9)
+    check_level(torch.randn(2, 5, 2100), 3, 9)
 
 
 def test_levels_of_what_is_cut_away():
@@ -230,7 +230,7 @@ def test_levels_of_given_places_and_tokens():
 # ------------------------------------------------------------------------------------- nodes of trees
 
 
-@pytest.mark.parametrize("B,P,count", [(1, 1, 1), (2, 10, 10), (3, 52, 20), (2, 510, 59), (1, 511, 60)])
+@pytest.mark.parametrize("B,P,count", [(1, 1, 1), (2, 10, 10), (2, 510, 59)])
 def test_best_nodes(B, P, count):
     """Also with many equal ones, with few that are not cut away, and with none; -0 is 0."""
     for values in (torch.randn(B, P), -torch.randint(0, 3, (B, P)).float(), torch.full((B, P), float("-inf"))):

@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 
 import ops.cuda.attention  # noqa: E402
 import ops.cuda.topk  # noqa: E402
+import ops.cuda.tree  # noqa: E402
 from helpers import run_in_interpreter  # noqa: E402
 from kernel_report import (  # noqa: E402
     TARGETS,
@@ -29,7 +30,7 @@ from kernel_report import (  # noqa: E402
 
 def test_in_the_interpreter():
     """All of interpreter_cycle.py, in the process that it needs."""
-    run_in_interpreter("interpreter_cycle.py", r"6\d passed")
+    run_in_interpreter("interpreter_cycle.py", r"7\d passed")
 
 
 @pytest.mark.slow
@@ -85,6 +86,10 @@ def test_compiled(target, kv_heads):
     CycleCase("80", "level", V=32000),
     CycleCase("90", "level"),
     CycleCase("90", "level", k=ops.cuda.topk.MOST, V=256 * 1024),
+    CycleCase("80", "best_nodes", V=510),
+    CycleCase("90", "best_nodes", V=ops.cuda.tree.MOST),
+    CycleCase("80", "relate", V=510, T=26),
+    CycleCase("90", "relate", V=510, T=64),
 ])  # fmt: skip
 def test_compiled_variants(case):
     check(case)

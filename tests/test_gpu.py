@@ -247,6 +247,42 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.testing.assert_close(total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6)
 
 
+@pytest.mark.parametrize("k", [1, 10, 64, 65])
+@pytest.mark.parametrize("V", [100, 32000, 128256])
+@pytest.mark.parametrize("by_value", [True, False])
+def test_grow_level(poisoned, by_value, V, k):
+    """A level and all that follows from its scores, which are those of a level below a root of value 0."""
+    torch.manual_seed(0)
+    B, R, W, count = 2, 10, 50, min(k, 10)
+    logits = (torch.randn(B, R, V, device="cuda") * 10).round(decimals=1)  # ties
+    ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
+    found, root = ops.rows.Scores(logits, 1.25, ids), ops.rows.Frontier(torch.zeros(B, R, device="cuda"), seen)
+    level = ops.rows.grow_level(found, root, ops.rows.Expansion(k, 0, 0))
+    scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
+    scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
+    assert k > 64 or torch.equal(level.tokens, ids[index[..., :k]].flatten(1))
+    torch.testing.assert_close(level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
+    children = ops.rows.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
+    front = ops.rows.Frontier(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
+    step = ops.rows.Expansion(k, count, 3, None, by_value)
+    got, want = ops.rows.grow_level(found, front, step), ops.rows.grow_level_reference(children, front, step)
+    assert all(map(torch.equal, (*got[:3], *got.front), (*want[:3], *want.front)))
+
+
+@pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])
+def test_nodes_of_a_tree(poisoned, P, N):
+    torch.manual_seed(0)
+    values = -torch.randint(0, 99, (2, P), device="cuda").float()
+    values[1, 3:] = float("-inf")
+    chosen = ops.rows.best_nodes(values, N - 1)
+    assert torch.equal(chosen, ops.rows.best_nodes_reference(values, N - 1))
+    above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
+    nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
+    parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
+    got, want = ops.rows.relate(chosen, parents, N - 1), ops.rows.relate_reference(chosen, parents, N - 1)
+    assert all(map(torch.equal, got, want))
+
+
 FORMATS = ["int4-128", "int4-64", "int4-32", "int8"]
 # relative error of a product's norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4
 ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}

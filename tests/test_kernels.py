@@ -191,6 +191,11 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     for _ in range(2):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
     ops.rows._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    level, values, parents = level_inputs(5), torch.randn(2, 30), torch.full((2, 30), -1)
+    assert all(map(torch.equal, ops.rows._grow_level_cuda(*level), torch.ops.gpt_eagle.grow_level(*level)))
+    chosen = ops.rows._best_nodes_cuda(values, 7)
+    assert torch.equal(chosen, ops.rows.best_nodes(values, 7))
+    assert all(map(torch.equal, ops.rows._relate_cuda(chosen, parents, 5), ops.rows.relate(chosen, parents, 5)))
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
     ops.attention._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
@@ -252,6 +257,37 @@ def test_topk_registration(shape):
         (torch.randn(shape), 5),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+# ------------------------------------------------------------------------------------------- draft trees
+
+
+def level_inputs(count, ids=None, places=None):
+    """Arguments of the operator: 3 nodes with 4 children of 40 each, in 2 rows."""
+    seen = torch.rand(2, 3, 9) < 0.4
+    return torch.randn(2, 3, 40), 1.5, ids, -torch.rand(2, 3), seen, places, 4, count, 2, True
+
+
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("places", [None, torch.tensor([[0, 3, 4, 5, 11]])])
+def test_level_registration(count, places):
+    """As on CUDA where there is no Triton; nothing that is returned is an argument."""
+    args = level_inputs(count, torch.randperm(90)[:40], places)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.gpt_eagle.grow_level.default, args, test_utils=checks)
+    logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
+    tokens, got, *rest = torch.ops.gpt_eagle.grow_level(*args)
+    step = ops.rows.Expansion(k, count, slot, places, by_value)
+    want = ops.rows.grow_level(ops.rows.Scores(logits, sharpness, ids), ops.rows.Frontier(values, seen), step)
+    assert torch.equal(tokens, want.tokens) and torch.equal(got, want.values)
+    assert all(map(torch.equal, rest, (want.order, *want.front))) if count else not any(x.numel() for x in rest)
+
+
+def test_node_registration():
+    values, chosen = torch.randn(2, 30), torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
+    for operator, args in (("best_nodes", (values, 7)), ("relate", (chosen, torch.full((2, 30), -1), 5))):
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(getattr(torch.ops.gpt_eagle, operator).default, args, test_utils=checks)
 
 
 # --------------------------------------------------------------------------- int4 and int8 weights (CUDA)

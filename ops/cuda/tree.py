@@ -87,7 +87,7 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
     mask = torch.empty(B, N, N, dtype=torch.bool, device=chosen.device)
     relate_kernel[(B,)](
         chosen.contiguous(), parents.contiguous(), number, above, depths, mask, P, N, **tiles_of_tree(P, N, depth),
-        num_warps=4,
+        num_warps=8,
     )  # fmt: skip
     return number, above, depths, mask
 
