@@ -44,9 +44,11 @@ def close(got, want, dtype, sums=1e-3):
 
 # ------------------------------------------------------------------------------------------ products
 
-# (format, outputs, inputs, rows, dtype of x); 135 and 640 are multiples of no tile
-PRODUCTS = [
+DEEP = {"int4-128": 3072, "int4-64": 3072, "int4-32": 3072, "int8": 1536}  # inputs that are cut into splits
+
+PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are multiples of no tile
     *((form, 135, 640, rows, BF16) for form in FORMATS for rows in ROWS),
+    *((form, 70, K, 5, BF16) for form, K in DEEP.items()),
     *((form, 64, 384, 5, FP16) for form in FORMATS),
 ]
 
@@ -57,9 +59,10 @@ def test_product(form, N, K, rows, dtype):
     close(ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE), weights.reference(x), dtype)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_row_has_the_same_bits_beside_any_others(form):
-    weights, x = quantized(form, 70, 896), torch.randn(64, 896, dtype=BF16)
+@pytest.mark.parametrize("form,K", DEEP.items())
+def test_a_row_has_the_same_bits_beside_any_others(form, K):
+    weights, x = quantized(form, 70, K), torch.randn(64, K, dtype=BF16)
+    assert ops.cuda.products.choose_splits(70, len(weights.packed), DEVICE.processors) > 1
     whole = ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE)
     for rows in (1, 5, 26):
         some = ops.cuda.products.matmul(x[-rows:].clone(), weights.packed, weights.scale, DEVICE)
