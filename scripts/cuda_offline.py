@@ -69,24 +69,20 @@ def environment(folder: Path, packages: Iterable[str], oldest: tuple[int, int] =
         return python
     if sys.platform != "linux":
         raise ValueError("the CUDA build of torch is for Linux; run this there")
-    base = shutil.which("python3.12") or sys.executable
+    check = f"import sys; sys.exit(sys.version_info < {oldest})"
+    bases = [base for base in (shutil.which("python3.12"), sys.executable) if base]
+    bases = [base for base in bases if subprocess.run([base, "-c", check], capture_output=True).returncode == 0]
+    if not bases:
+        raise ValueError(f"{folder} needs Python {'.'.join(map(str, oldest))}; put python3.12 on the PATH")
     print(f"making {folder}: {' '.join(packages)}", file=sys.stderr, flush=True)
     made = folder.with_name(f"{folder.name}.part")  # the folder is whole, or not there at all
     shutil.rmtree(made, ignore_errors=True)
-    new = made / "bin" / "python"
-    for command in (
-        [
-            base,
-            "-c",
-            f"import sys; sys.exit(sys.version_info < {oldest} and 'Python {oldest[0]}.{oldest[1]} is needed')",
-        ],
-        [base, "-m", "venv", made],
-        [new, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages],
-    ):
+    install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
+    for command in ([bases[0], "-m", "venv", made], [made / "bin" / "python", *install]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ValueError(f"{folder} cannot be made with {base}: {reason}; put a python3.12 that works on the PATH")
+            raise ValueError(f"{folder} cannot be made: {reason}; see to that, and run this again")
     made.rename(folder)
     return python
 
