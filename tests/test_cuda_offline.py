@@ -34,7 +34,7 @@ LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle 
     "bf16+int4/26": (11, 23, 552),
     "bf16+int4/60": (11, 23, 552),
 }
-TTSEM_PASSED = 76  # cases, at least
+TTSEM_PASSED = 81  # cases, at least
 
 
 def python_of(number: int) -> Path:
