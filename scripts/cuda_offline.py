@@ -148,7 +148,8 @@ def steps_table(case: str, found: dict) -> str:
 def kernels_table(kernels: list[dict]) -> str:
     """A line for each of our own kernels, for each way that it is compiled."""
     columns = ("name", "warps", "registers", "stack_bytes", "shared_bytes")
-    return table(list(columns), sorted([row[c] for c in columns] for row in kernels if row["whose"] == "own"))
+    own = [row for row in kernels if row["whose"] == "own" and "error" not in row]
+    return table(list(columns), sorted([row[c] for c in columns] for row in own))
 
 
 def summary(gpu: str, found: dict[str, Any]) -> str:
@@ -158,7 +159,7 @@ def summary(gpu: str, found: dict[str, Any]) -> str:
     inductors = [row for row in kernels if row["whose"] == "inductor"]
     reductions = [row for row in inductors if is_reduction(row)]
     many = sorted({row["name"] for row in reductions if row["configurations"] > 1})
-    failed = [f"{row['name']}: {row['error']}" for row in inductors if "error" in row]
+    failed = [f"{row['name']}: {row['error']}" for row in kernels if "error" in row]
     largest, cache = max(s["largest_temporary_bytes"] for s in steps), min(c["cache_buffer_bytes"] for c in cases)
     written, compiled = sum(s["dynamo_s"] + s["inductor_s"] for s in steps), sum(row["seconds"] for row in kernels)
     lines = [

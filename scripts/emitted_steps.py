@@ -128,6 +128,7 @@ class Recorder(TorchDispatchMode):
         self.own: list[str] | None = None  # launches of the operator of ours that runs
         self.sources: dict[str, str] = {}  # inductor's kernels: the source with a neutral name, and the source
         self.kernels: dict[str, tuple[Any, float]] = {}  # ours: compiled, and the time it took (s); by hash
+        self.failed: dict[str, str] = {}  # of ours, that do not compile: why
 
     def start(self) -> Recorder:
         """Forget the last cycle, but not the code of its steps."""
@@ -195,16 +196,24 @@ def replace_launches(recorder: Recorder) -> None:
     """Compile a kernel of ours for what it is launched with, instead of launching it."""
     compile = JITFunction.run
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         began = time.perf_counter()
         args = [At(x) if isinstance(x, Tensor) else x for x in args]
         options = {name: At(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-        kernel = compile(self, *args, grid=grid, warmup=True, **options)
-        recorder.kernels.setdefault(kernel.hash, (kernel, time.perf_counter() - began))
-        recorder.note(kernel.name)
-        return kernel
+        recorder.note(self.fn.__name__)
+        try:
+            kernel = compile(self, *args, grid=grid, warmup=True, **options)
+        except Exception as error:  # of Triton or ptxas: a kernel that does not compile is a result
+            recorder.failed[self.fn.__name__] = reason(error)
+        else:
+            recorder.kernels.setdefault(kernel.hash, (kernel, time.perf_counter() - began))
 
     JITFunction.run = run
+
+
+def reason(error: Exception) -> str:
+    """Why something does not compile, shortly."""
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def replace_compiler(recorder: Recorder) -> None:
@@ -363,6 +372,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def own_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
     """Our Triton kernels, each as often as it was compiled anew."""
+    for name, error in recorder.failed.items():
+        yield {"name": name, "whose": "own", "error": error, "seconds": 0.0}
     for kernel, seconds in recorder.kernels.values():
         facts = {
             "warps": kernel.metadata.num_warps,
@@ -384,8 +395,8 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
             found = [tuner._precompile_config(config).kernel for config in tuner.configs]
             use = [resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared} for kernel in found]
             row |= {name: max(one[name] for one in use) for name in use[0]}
-        except Exception as error:  # of Triton or ptxas: a kernel that does not compile is a result
-            row["error"] = f"{type(error).__name__}: {error}"[:500]
+        except Exception as error:  # as above
+            row["error"] = reason(error)
         yield row | {"seconds": round(time.perf_counter() - began, 2)}
 
 
