@@ -2,8 +2,9 @@
 
     python scripts/cuda_offline.py                       # an H100, every case of the table below
     python scripts/cuda_offline.py --gpus 80,89,90 --cases int4/60 --json FILE
+    python scripts/cuda_offline.py --prepare             # environments for tests/test_cuda_offline.py, and no more
 
-1. Makes an environment, once: the CUDA build of torch 2.11 with its Triton, in Python 3.12 if it is there (3 GB).
+1. Makes an environment, once: the CUDA build of torch 2.11 with its Triton, in Python 3.12 if it is there (6 GB).
 2. Builds fake_cuda.c, which answers in place of the CUDA runtime and the driver.
 3. Runs emitted_steps.py in that environment, which says how code is made and counted.
 4. Prints the tables: launches by case; by kernel for every step, with --steps; and what our own kernels take of a GPU.
@@ -26,20 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import _path
+from fake_cuda import GPUS
 from options import one_line_errors, option, parse
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
-PYTHONS = ("3.12", "3")  # the first that is there; 3.12 is what GPU images have
-EMIT = ("torch==2.11.0", "numpy", "safetensors", "sentencepiece")
+IMPORTED = ("numpy", "safetensors", "sentencepiece")  # by the project
+EMIT = ("torch==2.11.0", *IMPORTED)
+TTSEM = ("ttsem[triton]==0.1.0", *IMPORTED)  # brings a torch, a Triton and pytest of its own
 FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
 TREES = {"vanilla": "vanilla", "chain": "chain-5", "26": "dynamic-6-8-26", "60": "dynamic-6-10-60"}
 CASES = [f"{form}/{tree}" for form in FORMATS for tree in TREES if (form, tree) != ("bf16+int4", "vanilla")]
-GPUS = {"90": "H100", "80": "A100", "89": "RTX 4090"}
 
 
 @dataclass
 class OfflineConfig:
-    env: str = option("", f"folder of the environment; default: {CACHE / 'cuda-offline'}")
+    env: str = option("", f"folder of the environment; default: {CACHE / 'offline'}")
+    prepare: bool = option(False, "make it, and beside it (ENV-ttsem) that of tests/ttsem_cases.py, and end")
     gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
     cases: str = option(",".join(CASES), "format and tree of each case")
     steps: bool = option(False, "also print every step, kernel by kernel")
@@ -49,36 +52,39 @@ class OfflineConfig:
 # ------------------------------------------------------------------------------------------ environment
 
 
-def environment(folder: Path, packages: Iterable[str]) -> Path:
+def folders(env: str = "") -> tuple[Path, Path]:
+    """Where the environments are: of this script, and of tests/ttsem_cases.py."""
+    folder = Path(env) if env else CACHE / "offline"
+    return folder, folder.with_name(f"{folder.name}-ttsem")
+
+
+def environment(folder: Path, packages: Iterable[str], oldest: tuple[int, int] = (3, 10)) -> Path:
     """Make a virtual environment, unless it is there. Returns: its Python.
 
-    Raises: ValueError where packages cannot be installed.
+    oldest: version of Python that the packages need
+    Raises: ValueError where there is no such Python, or packages cannot be installed.
     """
     python = folder / "bin" / "python"
     if python.exists():
         return python
     if sys.platform != "linux":
         raise ValueError("the CUDA build of torch is for Linux; run this there")
+    check = f"import sys; sys.exit(sys.version_info < {oldest})"
+    bases = [base for base in (shutil.which("python3.12"), sys.executable) if base]
+    bases = [base for base in bases if subprocess.run([base, "-c", check], capture_output=True).returncode == 0]
+    if not bases:
+        raise ValueError(f"{folder} needs Python {'.'.join(map(str, oldest))}; put python3.12 on the PATH")
     print(f"making {folder}: {' '.join(packages)}", file=sys.stderr, flush=True)
-    made = folder.with_name(f"{folder.name}.part")  # complete, or not there at all
+    made = folder.with_name(f"{folder.name}.part")  # the folder is whole, or not there at all
     shutil.rmtree(made, ignore_errors=True)
-    install = [made / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
-    for command in ([base_python(), "-m", "venv", made], install):
+    install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
+    for command in ([bases[0], "-m", "venv", made], [made / "bin" / "python", *install]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ValueError(f"{folder} cannot be made: {reason}; make it elsewhere, and name it with --env")
+            raise ValueError(f"{folder} cannot be made: {reason}; see to that, and run this again")
     made.rename(folder)
     return python
-
-
-def base_python() -> str:
-    """The Python that new environments are made with."""
-    for version in PYTHONS:
-        found = shutil.which(f"python{version}")
-        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:  # not a launcher of none
-            return found
-    return sys.executable
 
 
 def fake_driver(folder: Path) -> Path:
@@ -97,11 +103,12 @@ def emit(python: Path, gpu: str, cases: Iterable[str]) -> dict[str, Any]:
     names = {"/".join((FORMATS[form], TREES[tree])): case for case in cases for form, tree in [case.split("/")]}
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "found.json"
-        env = os.environ | {"LD_PRELOAD": str(fake_driver(Path(temporary))), "OMP_NUM_THREADS": "1"}
-        env |= {"TRITON_CACHE_DIR": str(python.parents[1] / "triton-cache"), "TORCHINDUCTOR_CACHE_DIR": temporary}
+        caches = {"TRITON_CACHE_DIR": str(python.parents[1] / "triton-cache"), "TORCHINDUCTOR_CACHE_DIR": temporary}
+        quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        env = os.environ | caches | quiet | {"LD_PRELOAD": str(fake_driver(Path(temporary)))}
         command = [python, _path.ROOT / "scripts" / "emitted_steps.py", "--gpu", gpu, "--json", out, *names]
         if subprocess.run(command, env=env).returncode:
-            raise ValueError(f"{GPUS[gpu]}: the steps could not be written; the reason is above")
+            raise ValueError(f"{GPUS[gpu].name}: the steps could not be written; the reason is above")
         found = json.loads(out.read_text())
     found["cases"] = {names[text]: row for text, row in found["cases"].items()}
     return found
@@ -141,7 +148,8 @@ def steps_table(case: str, found: dict) -> str:
 def kernels_table(kernels: list[dict]) -> str:
     """A line for each of our own kernels, for each way that it is compiled."""
     columns = ("name", "warps", "registers", "stack_bytes", "shared_bytes")
-    return table(list(columns), sorted([row[c] for c in columns] for row in kernels if row["whose"] == "own"))
+    own = [row for row in kernels if row["whose"] == "own" and "error" not in row]
+    return table(list(columns), sorted([row[c] for c in columns] for row in own))
 
 
 def summary(gpu: str, found: dict[str, Any]) -> str:
@@ -151,7 +159,7 @@ def summary(gpu: str, found: dict[str, Any]) -> str:
     inductors = [row for row in kernels if row["whose"] == "inductor"]
     reductions = [row for row in inductors if is_reduction(row)]
     many = sorted({row["name"] for row in reductions if row["configurations"] > 1})
-    failed = [f"{row['name']}: {row['error']}" for row in inductors if "error" in row]
+    failed = [f"{row['name']}: {row['error']}" for row in kernels if "error" in row]
     largest, cache = max(s["largest_temporary_bytes"] for s in steps), min(c["cache_buffer_bytes"] for c in cases)
     written, compiled = sum(s["dynamo_s"] + s["inductor_s"] for s in steps), sum(row["seconds"] for row in kernels)
     lines = [
@@ -172,19 +180,22 @@ def is_reduction(kernel: dict) -> bool:
 
 
 def run(config: OfflineConfig) -> None:
-    """Run every GPU, print the tables, write the file."""
+    """Run the cases for every GPU, print the tables, write the file."""
     cases, gpus = config.cases.split(","), config.gpus.split(",")
     for what, chosen, known in (("--cases", cases, CASES), ("--gpus", gpus, list(GPUS))):
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{what}: there is no {name}; use {', '.join(known)}")
-    python, found = environment(Path(config.env or CACHE / "cuda-offline"), EMIT), {}
+    folder, ttsem = folders(config.env)
+    python, found = environment(folder, EMIT), {}
+    if config.prepare:
+        return print(f"{folder} and {environment(ttsem, TTSEM, oldest=(3, 12)).parents[1]} are there")
     for gpu in gpus:
         found[gpu] = emit(python, gpu, cases)
-        print(f"\n## {GPUS[gpu]}\n\n{launches_table(found[gpu]['cases'])}\n\n{kernels_table(found[gpu]['kernels'])}\n")
-        if config.steps:
-            print("\n\n".join(steps_table(*case) for case in found[gpu]["cases"].items()), end="\n\n")
-        print(summary(gpu, found[gpu]), flush=True)
+        chosen = found[gpu]["cases"].items() if config.steps else ()
+        tables = [launches_table(found[gpu]["cases"]), kernels_table(found[gpu]["kernels"])]
+        tables += [steps_table(*case) for case in chosen]
+        print("", f"## {GPUS[gpu].name}", *tables, summary(gpu, found[gpu]), sep="\n\n", flush=True)
         if config.json:
             Path(config.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

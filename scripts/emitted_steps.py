@@ -53,11 +53,18 @@ SHAPE = "llama2-7b"
 CONTEXT = 4096
 GROUP = 128
 FREE = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh")  # operations that launch nothing
-LAUNCH = re.compile(  # in inductor's code: its kernels, a library's, our operators, and what it left to torch
-    r"^(?:(triton_\w+)\.run\(|.*?extern_kernels\.(\w+)\(|.*?torch\.ops\.gpt_eagle\.(\w+)\.default\("
+LAUNCH = re.compile(  # in inductor's code: a Triton kernel, a library's, our operators, and what it left to torch
+    r"^(?:(\w+)\.run\(|.*?extern_kernels\.(\w+)\(|.*?torch\.ops\.gpt_eagle\.(\w+)\.default\("
     r"|.*?torch\.ops\.(aten\.\w+)|.*?(\.copy_)\()"
 )
 BUFFER = re.compile(r"empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)")
+
+
+class Launches(NamedTuple):
+    """What one call in a step's code launches."""
+
+    operator: str  # of ours; empty where it is not
+    kernels: list[str]
 
 
 @dataclass
@@ -69,23 +76,23 @@ class Step:
     calls: int = 0  # in a cycle
     dynamo_s: float = 0.0
     inductor_s: float = 0.0
-    operators: list[tuple[str, list[str]]] = field(default_factory=list)  # ours, in a cycle, and what each launched
+    operators: list[Launches] = field(default_factory=list)  # ours, as the calls of a cycle ran them
 
-    def launches(self) -> list[list[str]]:
-        """What one call launches, in order; an operator of ours is a list that starts with its name and a colon."""
+    def launches(self) -> list[Launches]:
+        """What one call launches, in order."""
         own, found = iter(self.operators), []
-        for line in self.code.partition("def call(")[2].splitlines():
+        for line in self.code.partition("def call(")[2].partition("runner = Runner")[0].splitlines():
             match = LAUNCH.match(line.strip())
             if match is None or line.strip().startswith(("#", "assert_")):
                 continue
             kernel, library, operator, *others = match.groups()
             if operator:
-                name, launched = next(own)
-                assert name == operator, (self.name, name, operator)
-                found.append([f"{name}:", *launched])
+                found.append(next(own))
+                assert found[-1].operator == operator, (self.name, found[-1], operator)
             else:
-                found.append([kernel and re.sub(r"_\d+$", "", kernel) or library or next(filter(None, others))])
-        operators = sum(part[0].endswith(":") for part in found)
+                name = library or next(filter(None, others), None) or re.sub(r"_\d+$", "", kernel)
+                found.append(Launches("", [name]))
+        operators = sum(bool(part.operator) for part in found)
         assert operators * self.calls == len(self.operators), (self.name, operators, self.calls, self.operators)
         return found
 
@@ -93,7 +100,7 @@ class Step:
         """The largest buffer that the code allocates."""
         sizes = [
             prod(int(n) for n in shape.split(",") if n.strip()) * getattr(torch, dtype).itemsize
-            for shape, dtype in BUFFER.findall(self.code)
+            for shape, dtype in BUFFER.findall(self.code or "")
         ]
         return max(sizes, default=0)
 
@@ -121,6 +128,7 @@ class Recorder(TorchDispatchMode):
         self.own: list[str] | None = None  # launches of the operator of ours that runs
         self.sources: dict[str, str] = {}  # inductor's kernels: the source with a neutral name, and the source
         self.kernels: dict[str, tuple[Any, float]] = {}  # ours: compiled, and the time it took (s); by hash
+        self.failed: dict[str, str] = {}  # of ours, that do not compile: why
 
     def start(self) -> Recorder:
         """Forget the last cycle, but not the code of its steps."""
@@ -158,7 +166,7 @@ class Recorder(TorchDispatchMode):
         if self.step is None:
             self.eager += own
         else:
-            self.step.operators.append((name, own))
+            self.step.operators.append(Launches(name, own))
 
 
 class At(MockTensor):
@@ -188,16 +196,24 @@ def replace_launches(recorder: Recorder) -> None:
     """Compile a kernel of ours for what it is launched with, instead of launching it."""
     compile = JITFunction.run
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         began = time.perf_counter()
         args = [At(x) if isinstance(x, Tensor) else x for x in args]
         options = {name: At(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-        kernel = compile(self, *args, grid=grid, warmup=True, **options)
-        recorder.kernels.setdefault(kernel.hash, (kernel, time.perf_counter() - began))
-        recorder.note(kernel.name)
-        return kernel
+        recorder.note(self.fn.__name__)
+        try:
+            kernel = compile(self, *args, grid=grid, warmup=True, **options)
+        except Exception as error:  # of Triton or ptxas: a kernel that does not compile is a result
+            recorder.failed[self.fn.__name__] = reason(error)
+        else:
+            recorder.kernels.setdefault(kernel.hash, (kernel, time.perf_counter() - began))
 
     JITFunction.run = run
+
+
+def reason(error: Exception) -> str:
+    """Why something does not compile, shortly."""
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def replace_compiler(recorder: Recorder) -> None:
@@ -317,15 +333,14 @@ def counts(recorder: Recorder) -> dict[str, Any]:
 
     steps, layer, level, cycle = {}, 0, 0, len(recorder.eager)
     for step in recorder.steps:
-        parts = step.launches()
-        names = [name for part in parts for name in part if not name.endswith(":")]
-        calls = step.calls if step.calls != LAYERS else SHAPES[SHAPE].n_layers
-        cycle += calls * len(names)
-        if step.calls == LAYERS:
-            layer += len(names)
-        if step.name == "draft":
-            level = between(parts, "attention")
-        steps[step.name] = {
+        parts = step.launches() if step.calls else []
+        names = [name for part in parts for name in part.kernels]
+        by_layer = step.calls > 1
+        calls = step.calls + by_layer * (SHAPES[SHAPE].n_layers - LAYERS)
+        cycle, layer = cycle + calls * len(names), layer + by_layer * len(names)
+        level += between(parts, "attention")
+        label = step.name if step.name not in steps else f"{step.name} {len(steps)}"
+        steps[label] = {
             "calls": calls, "launches": len(names), "kernels": dict(Counter(names)), "order": names,
             "largest_temporary_bytes": step.largest_temporary_bytes(),
             "dynamo_s": round(step.dynamo_s, 2), "inductor_s": round(step.inductor_s, 2),
@@ -334,10 +349,10 @@ def counts(recorder: Recorder) -> dict[str, Any]:
     return totals | {"outside": dict(Counter(recorder.eager)), "steps": steps}
 
 
-def between(parts: list[list[str]], word: str) -> int:
+def between(parts: list[Launches], word: str) -> int:
     """Launches from the last but one operator of ours with this word in its name to the last one; 0: there are none."""
-    places = [i for i, part in enumerate(parts) if part[0].endswith(":") and word in part[0]]
-    return sum(len(part) - part[0].endswith(":") for part in parts[places[-2] : places[-1]]) if places[1:] else 0
+    places = [i for i, part in enumerate(parts) if word in part.operator]
+    return sum(len(part.kernels) for part in parts[places[-2] : places[-1]]) if places[1:] else 0
 
 
 # --------------------------------------------------------------------------------------------- compiling
@@ -357,6 +372,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def own_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
     """Our Triton kernels, each as often as it was compiled anew."""
+    for name, error in recorder.failed.items():
+        yield {"name": name, "whose": "own", "error": error, "seconds": 0.0}
     for kernel, seconds in recorder.kernels.values():
         facts = {
             "warps": kernel.metadata.num_warps,
@@ -378,8 +395,8 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
             found = [tuner._precompile_config(config).kernel for config in tuner.configs]
             use = [resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared} for kernel in found]
             row |= {name: max(one[name] for one in use) for name in use[0]}
-        except Exception as error:  # of Triton or ptxas: a kernel that does not compile is a result
-            row["error"] = f"{type(error).__name__}: {error}"[:500]
+        except Exception as error:  # as above
+            row["error"] = reason(error)
         yield row | {"seconds": round(time.perf_counter() - began, 2)}
 
 
@@ -406,12 +423,7 @@ def main() -> None:
         kind, *sizes = tree.split("-")
         make = {"vanilla": lambda: None, "chain": StaticTree.chain, "dynamic": DynamicTree}[kind]
         found[text] = run_case(Case(target, draft, make(*map(int, sizes))), recorder)
-        print(
-            text,
-            {name: found[text][name] for name in ("per_layer", "per_level", "per_cycle")},
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"{text}: {found[text]['per_cycle']} launches a cycle", file=sys.stderr, flush=True)
     kernels = [*own_kernels(recorder), *inductor_kernels(recorder)]
     Path(options.json).write_text(json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1))
 

@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """Another: attention, add_norm, rotary, compact, block, row (of top-k), level, best_nodes, relate (a tree), lists."""
+    """Another: attention, add_norm, rotary, compact, lists; block, row (of top-k); level, best_nodes, relate (of trees)."""
 
     target: str
     kernel: str

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the plans of the kernels need Triton, whic
 
 import gpu_model  # noqa: E402
 import gpu_waves  # noqa: E402
-from gpu_model import DESIGNS, ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
+from gpu_model import ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
 from options import DEMO  # noqa: E402
 
 STUDY = {  # of commit c495e77: launches, ms of verify, draft and extend, tokens/s

@@ -8,12 +8,16 @@ A new kernel gets a row in a table below, or a test of its own.
 What cannot be judged so:
 - the order in which a tensor core adds, Triton's own lowering (layouts, pipelines, shared memory), and ptxas;
 - barriers and races within a block of threads; launches that overlap (launch control does nothing here);
+- whether an atomic counter is enough where one block reads what others wrote (`ttsem_plugin.ORDERED`);
 - the compaction of a cache: it reads addresses from a table, which ttsem takes for a fault (`test_compaction`);
 - long caches, which take minutes; times.
 """
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
 
 import interpreter_cycle
 import ops.attention
@@ -44,9 +48,11 @@ def close(got, want, dtype, sums=1e-3):
 
 # ------------------------------------------------------------------------------------------ products
 
-# (format, outputs, inputs, rows, dtype of x); 135 and 640 are multiples of no tile
-PRODUCTS = [
+DEEP = {"int4-128": 3072, "int4-64": 3072, "int4-32": 3072, "int8": 1536}  # inputs that are cut into splits
+
+PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are multiples of no tile
     *((form, 135, 640, rows, BF16) for form in FORMATS for rows in ROWS),
+    *((form, 70, K, 5, BF16) for form, K in DEEP.items()),
     *((form, 64, 384, 5, FP16) for form in FORMATS),
 ]
 
@@ -57,9 +63,10 @@ def test_product(form, N, K, rows, dtype):
     close(ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE), weights.reference(x), dtype)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_row_has_the_same_bits_beside_any_others(form):
-    weights, x = quantized(form, 70, 896), torch.randn(64, 896, dtype=BF16)
+@pytest.mark.parametrize("form,K", DEEP.items())
+def test_a_row_has_the_same_bits_beside_any_others(form, K):
+    weights, x = quantized(form, 70, K), torch.randn(64, K, dtype=BF16)
+    assert ops.cuda.products.choose_splits(70, len(weights.packed), DEVICE.processors) > 1
     whole = ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE)
     for rows in (1, 5, 26):
         some = ops.cuda.products.matmul(x[-rows:].clone(), weights.packed, weights.scale, DEVICE)
@@ -112,3 +119,25 @@ def test_topk(V, k):
 def test_compaction():
     cache = interpreter_cycle.filled_cache(2, 32, 1, 45, BF16)
     interpreter_cycle.check_compaction(cache, [7], [[0, 2, 4, 6, 8]])
+
+
+# ----------------------------------------------------------------------- last block, launch control
+
+
+@triton.jit
+def last_block_kernel(x_ptr, parts_ptr, count_ptr, y_ptr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """Sum x by blocks; the last block to come adds the blocks' sums. Writes: parts, count, y."""
+    cuda.gdc_wait()
+    i = tl.program_id(0)
+    cuda.gdc_launch_dependents()
+    tl.store(parts_ptr + i, tl.sum(tl.load(x_ptr + i * BLOCK + tl.arange(0, BLOCK)), 0))
+    if tl.atomic_add(count_ptr, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(y_ptr, tl.sum(tl.load(parts_ptr + tl.arange(0, PARTS)), 0))
+
+
+def test_a_counter_may_order_blocks():
+    """A kernel that waits for the one before, and whose last block reads what the others wrote, with its line in
+    `ttsem_plugin.ORDERED`."""
+    x, parts, count, y = torch.randn(64), torch.empty(4), torch.zeros(1, dtype=torch.int32), torch.empty(1)
+    last_block_kernel[(4,)](x, parts, count, y, BLOCK=16, PARTS=4)
+    torch.testing.assert_close(y[0], x.sum())

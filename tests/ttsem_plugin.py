@@ -1,18 +1,23 @@
-"""pytest plugin for ttsem_cases.py: PTX in inline assembly, which ttsem does not know, executed instruction by instruction.
+"""pytest plugin for ttsem_cases.py: what ttsem has to be told about our kernels.
 
-Only what our kernels use: 32-bit integers, pairs of bf16 or fp16, and launch control, which does nothing here. Values of 16
-bits lie in both halves of a word, since Triton packs any two of them into one; both halves must come out the same.
+1. PTX in inline assembly, executed instruction by instruction. Only what our kernels use: 32-bit integers, pairs of bf16
+   or fp16, and launch control, which does nothing here. Values of 16 bits lie in both halves of a word, since Triton
+   packs any two of them into one; both halves must come out the same.
+2. Buffers in which blocks of threads wait for each other (`ORDERED`): ttsem runs the blocks one after the other and
+   cannot see that order, so it is not asked about races in them.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from ttsem import ops
 
+ORDERED = {"last_block_kernel": ("parts_ptr",)}  # by kernel: arguments whose reader waits for an atomic counter
 HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
@@ -31,7 +36,7 @@ def fma(kind: str) -> Callable[..., np.ndarray]:
 
     def run(*words: np.ndarray) -> np.ndarray:
         shape = np.broadcast_shapes(*(word.shape for word in words))
-        pairs = [np.ascontiguousarray(np.broadcast_to(word, shape)).reshape(-1).view(np.int16) for word in words]
+        pairs = [np.array(np.broadcast_to(word, shape), order="C").reshape(-1).view(np.int16) for word in words]
         a, b, c = (torch.from_numpy(pair).view(HALVES[kind]).double() for pair in pairs)
         return (a * b + c).to(HALVES[kind]).view(torch.int16).numpy().view(np.uint32).reshape(shape)  # fp64 is exact
 
@@ -40,6 +45,7 @@ def fma(kind: str) -> Callable[..., np.ndarray]:
 
 INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "shl.b32": np.left_shift,
@@ -81,3 +87,14 @@ class Fragments(dict):
 
 
 ops.PTX_FRAGMENTS = Fragments(ops.PTX_FRAGMENTS)
+
+
+def ordered_spans(record, names, exchanged) -> list[tuple[int, int]]:
+    """The addresses, begin and end, in which no races are looked for."""
+    names = [name for name in ORDERED.get(record.fn_name, ()) if name in record.bases]
+    return [(record.bases[name], record.bases[name] + record.pre[name].nbytes) for name in names]
+
+
+runner = sys.modules["__main__"]  # ttsem.sanitize, run as a program
+runner.lookback_buffers = lambda function, source: frozenset(ORDERED.get(function.__name__, ()))
+runner._protocol_spans = ordered_spans

@@ -118,6 +118,38 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 
 
 @triton.jit
+def _attend(
+    q, keys_ptr, values_ptr, column, mask_ptr, t, start, W, first, last, mask_t, mask_w,
+    E: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to the slots first .. last, KEYS at a time, of which those below `start` are seen by all rows.
+
+    q: [ROWS, WIDTH]; keys, values: pointers to the first KEYS slots, [WIDTH, KEYS] and [KEYS, WIDTH]
+    column: [WIDTH] bool, which there are; t: [ROWS] int32, tokens
+    Returns: maximum and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
+    """
+    SCALE: tl.constexpr = 1.4426950408889634 / E**0.5  # exponentials are to the base 2
+    n = tl.arange(0, KEYS)
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    weight = tl.full((q.shape[0],), 0.0, tl.float32)
+    total = tl.full(q.shape, 0.0, tl.float32)
+    seen = tl.minimum(tl.maximum(start // KEYS * KEYS, first), last)  # the end of the blocks that all rows see
+    for at in tl.range(first, seen, KEYS, num_stages=STAGES):
+        k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
+        v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
+        top, weight, total = _add(scores, v, top, weight, total, SCALE)
+    for at in tl.range(seen, last, KEYS, num_stages=1):
+        inside = at + n < start + W
+        k = tl.load(keys_ptr + at * E, mask=inside[None, :] & column[:, None], other=0.0)
+        v = tl.load(values_ptr + at * E, mask=inside[:, None] & column[None, :], other=0.0)
+        visible = _visible(mask_ptr, t, at + n - start, W, mask_t, mask_w)
+        scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
+        top, weight, total = _add(scores, v, top, weight, total, SCALE)
+    return top, weight, total
+
+
+@triton.jit
 def _is_last(done_ptr, blocks):
     """Whether all other blocks that share a counter are over. What they wrote can be read then; the counter is 0."""
     tl.debug_barrier()  # all threads of this block have written
@@ -165,7 +197,6 @@ def attention_kernel(
     """
     after_others(OVERLAPS)
     GROUP: tl.constexpr = H // KV_HEADS
-    SCALE: tl.constexpr = 1.4426950408889634 / E**0.5  # exponentials are to the base 2
     b, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
     start = tl.load(start_ptr + b).to(tl.int32)
@@ -187,23 +218,11 @@ def attention_kernel(
     base = tl.program_id(1).to(tl.int64) * S * E
     keys_ptr = k_ptr + base + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
     values_ptr = v_ptr + base + n[:, None] * E + e[None, :]  # [KEYS, WIDTH]
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    weight = tl.full((ROWS,), 0.0, tl.float32)
-    total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
     mask_ptr += b.to(tl.int64) * mask_b
-    seen = tl.minimum(tl.maximum(start // KEYS * KEYS, first), last)  # the end of the blocks that all rows see
-    for at in tl.range(first, seen, KEYS, num_stages=STAGES):
-        k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
-        v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
-        top, weight, total = _add(scores, v, top, weight, total, SCALE)
-    for at in tl.range(seen, last, KEYS, num_stages=1):
-        inside = at + n < start + W
-        k = tl.load(keys_ptr + at * E, mask=inside[None, :] & column[:, None], other=0.0)
-        v = tl.load(values_ptr + at * E, mask=inside[:, None] & column[None, :], other=0.0)
-        visible = _visible(mask_ptr, tl.minimum(t, T - 1), at + n - start, W, mask_t, mask_w)
-        scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
-        top, weight, total = _add(scores, v, top, weight, total, SCALE)
+    top, weight, total = _attend(
+        q, keys_ptr, values_ptr, column, mask_ptr, tl.minimum(t, T - 1), start, W, first, last, mask_t, mask_w,
+        E, KEYS, STAGES,
+    )  # fmt: skip
     place = row[:, None] * E + e[None, :]
     inside = (t < T)[:, None] & column[None, :]
     if SPLIT:

@@ -1,0 +1,106 @@
+"""The CUDA path without a GPU: the code of a whole cycle is counted and compiled, and our kernels run on CPU tensors.
+
+Both need environments of their own, which `python scripts/cuda_offline.py --prepare` makes. CUDA_OFFLINE_ENV names the
+folder where it is not the default. Slow: minutes for a GPU and for the kernels.
+What only a GPU can show is in test_gpu.py; what the kernels' cases cannot show is in ttsem_cases.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cuda_offline import CASES, emit, folders, is_reduction
+from fake_cuda import GPUS
+
+pytestmark = pytest.mark.slow
+
+CASES_OF = {"90": CASES, "80": ["int4/60", "bf16/vanilla"], "89": ["int4/60", "bf16/vanilla"]}  # by GPU
+LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle of 32 layers
+    "bf16/vanilla": (12, 0, 426),
+    "bf16/chain": (11, 17, 501),
+    "bf16/26": (11, 19, 528),
+    "bf16/60": (11, 19, 528),
+    "int4/vanilla": (14, 0, 490),
+    "int4/chain": (13, 21, 585),
+    "int4/26": (13, 23, 616),
+    "int4/60": (13, 23, 616),
+    "bf16+int4/chain": (11, 21, 521),
+    "bf16+int4/26": (11, 23, 552),
+    "bf16+int4/60": (11, 23, 552),
+}
+TTSEM_PASSED = 81  # cases, at least
+
+
+def python_of(number: int) -> Path:
+    """The Python of an environment. Skips where it was not made."""
+    folder = folders(os.environ.get("CUDA_OFFLINE_ENV", ""))[number]
+    if not (folder / "bin" / "python").exists():
+        pytest.skip(f"{folder} is not there; make it with python scripts/cuda_offline.py --prepare")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory, worker_id):
+    """What cuda_offline.py finds for a GPU; the first worker that asks finds it for all."""
+    filelock = pytest.importorskip("filelock", reason="needs filelock, which torch brings")
+    alone = worker_id == "master"
+    folder = tmp_path_factory.mktemp("offline") if alone else tmp_path_factory.getbasetemp().parent
+
+    def find(gpu: str) -> dict:
+        file = folder / f"offline-{gpu}.json"
+        with filelock.FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_text(json.dumps(emit(python_of(0), gpu, CASES_OF[gpu])))
+        return json.loads(file.read_text())
+
+    return find
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_everything_compiles(found, gpu):
+    kernels = found(gpu)["kernels"]
+    assert not [row for row in kernels if "error" in row or row["shared_bytes"] > GPUS[gpu].shared_bytes]
+    assert {row["whose"] for row in kernels} == {"own", "inductor"}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_our_kernels_keep_everything_in_registers(found, gpu):
+    assert not [row for row in found(gpu)["kernels"] if row["whose"] == "own" and row.get("stack_bytes")]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_no_temporary_of_the_size_of_a_cache(found, gpu):
+    for name, case in found(gpu)["cases"].items():
+        for step, facts in case["steps"].items():
+            assert facts["largest_temporary_bytes"] < case["cache_buffer_bytes"] / 2, (name, step)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_no_sum_is_chosen_by_timing(found, gpu):
+    """Among several configurations inductor takes the fastest: sums in another order, from run to run."""
+    assert not [row["name"] for row in found(gpu)["kernels"] if is_reduction(row) and row["configurations"] > 1]
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_launches(found, case):
+    facts = found("90")["cases"][case]
+    counted = (facts["per_layer"], facts["per_level"], facts["per_cycle"])
+    assert all(n <= most for n, most in zip(counted, LAUNCHES[case])), counted
+    assert counted[0] >= 4, "a layer has four products: the count is wrong"
+
+
+def test_kernels_on_cpu_tensors():
+    """All of ttsem_cases.py, in the environment that it needs."""
+    command = [python_of(1), "-m", "ttsem.sanitize", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    tests = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "cwd": tests.parent, "env": env}
+    result = subprocess.run([*command, "-p", "ttsem_plugin", "tests/ttsem_cases.py"], **options)
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert result.returncode == 0 and int(passed[1]) >= TTSEM_PASSED, result.stdout[-5000:] + result.stderr[-2000:]
