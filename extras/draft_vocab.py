@@ -5,7 +5,7 @@
 
 1. `vocab_from` reads a list of token ids by frequency. It sorts the first N by id: of equal scores the lowest id wins,
    as elsewhere.
-2. The draft's LM head has these N rows only (`eagle_draft.rows_of`). Column i of its scores is the token ids[i]. When
+2. The draft's LM head has these N rows only (`hf.heads.rows_of`). Column i of its scores is the token ids[i]. When
    sampling, a score still gets the noise of its token, by which the target will judge it.
 3. The output does not change. A token outside the list is never drafted. The target decides it with its whole LM head.
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import TensorSource, read_json
-from eagle_draft import EagleConfig
 from hf.config import open_source, read_config
+from hf.heads import EagleConfig
 from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig

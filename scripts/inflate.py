@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 from checkpoint import SHARD_BYTES, check_out, read_json, write_checkpoint
-from eagle_draft import EagleConfig
 from extras.stand_in import SHAPES, InflatedFiles, Shape, inflate_head, inflate_target
+from hf.heads import EagleConfig
 from model import DTYPES
 from options import DEMO, one_line_errors, option, parse
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import rank_tokens
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
-from eagle_draft import EagleDrafter, draft_lm_head, rows_of
+from eagle_draft import EagleDrafter
 from extras.draft_vocab import RANKS, read_ranks, vocab_from
 from generate import generate, load
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
+from hf.heads import draft_lm_head, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from model import ModelConfig, Transformer

@@ -12,8 +12,9 @@ from torch import Tensor
 import ops.attention
 from draft_tree import StaticTree
 from drafters import RootOnly
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead
+from eagle_draft import EagleDrafter, EagleHead
 from helpers import decode, engine_for
+from hf.heads import EagleConfig
 from model import (
     ExpertLinear,
     KVCache,
