@@ -148,7 +148,7 @@ class Cycle:
 
     def __init__(self, engine: Engine, drafter: Drafter):
         self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
-        self.prefer, self.other_rule = engine.drafter.prefer, engine.other_rule
+        self.prefer, self.other_rule, self.taps = engine.drafter.prefer, engine.other_rule, engine.drafter.taps
         device = engine.target.embedding.weight.device
         self.ends = torch.tensor(end_ids(engine), device=device)
         self.levels = torch.arange(drafter.depth + 1, device=device)
@@ -205,7 +205,7 @@ class Cycle:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         window = Window(state.pos[:, None] + self.nodes, state.pos, tree.mask)  # slots are not positions
         positions = state.pos[:, None] + tree.depths
-        features = self.target(tree.tokens, positions, cache, window, self.call, self.drafter.taps)
+        features = self.target(tree.tokens, positions, cache, window, self.call, self.taps)
         return self.decide(cache, state, tree, noise, features)
 
     def decide(

@@ -214,8 +214,6 @@ def load_drafter(
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
     vocab = options.get("vocab")
-    if vocab and head.vocab:
-        raise ValueError(f"{path} drafts {head.vocab.kept} tokens of its own choice; drop --draft_vocab")
     lm_head = draft_lm_head(head if head.lm_head else target, quant, vocab.ids if vocab else None)
     options |= {"sharpness": config.sharpness} if config.sharpness else {}
     return EagleDrafter(

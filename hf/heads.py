@@ -225,9 +225,13 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
         _require(raw.get(key) is None or isinstance(raw[key], dict), path, f"{key} must be an object", raw.get(key))
     inner = raw.get("transformer_layer_config")
     said = _checked(path, {**raw, **(raw.get("eagle_config") or {})})
-    model = replace(_layer_config(path, inner or raw), qk_norm="midlayer.self_attn.q_norm.weight" in has)
+    model = replace(
+        _layer_config(path, raw if inner is None else inner), qk_norm="midlayer.self_attn.q_norm.weight" in has
+    )
     vocab = said["draft_vocab_size"] or (len(files.read("d2t")) if "d2t" in has else model.vocab_size)
     whole = vocab == model.vocab_size
+    rule = f"draft_vocab_size must be at most the {model.vocab_size} tokens of vocab_size"
+    _require(vocab <= model.vocab_size, path, rule, vocab)
     embedding = "embed_tokens.weight" if "embed_tokens.weight" in has else ""
     tied = embedding if said["tie_word_embeddings"] and whole else ""
     three = Eagle3(
