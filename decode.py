@@ -204,8 +204,7 @@ class Cycle:
     ) -> tuple[DecodeState, Rows, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         window = Window(state.pos[:, None] + self.nodes, state.pos, tree.mask)  # slots are not positions
-        positions = state.pos[:, None] + tree.depths
-        features = self.target(tree.tokens, positions, cache, window, self.call, self.taps)
+        features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call, self.taps)
         return self.decide(cache, state, tree, noise, features)
 
     def decide(

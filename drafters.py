@@ -224,6 +224,7 @@ class TreeDrafter(Drafter):
         if self.timed:
             choice = {"tree": "auto", "trees": [preset.name for preset in self.presets]}
         shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
+        shape |= {} if self.vocab.ids is None else {"draft_vocab": self.vocab.kept}
         looked_up = self.lookup.facts() if self.lookup else {}
         return choice | shape | looked_up | {
             "tree_depth": tree.depth, "children": self.children, "sharpness": self.sharpness

@@ -94,21 +94,16 @@ class Eagle3Head(EagleHead):
         self.embedding_norm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
         if three.last_norm != "none":
             setattr(self, "norm" if three.last_norm == "fed" else "output_norm", RMSNorm(dim, eps))
-        if three.taps:
-            self.fc = Linear(fused, dim, bias=config.fc_bias)
         self.input_norm = RMSNorm(fused, eps) if three.norm_before_fc else NoNorm()
-        if three.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(three.target_dim, eps) for _ in three.taps)
+        self.fc_norm = nn.ModuleList(RMSNorm(three.target_dim, eps) for _ in three.taps if three.fc_norm)
+        self.fc = Linear(fused, dim, bias=config.fc_bias) if three.taps else NoNorm()
         if three.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
-        if three.lm_head:
-            self.lm_head = LMHead(dim, three.draft_vocab, bias=False)
+        self.lm_head = LMHead(dim, three.draft_vocab, bias=False) if three.lm_head else None
 
     def fuse(self, features: Tensor) -> Tensor:
         three = self.config.three
-        if not three.taps:
-            return features
-        x = self.input_norm(features[..., three.target_dim :])  # [B, T, taps F]
+        x = self.input_norm(features[..., three.target_dim if three.taps else 0 :])  # [B, T, taps F], or [B, T, F]
         if three.fc_norm:
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.chunk(len(three.taps), -1))], -1)
         return self.fc(x)

@@ -135,16 +135,17 @@ class HeadFiles(TensorSource):
         """Raises: ValueError for tensors of two heads, or of another version than config.json says."""
         names, config = list(source.readers), source.config
         self.path, self.config, self.version = path, config, version_of(names)
-        mixes = f"{path} mixes versions:"
-        if all(any(n.startswith(prefix) for n in names) for prefix in ("midlayer.", "layers.0.")):
-            raise ValueError(f"{mixes} it has midlayer. and layers.0. tensors; keep those of one head")
-        both = [path / name for name in ("model.safetensors", "pytorch_model.bin")]
-        if all(file.is_file() for file in both) and version_of(_names_in(both[1])) != self.version:
+        self.readers = {self._official(name): reader for name, reader in source.readers.items()}
+        mixes, layers = f"{path} mixes versions:", ("layers.0.", "model.layers.0.")
+        both = any(n.startswith("midlayer.") for n in names) and any(n.startswith(layers) for n in names)
+        if both or len(self.readers) < len(names):
+            raise ValueError(f"{mixes} it has tensors of two layouts, as midlayer. and layers.0.; keep those of one")
+        other = path / "pytorch_model.bin"
+        if (path / "model.safetensors").is_file() and other.is_file() and version_of(_names_in(other)) != self.version:
             raise ValueError(f"{mixes} model.safetensors and pytorch_model.bin hold two heads; remove one")
         said = f"{config.get('architectures')} {config.get('speculators_model_type')}"
         if self.version < 3 and "eagle3" in said.lower():
             raise ValueError(f"{mixes} an EAGLE-3 config, and weights of EAGLE-1 or 2; use its own files")
-        self.readers = {self._official(name): reader for name, reader in source.readers.items()}
 
     def _official(self, name: str) -> str:
         if self.version < 3:
@@ -157,7 +158,7 @@ def _names_in(file: Path) -> list[str]:
     """Tensors of a .bin file that is not loaded; none if it cannot be read."""
     try:
         return list(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
         return []
 
 
@@ -210,8 +211,8 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     if three and dim != target.dim and not (three.embedding and three.lm_head):
         own = f"hidden_size is {dim}, the target's is {target.dim}"
         raise ValueError(f"{path}: {own}; such a head needs its own embed_tokens and lm_head: download it again")
-    nested = [files.config.get(key) or {} for key in ("transformer_layer_config", "eagle_config")]
-    said = [item for part in (files.config, *nested) for item in part.items()]
+    nested = [files.config.get(key) for key in ("transformer_layer_config", "eagle_config")]
+    said = [item for part in (files.config, *nested) if isinstance(part, dict) for item in part.items()]
     unknown = sorted({k for k, v in said if k not in KNOWN and (k not in OFF or v != OFF[k])})
     if unknown:
         print(f"note: {path}: keys of config.json without effect here: {', '.join(unknown)}", file=sys.stderr)
@@ -225,10 +226,9 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
         _require(raw.get(key) is None or isinstance(raw[key], dict), path, f"{key} must be an object", raw.get(key))
     inner = raw.get("transformer_layer_config")
     said = _checked(path, {**raw, **(raw.get("eagle_config") or {})})
-    model = replace(
-        _layer_config(path, raw if inner is None else inner), qk_norm="midlayer.self_attn.q_norm.weight" in has
-    )
-    vocab = said["draft_vocab_size"] or (len(files.read("d2t")) if "d2t" in has else model.vocab_size)
+    model = _layer_config(path, raw if inner is None else inner)
+    model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in has)
+    vocab = said["draft_vocab_size"] or (files.read("d2t").numel() if "d2t" in has else model.vocab_size)
     whole = vocab == model.vocab_size
     rule = f"draft_vocab_size must be at most the {model.vocab_size} tokens of vocab_size"
     _require(vocab <= model.vocab_size, path, rule, vocab)
