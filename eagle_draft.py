@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from checkpoint import TensorSource, WeightFiles, read_json
 from draft_tree import DynamicTree, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
-from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head
+from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
 from hf.weights import Storage, load_weights
 from model import (
     Block,
@@ -132,6 +132,7 @@ def load_head(
     head.rope_freq = rope_frequencies(config.model, weight.device)
     if head.embedding is not None and torch.equal(head.embedding.weight, weight):
         head.embedding = None  # one copy is enough
+    tell(files, config)
     return head.eval()
 
 

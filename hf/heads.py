@@ -39,7 +39,6 @@ EAGLE3_KEYS: dict[str, tuple[type, Any]] = {  # of config.json: what a value mus
     "norm_before_fc": (bool, False),
     "fc_norm": (bool, False),
     "norm_output": (bool, None),
-    "bias": (bool, False),
     "tie_word_embeddings": (bool, False),
     "draft_sharpness": (float, 1.0),
     "target_layer_ids": (list, None),  # layers whose outputs fc takes
@@ -49,7 +48,7 @@ KINDS = {int: "a positive whole number", float: "a positive number", bool: "true
 # further keys that are read, and those that say nothing about the function; a note names all others
 KNOWN = {
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "vocab_size", "bias", "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "attention_bias", "mlp_bias", "qkv_bias", "torch_dtype", "dtype", "quantization_config",
     "draft_inputs", "eagle_config", "transformer_layer_config", *EAGLE3_KEYS,
     "architectures", "model_type", "auto_map", "transformers_version", "initializer_range", "use_cache",
@@ -195,32 +194,43 @@ def is_unused(name: str, config: EagleConfig) -> bool:
 
 
 def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
-    """What a head's files come to for a target. Prints a note for keys of config.json that nothing here knows.
+    """What a head's files come to for a target.
 
     Raises: ValueError for a head of another target, or a config that cannot be.
     """
     path = files.path
     config = EagleConfig.from_dir(path, files.config) if files.version < 3 else _read_eagle3(files, target.n_layers)
     dim, three = config.model.dim, config.three
-    facts = [("hidden_size", dim, target.dim), ("vocab_size", config.model.vocab_size, target.vocab_size)]
-    if three and (three.target_dim != dim or three.embedding and three.lm_head):
-        facts[0] = ("target_hidden_size" if three.target_dim != dim else "hidden_size", three.target_dim, target.dim)
-    for what, ours, theirs in facts:
+    width = three.target_dim if three else dim
+    for what, ours, theirs in (
+        ("hidden_size" if width == dim else "target_hidden_size", width, target.dim),
+        ("vocab_size", config.model.vocab_size, target.vocab_size),
+    ):
         if ours != theirs:
             raise ValueError(f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target")
-    if three and dim != target.dim and not (three.embedding and three.lm_head):
-        own = f"hidden_size is {dim}, the target's is {target.dim}"
-        raise ValueError(f"{path}: {own}; such a head needs its own embed_tokens and lm_head: download it again")
-    nested = [files.config.get(key) for key in ("transformer_layer_config", "eagle_config")]
-    said = [item for part in (files.config, *nested) if isinstance(part, dict) for item in part.items()]
-    unknown = sorted({k for k, v in said if k not in KNOWN and (k not in OFF or v != OFF[k])})
-    if unknown:
-        print(f"note: {path}: keys of config.json without effect here: {', '.join(unknown)}", file=sys.stderr)
+    if three and width != dim and not (three.embedding and three.lm_head and three.taps):
+        own = f"hidden_size is {dim}, the target's is {width}"
+        raise ValueError(f"{path}: {own}; such a head needs its own embed_tokens, fc and lm_head: download it again")
     return config
 
 
+def tell(files: HeadFiles, config: EagleConfig) -> None:
+    """Print notes: which keys of config.json nothing here knows, and what was made of `norm_output`."""
+    raw, parts = files.config, ("transformer_layer_config", "eagle_config")
+    said = [item for part in (raw, *map(raw.get, parts)) if isinstance(part, dict) for item in part.items()]
+    unknown = sorted({k for k, v in said if k not in KNOWN and (k not in OFF or v != OFF[k])})
+    if unknown:
+        print(f"note: {files.path}: keys of config.json without effect here: {', '.join(unknown)}", file=sys.stderr)
+    output = dict(said).get("norm_output")
+    if config.three and output is not None:
+        layout = "SpecForge's" if raw.get(parts[0]) is None else "speculators'"
+        taken = {"fed": "is fed back, normed", "logits": "is normed before the LM head only", "none": "is not normed"}
+        meaning = f"in {layout} layout the output {taken[config.three.last_norm]}"
+        print(f"note: {files.path}: norm_output is {str(output).lower()}; {meaning}", file=sys.stderr)
+
+
 def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
-    """layers: of the target."""
+    """layers: how many the target has"""
     path, raw, has = files.path, files.config, files.readers
     for key in ("transformer_layer_config", "eagle_config"):
         _require(raw.get(key) is None or isinstance(raw[key], dict), path, f"{key} must be an object", raw.get(key))
@@ -241,11 +251,11 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
         norm_before_fc=said["norm_before_fc"] or "input_norm.weight" in has,
         fc_norm=said["fc_norm"] or "fc_norm.0.weight" in has,
         norm_before_residual=said["norm_before_residual"],
-        last_norm=_last_norm(path, said["norm_output"], inner is not None),
+        last_norm=_last_norm(said["norm_output"], inner is not None),
         embedding=embedding,
         lm_head="lm_head.weight" if "lm_head.weight" in has or not whole else tied,
     )
-    return EagleConfig(model, said["bias"] or "fc.bias" in has, float(said["draft_sharpness"]), three)
+    return EagleConfig(model, "fc.bias" in has, float(said["draft_sharpness"]), three)
 
 
 def _require(holds: bool, path: Path, rule: str, value: Any) -> None:
@@ -266,15 +276,11 @@ def _checked(path: Path, raw: dict) -> dict[str, Any]:
     return values
 
 
-def _last_norm(path: Path, output: bool | None, speculators: bool) -> str:
+def _last_norm(output: bool | None, speculators: bool) -> str:
     """What `norm_output` means: in speculators' layout what is fed back, in the others what the LM head gets."""
-    chosen = "fed" if speculators and output else "none" if not speculators and output is False else "logits"
-    if output is not None:
-        layout = "speculators'" if speculators else "SpecForge's"
-        taken = {"fed": "is fed back, normed", "logits": "is normed before the LM head only", "none": "is not normed"}
-        said = f"norm_output is {str(output).lower()}; in {layout} layout the output {taken[chosen]}"
-        print(f"note: {path}: {said}", file=sys.stderr)
-    return chosen
+    if speculators:
+        return "fed" if output else "logits"
+    return "none" if output is False else "logits"
 
 
 def _taps(path: Path, raw: dict, layers: int) -> tuple[int, ...]:
@@ -285,7 +291,7 @@ def _taps(path: Path, raw: dict, layers: int) -> tuple[int, ...]:
     ]  # fmt: skip
     given = [(ids, shift) for ids, shift in said if ids is not None]
     for ids, _ in given:
-        numbers = bool(ids) and all(type(i) is int for i in ids)
+        numbers = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
         _require(numbers, path, "the target's layers must be whole numbers", ids)
     found = [tuple(sorted(i + shift for i in ids)) for ids, shift in given] or [(2, layers // 2, layers - 3)]
     _require(len(set(found)) == 1, path, "the target's layers are named twice, and not the same", given)

@@ -394,6 +394,7 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({IDS: []}, {}, "the target's layers must be whole numbers; it is []"),
     ({IDS: ["2"]}, {}, "the target's layers must be whole numbers"),
     ({IDS: 3}, {}, f"{IDS} must be a list; it is 3"),
+    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, "the target's layers must be whole numbers; it is 3"),
     ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "named twice, and not the same"),
     ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
     ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
@@ -407,7 +408,7 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({"draft_vocab_size": 129}, {}, "draft_vocab_size must be at most the 128 tokens of vocab_size; it is 129"),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
-    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens and lm_head"),
+    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
     ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
     ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
@@ -417,7 +418,7 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
     ({"transformer_layer_config": {}}, {}, "the key 'num_attention_heads' is missing"),
     ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
-    ({}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
+    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
 ]
 
 
