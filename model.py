@@ -201,19 +201,23 @@ class Attention(nn.Module):
 
         Writes: k and v at `window.slots`. Returns: what `RMSNorm.add` takes, [B, T, F] or partial sums.
         """
-        B, T, _ = x.shape
-        qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
-        if self.qk_norm:
-            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
+        qkv = self.project(x)
         if kv is None:
             q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
             y = F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (q, k, qkv[:, :, -self.kv_heads :])), is_causal=True, enable_gqa=True
             )  # [B, H, T, E]
-            return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+            return self.wo(y.transpose(1, 2).flatten(2))
         q = rotary_cache(qkv, rope, *kv, window.slots)  # [B, T, H, E]
         return self.wo.partial(tree_attention(q, *kv, window.start, window.mask))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values before their rotation: [B, T, F] -> [B, T, H + 2 Hkv, E]."""
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))
+        if not self.qk_norm:
+            return qkv
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
 
 
 class FeedForward(nn.Module):

@@ -1,19 +1,20 @@
-"""Train an EAGLE-1/2 draft head for any target, in the paper's way.
+"""Train an EAGLE draft head for any target, in the paper's way.
 
     python scripts/train_eagle.py --checkpoint DIR --data sharegpt.jsonl --chat vicuna --out heads/mine
-    python scripts/train_eagle.py --out checkpoints/demo-eagle --lr 3e-3 ...   # all flags in benchmarks/README.md
+    python scripts/train_eagle.py --version 3 --out heads/mine-3 ...   # EAGLE-3; the demo's flags: benchmarks/README.md
 
 How it works:
 1. Data are dialogues (`turns` and `answers`, as scripts/answer.py writes them, or ShareGPT's `conversations`), texts
    (`text`), or `demo`, the corpus of scripts/train_demo.py. The loss counts answers of dialogues and all of a text.
-2. The frozen target gives the features of each batch as it is needed; nothing is dumped to disk.
-3. Row t of the head sees f_t (plus uniform noise) and x_{t+1}, and learns f_{t+1} by SmoothL1 and the target's own
-   distribution after it by soft cross-entropy.
+2. The frozen target gives the features of each batch as it is needed. With `--cache_features` they go to disk, and
+   later epochs, of the same batches in another order, read them.
+3. Versions 1 and 2: row t of the head sees f_t (plus uniform noise) and x_{t+1}, and learns f_{t+1} by SmoothL1 and
+   the target's own distribution after it by soft cross-entropy. Version 3: eagle3_training.py.
 4. Every so often the head drafts chains on sequences that the target has written itself, from every position at
    once: 0..4-alpha and tau. The curve is drawn, the head written, and the state saved for `--resume`.
 5. At the end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
 
-Source: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`), table 6 (`--target_answers`).
+Sources: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`), table 6 (`--target_answers`); EAGLE-3.
 Differences from the official code: clipping is by norm, noise does not depend on the length, and examples are laid end
 to end and split at `seq_len`, so that nothing is padding (a row may see the end of the example before its own).
 """
@@ -21,7 +22,11 @@ to end and split at `seq_len`, so that nothing is padding (a row may see the end
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +38,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import _path  # finds the project
+import eagle3_training
 import train_demo
 from decode import Engine, Session, common_prefix, with_cycles
-from drafters import RootOnly
+from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleHead, load_head
 from generate import generate
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
@@ -58,11 +64,19 @@ from options import (
 INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 ALPHAS = 5  # chain steps that are evaluated
+LABELS = {"regression": "SmoothL1 of features", "entropy": "cross-entropy (nats)"}
+
+
+ONLY = {  # options that only some versions of a head have
+    1: ("inputs", "noise", "feature_weight", "token_weight"),
+    3: ("draft_vocab",),
+}
 
 
 @dataclass
 class TrainConfig:
     checkpoint: str = option(DEMO, "the target")
+    version: int = option(1, "of the head: 1, which is 2 as well, or 3", (1, 3))
     out: str = option("checkpoints/head", "directory to write, official layout; holds the resume state while training")
     data: str = option("demo", "comma-separated JSONL files, or demo")
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
@@ -82,6 +96,8 @@ class TrainConfig:
     noise: float = option(0.1, "features get U(-noise, noise)")
     feature_weight: float = option(1.0, "of SmoothL1 between features")
     token_weight: float = option(0.1, "of the soft cross-entropy")
+    draft_vocab: int = option(32000, "tokens that a head of version 3 drafts: the most frequent; at most all")
+    cache_features: bool = option(False, "keep the target's features of an epoch on disk, in --out, while training")
     ffn_dim: int = option(0, "of the head's layer; 0: the target's")
     kv_heads: int = option(0, "of the head's layer; 0: the target's")
     init: str = option("random", "random, feature (fc starts as the identity on the feature), or a head's directory")
@@ -94,9 +110,23 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work."""
-        for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_prompts", "answer_tokens"):
+        for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_prompts", "answer_tokens", "draft_vocab"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
+        for version, names in ONLY.items():
+            for name in names if version != self.version else ():
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    raise ValueError(f"--{name} belongs to heads of version {version}; leave it out")
+        if self.version == 3 and self.seq_len <= eagle3_training.STEPS:
+            rule = f"--seq_len must be more than the {eagle3_training.STEPS} steps of training-time test"
+            raise ValueError(f"{rule}; it is {self.seq_len}")
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The names of the losses in the curve, and their weights."""
+        if self.version == 3:
+            return {f"entropy {s}": weight for s, weight in enumerate(eagle3_training.WEIGHTS)}
+        return {"regression": self.feature_weight, "entropy": self.token_weight}
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -255,26 +285,84 @@ def target_answers(dialogues: list[Dialogue], engine: Engine, config: TrainConfi
 
 
 def batches(examples: list[Example], config: TrainConfig, skip: int):
-    """Endless shuffled batches: ids and mask, [B, T] each. Short examples are laid end to end, so nothing is padding.
+    """Endless shuffled batches: ids and mask, [B, T] each, and the batch's number within its epoch.
 
+    Short examples are laid end to end, so nothing is padding. With `--cache_features` every epoch has the same batches.
     skip: batches to pass over, to resume
     """
     size = config.batch_size * config.seq_len
     epoch = 0
     while True:
-        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed * 1000 + epoch))
+        seed = config.seed * 1000
+        generator = torch.Generator().manual_seed(seed if config.cache_features else seed + epoch)
+        order = torch.randperm(len(examples), generator=generator)
         ids = torch.tensor([i for e in order for i in examples[e].ids])
         mask = torch.tensor([m for e in order for m in examples[e].mask])
         if len(ids) < size:
             raise ValueError(
                 f"the data hold {len(ids)} tokens, one batch needs {size}; lower --batch_size or --seq_len"
             )
-        for first in range(0, len(ids) - size + 1, size):
+        numbers = torch.arange(len(ids) // size)
+        if config.cache_features and epoch:
+            numbers = torch.randperm(len(numbers), generator=generator.manual_seed(seed + epoch))
+        for number in numbers.tolist():
             if skip > 0:
                 skip -= 1
                 continue
-            yield tuple(x[first : first + size].view(config.batch_size, config.seq_len) for x in (ids, mask))
+            part = slice(number * size, (number + 1) * size)
+            yield *(x[part].view(config.batch_size, config.seq_len) for x in (ids, mask)), number
         epoch += 1
+
+
+class Features:
+    """The target's features of every batch, with the head's taps, from the disk if it keeps them."""
+
+    def __init__(self, config: TrainConfig, target: Transformer, head: EagleHead, examples: list[Example], done: int):
+        """done: steps before this run, whose batches a file may hold. Raises: ValueError for a cache that cannot be."""
+        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, taps=head.taps))
+        self.steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
+        self.kept, self.filled = None, set()
+        if not config.cache_features:
+            return
+        count = sum(len(e.ids) for e in examples) // (config.batch_size * config.seq_len)
+        if config.steps <= count:
+            short = f"--cache_features: {config.steps} steps are not an epoch ({count}), so no batch comes twice"
+            raise ValueError(f"{short}; leave it out")
+        width, dtype, file = (1 + len(head.taps)) * target.config.dim, DTYPES[config.dtype], self.file(config)
+        shape = (count, config.batch_size, config.seq_len, width)
+        size = math.prod(shape) * dtype.itemsize
+        print(f"features: {' x '.join(map(str, shape))} in {config.dtype}, {size / 1e9:.2f} GB, in {file}")
+        if file.is_file() and file.stat().st_size == size:
+            self.filled = set(range(min(done, count)))
+        else:
+            reserve(file, size)
+        self.kept = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+    @staticmethod
+    def file(config: TrainConfig) -> Path:
+        """Where they are kept; the file goes at the end of training."""
+        return Path(config.out) / "features.bin"
+
+    @torch.no_grad()
+    def of(self, tokens: Tensor, number: int) -> Tensor:
+        """tokens: [B, T], batch `number` of its epoch. Writes: the file. Returns: [B, T, (1 + taps) F]."""
+        if self.kept is None:
+            return self.look(tokens, self.steps)
+        if number not in self.filled:
+            self.kept[number] = self.look(tokens, self.steps).to(self.kept)
+            self.filled.add(number)
+        return self.kept[number].to(tokens.device)
+
+
+def reserve(file: Path, size: int) -> None:
+    """Make a file of `size` bytes whose blocks exist. Raises: ValueError when the disk has no room for it."""
+    file.unlink(missing_ok=True)
+    free = shutil.disk_usage(file.parent).free
+    if size > free - 1e9:
+        room = f"--cache_features: {size / 1e9:.2f} GB do not fit beside {file.parent}, {free / 1e9:.2f} GB are free"
+        raise ValueError(f"{room} (1 GB stays free); leave it out, and they are computed as they are needed")
+    with open(file, "wb") as out:
+        os.posix_fallocate(out.fileno(), 0, size)  # a disk that fills up later must not break the mapping
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -313,6 +401,23 @@ def eagle_loss(
     return (regression * rows).sum() / count, (entropy * rows).sum() / count
 
 
+def losses_of(config: TrainConfig, head: EagleHead, target: Transformer) -> Callable[..., tuple[Tensor, ...]]:
+    """What a step minimises: (tokens, mask, features), the step's number -> `config.losses`."""
+    if config.version == 3:
+        compiled = torch.compile(eagle3_training.unrolled_losses)
+        embedding, lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
+        return lambda batch, step: compiled(head, target, batch, embedding, lm_head)
+    compiled, generator = torch.compile(eagle_loss), torch.Generator(config.device)
+
+    def losses(batch: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[Tensor, ...]:
+        features = batch[2]
+        generator.manual_seed(config.seed * 1_000_003 + step)  # a resumed run sees the same noise
+        uniform = torch.rand(features[:, 1:].shape, generator=generator, device=config.device)
+        return compiled(head, target, batch, ((uniform * 2 - 1) * config.noise).to(features.dtype), config.inputs)
+
+    return losses
+
+
 # ------------------------------------------------------------------------------------------ evaluation
 
 
@@ -337,9 +442,11 @@ class Chains:
         self.head, self.target, self.tokens, self.kind = head, target, tokens, kind
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
-        self.features = target(tokens, steps[None])
-        dtype = head.fc.weight.dtype  # the target's may be another
-        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), dtype, str(tokens.device))
+        self.features = target(tokens, steps[None], taps=head.taps)
+        self.embedding, self.lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
+        self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
+        self.dtype = head.layers[0].attention.wo.weight.dtype  # the target's may be another
+        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device))
 
     def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
         """Run drafting step `s` for all T-2 starts. features: [1, R, F]; drafted, before: [1, R] tokens."""
@@ -349,19 +456,21 @@ class Chains:
         own = torch.eye(R, dtype=torch.bool, device=drafted.device)
         mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # true rows up to here, own predicted rows
         window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
-        inputs = row_inputs(self.kind, self.target.embedding(drafted), features, self.target.embedding(before))
-        inputs = (x.to(self.head.fc.weight.dtype) for x in inputs)
+        inputs = row_inputs(self.kind, self.embedding(drafted), features, self.embedding(before))
+        inputs = (x.to(self.dtype) for x in inputs)
         return self.head(*inputs, rows[None] + s, self.cache, window).to(features.dtype)
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
-        """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; logits of every step."""
+        """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; every step's logits."""
         x = self.tokens
         R = x.shape[1] - 1 - ALPHAS  # starts whose whole chain has a truth
         features, drafted, before, ok, logits = self.features[:, :R], x[:, 1 : R + 1], x[:, :R], [], []
+        if self.head.taps:
+            features = self.head.fuse(features.to(self.dtype))
         for s in range(ALPHAS):
             features = self.step(s, features, drafted, before)
-            z = self.target.logits(features)  # [1, R, V]
-            before, drafted = drafted, z.argmax(-1)
+            z = self.lm_head(self.head.output_norm(features))  # [1, R, N]
+            before, drafted = drafted, self.vocab.tokens(z.argmax(-1))
             ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
             logits.append(z[0])
         return torch.stack(ok, 1), logits
@@ -393,26 +502,42 @@ def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[in
         R, first = ok.shape[0], max(begin - 2, 0)
         truth = target.logits(chains.features)[0, 1 : R + 1].cpu()  # distribution of the token that step 0 drafts
         noise = -torch.log(-torch.log(torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)))
-        for extra in (0.0, noise):
-            scores, choice = (logits[0].cpu() + extra)[first:], (truth + extra).argmax(-1)[first:]
+        vocab = DraftVocab(chains.vocab.size, chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None)
+        column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1  # [V], -1 for tokens that are never drafted
+        for extra in (torch.zeros_like(noise), noise):
+            choice = column[(truth + extra).argmax(-1)[first:]]
+            scores = (logits[0].cpu() + vocab.columns(extra))[first:]
             for i, c in enumerate(grid):
-                loss[i] += F.cross_entropy(c * scores, choice, reduction="sum")
+                loss[i] += F.cross_entropy(c * scores, choice, reduction="sum", ignore_index=-1)
     return grid[loss.argmin()].item()
 
 
 # -------------------------------------------------------------------------------------------- training
 
 
-def make_head(config: TrainConfig, target: Transformer) -> EagleHead:
-    """A new head shaped like a layer of the target, or an existing one to go on with."""
+def make_head(config: TrainConfig, target: Transformer, examples: list[Example]) -> EagleHead:
+    """A new head shaped like a layer of the target, or an existing one to go on with.
+
+    examples: whose marked tokens choose the draft vocabulary of version 3
+    Raises: ValueError for an existing head that this version's training cannot go on with.
+    """
     if config.init not in ("random", "feature"):
-        head = load_head(Path(config.init), target).float()
-        return head.requires_grad_(True)
+        return existing_head(config, target)
     c = target.config
     ffn, kv = config.ffn_dim or c.ffn_dim, config.kv_heads or c.n_kv_heads
     model = replace(c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False)
     # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
-    head = EagleHead(EagleConfig(replace(model, n_experts=0, experts_per_token=0, rope_scaling=None)))
+    model = replace(model, n_experts=0, experts_per_token=0, rope_scaling=None, qk_norm=False)
+    if config.version == 3:
+        ids = torch.tensor([i for e in examples for i, marked in zip(e.ids, e.mask) if marked])
+        vocab = eagle3_training.frequent_tokens(ids, c.vocab_size, config.draft_vocab)
+        if vocab:
+            share = torch.isin(ids, vocab.ids).float().mean().item()
+            vocab = vocab._replace(ids=vocab.ids.to(config.device))
+            print(f"the head drafts {vocab.kept} of {c.vocab_size} tokens, {100 * share:.2f} % of those trained on")
+        head = eagle3_training.new_head(model, target, vocab, config.init == "feature")
+        return head.to(target.embedding.weight.device)
+    head = EagleHead(EagleConfig(model))
     if config.init == "feature":
         with torch.no_grad():
             head.fc.weight.normal_(std=0.02)
@@ -421,10 +546,30 @@ def make_head(config: TrainConfig, target: Transformer) -> EagleHead:
     return head.to(target.embedding.weight.device)
 
 
+def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
+    """The head in `config.init`. Raises: ValueError for one of the other version, or that has no official layout."""
+    head = load_head(Path(config.init), target).float()
+    three = head.config.three
+    version = 3 if three else 1
+    if version != config.version:
+        raise ValueError(f"--init: {config.init} is a head of version {version}; train it with --version {version}")
+    if config.draft_vocab != TrainConfig.draft_vocab:
+        raise ValueError(f"--draft_vocab: {config.init} has a draft vocabulary already; leave it out")
+    if three and three.last_norm == "fed":
+        raise ValueError(f"--init: {config.init} feeds back its normed output, which the official layout cannot say")
+    if three and three.lm_head:  # one that was tied to an embedding is trained, and written, by itself
+        head.config = replace(head.config, three=replace(three, lm_head="lm_head.weight"))
+    head.requires_grad_(True)
+    if head.embedding is not None:
+        head.embedding.requires_grad_(False)
+    return head
+
+
 def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     """Write the official layout: config.json and model.safetensors."""
     out, c = Path(config.out), head.config.model
     tensors = export_weights(head, head_names(head.config), c, DTYPES[config.dtype])
+    further, mapping = eagle3_training.layout_of(head) if head.config.three else ({"draft_inputs": config.inputs}, {})
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "num_hidden_layers": c.n_layers,
@@ -434,15 +579,15 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "max_position_embeddings": c.max_context, "bos_token_id": c.bos_id, "eos_token_id": next(iter(c.eos_ids), None),
         "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": head.config.fc_bias,
         "qkv_bias": c.qkv_bias,
-        "draft_sharpness": head.config.sharpness, "draft_inputs": config.inputs,
+        "draft_sharpness": head.config.sharpness, **further,
     }  # fmt: skip
-    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    replace_file(out / "model.safetensors", lambda p: save_file(tensors | mapping, p, metadata={"format": "pt"}))
     write_text(str(out / "config.json"), json.dumps(raw, indent=2))
     write_text(str(out / "training.json"), json.dumps(info, indent=1))
-    replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], p))
+    replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
 
 
-def plot_curve(curve: list[dict], path: Path) -> None:
+def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     """Draw the losses, and alpha and tau, against steps."""
     import matplotlib
 
@@ -451,8 +596,12 @@ def plot_curve(curve: list[dict], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     steps = [row["step"] for row in curve]
-    left.plot(steps, [row["regression"] for row in curve], label="SmoothL1 of features")
-    left.plot(steps, [row["entropy"] for row in curve], label="cross-entropy (nats)")
+    for name in losses:
+        left.plot(
+            steps,
+            [row[name] for row in curve],
+            label=LABELS.get(name, f"cross-entropy, step {name.split()[-1]} (nats)"),
+        )
     left.set(xlabel="step", title="training loss", yscale="log")
     for n in range(ALPHAS):
         right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
@@ -509,50 +658,49 @@ def train(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)
     target = load_model(Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device)
     examples, sequences = prepare(config, target)
-    head = make_head(config, target)
-    optimizers = train_demo.make_optimizers(head, config, lambda name: True)
+    head = make_head(config, target, examples)
+    optimizers = train_demo.make_optimizers(head, config, lambda name: not name.startswith("lm_head"))
     schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in head.parameters()), "curve": []}
     first, began = 0, time.time()
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype])
-    look, loss_of = torch.compile(lambda tokens, steps: target(tokens, steps)), torch.compile(eagle_loss)
-    steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
-    generator = torch.Generator(config.device)
-    feed, recent = batches(examples, config, first), []
+    features, losses = Features(config, target, head, examples, first), losses_of(config, head, target)
+    weights = torch.tensor(list(config.losses.values()), device=config.device)
+    feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):
         schedule.set(step)
-        tokens, mask = (x.to(config.device) for x in next(feed))
+        *batch, number = next(feed)
+        tokens, mask = (x.to(config.device) for x in batch)
         with autocast:
-            with torch.no_grad():
-                features = look(tokens, steps)
-            generator.manual_seed(config.seed * 1_000_003 + step)  # a resumed run sees the same noise
-            uniform = torch.rand(features[:, 1:].shape, generator=generator, device=config.device)
-            noise = ((uniform * 2 - 1) * config.noise).to(features.dtype)
-            regression, entropy = loss_of(head, target, (tokens, mask, features), noise, config.inputs)
-        (config.feature_weight * regression + config.token_weight * entropy).backward()
+            found = torch.stack(losses((tokens, mask, features.of(tokens, number)), step))
+        (found * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), config.clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        recent.append((regression.item(), entropy.item()))
+        recent.append(found.detach())
         done = step + 1
         if done % config.eval_every == 0 or done == config.steps:
-            each = torch.tensor(recent).mean(0).tolist()
+            cpu += time.process_time() - mark
+            each = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
-            row = {"step": done, "regression": each[0], "entropy": each[1], "seconds": time.time() - began}
+            row = {"step": done, **each, "seconds": time.time() - began, "cpu_s": cpu}
             row |= evaluate(head, target, sequences, config.inputs)
             info["curve"].append(row)
+            told = ", ".join(f"{name} {value:.3f}" for name, value in each.items())
             alphas = " ".join(f"{a:.3f}" for a in row["alpha"])
-            tqdm.write(f"step {done}: SmoothL1 {each[0]:.4f}, CE {each[1]:.3f}; alpha {alphas}; tau {row['tau']:.3f}")
+            tqdm.write(f"step {done}: {told}; alpha {alphas}; tau {row['tau']:.3f}")
             train_demo.save_state(state_file, head, optimizers, done, info["curve"])
             if done == config.steps:
                 sharpness = fit_sharpness(head, target, sequences, config.inputs)
                 head.config = replace(head.config, sharpness=sharpness)
                 tqdm.write(f"sharpness {sharpness}")
             save_head(head, config, info)
-    state_file.unlink(missing_ok=True)
+            mark = time.process_time()
+    for file in (state_file, Features.file(config)):
+        file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 
 

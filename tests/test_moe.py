@@ -550,7 +550,7 @@ def test_bf16_experts_decode_exactly(temperature):
 
 def test_a_head_does_not_take_over_the_targets_experts():
     target = golden_target("models/target_mixtral")
-    head = train_eagle.make_head(train_eagle.TrainConfig(), target)
+    head = train_eagle.make_head(train_eagle.TrainConfig(), target, [])
     assert target.config.n_experts == 4 and head.config.model.n_experts == 0
     assert head.config.model.ffn_dim == target.config.ffn_dim
     loaded = golden_head("models/head_eagle12_mixtral", target)

@@ -41,7 +41,7 @@ def pair(tmp_path_factory):
     shutil.copyfile(Path(DEMO, "tokenizer.model"), out / "tokenizer.model")
     settings = train_eagle.TrainConfig(checkpoint=str(out), out=f"{out}-eagle", init="feature")
     Path(settings.out).mkdir()
-    train_eagle.save_head(train_eagle.make_head(settings, model), settings, {"curve": []})
+    train_eagle.save_head(train_eagle.make_head(settings, model, []), settings, {"curve": []})
     return out
 
 
