@@ -9,8 +9,8 @@
 4. The draft vocabulary is made of the most frequent tokens among those that are trained on.
 
 Sources: EAGLE-3 (arXiv 2503.01840), section 3; weights, masks, positions and normaliser are the official code's.
-Difference: the official code pads a sequence's end with zeros, and a last marked row may learn a uniform distribution
-there; here the rows of a step end with the text.
+Difference: past the end of a sequence the official code's target is uniform, and a last marked row may learn it; here
+rows without a truth do not count.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import _path  # noqa: F401  (finds the project)
@@ -38,34 +39,33 @@ WEIGHTS = tuple(0.8**s for s in range(STEPS))  # of their losses
 class Past(NamedTuple):
     """Keys and values of the steps so far, where decoding has a cache. A step appends to them."""
 
-    k: tuple[list[Tensor], ...]  # n_layers x (a step each) [B, Hkv, R, E]
+    k: tuple[list[Tensor], ...]  # n_layers x (a step each) [B, Hkv, 1, T, E]
     v: tuple[list[Tensor], ...]
 
 
 def attend(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]):
     """A step's attention: causal over the keys of step 0, and to the row's own keys of the later steps.
 
-    x: [B, R, F]. Writes: appends to keys and values. Returns: [B, R, F].
+    x: [B, T, F]. Writes: appends to keys and values. Returns: [B, T, F].
     """
-    R = x.shape[1]
-    qkv = attention.project(x)  # [B, R, H + 2 Hkv, E]
+    T = x.shape[1]
+    qkv = attention.project(x)  # [B, T, H + 2 Hkv, E]
     q, k = rotary(qkv, rope, attention.heads, attention.kv_heads)
-    keys.append(k.transpose(1, 2))
-    values.append(qkv[:, :, -attention.kv_heads :].transpose(1, 2))
-    q = q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1)) * attention.head_dim**-0.5  # [B, Hkv, H / Hkv, R, E]
-    seen_k, seen_v = ([t[:, :, None, :R] for t in past] for past in (keys, values))  # [B, Hkv, 1, R, E] each
-    hidden = torch.ones(R, R, dtype=torch.bool, device=x.device).triu(1)
-    scores = [(q @ seen_k[0].mT).float().masked_fill(hidden, -torch.inf)]  # [B, Hkv, H / Hkv, R, R]
-    scores += [(q * own).sum(-1, keepdim=True).float() for own in seen_k[1:]]
-    share = torch.cat(scores, -1).softmax(-1).to(qkv.dtype)  # [B, Hkv, H / Hkv, R, R + s]
-    y = share[..., :R] @ seen_v[0]
-    for i, own in enumerate(seen_v[1:]):
-        y = y + share[..., R + i, None] * own
+    keys.append(k.transpose(1, 2).unsqueeze(2))
+    values.append(qkv[:, :, -attention.kv_heads :].transpose(1, 2).unsqueeze(2))
+    q = q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1)) * attention.head_dim**-0.5  # [B, Hkv, H / Hkv, T, E]
+    later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+    scores = [(q @ keys[0].mT).float().masked_fill(later, -torch.inf)]  # [B, Hkv, H / Hkv, T, T]
+    scores += [(q * own).sum(-1, keepdim=True).float() for own in keys[1:]]
+    share = torch.cat(scores, -1).softmax(-1).to(qkv.dtype)  # [B, Hkv, H / Hkv, T, T + s]
+    y = share[..., :T] @ values[0]
+    for i, own in enumerate(values[1:]):
+        y = y + share[..., T + i, None] * own
     return attention.wo(y.flatten(1, 2).transpose(1, 2).flatten(2))
 
 
 def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, past: Past) -> Tensor:
-    """Run step `s` of R rows. embedded, hidden: [B, R, F]. Writes: appends to `past`. Returns: outputs, [B, R, F]."""
+    """Run step `s` of all rows. embedded, hidden: [B, T, F]. Writes: appends to `past`. Returns: outputs, [B, T, F]."""
 
     def block_of(block, x, h, after, rope, kv, window):  # what Block.forward does, with the attention above
         x, h = block.ffn_norm.add(x, attend(block.attention, h, rope, *kv))
@@ -88,18 +88,19 @@ def unrolled_losses(
     T, vocab = tokens.shape[1], head.vocab or DraftVocab(target.config.vocab_size)
     with torch.no_grad():
         z = target.logits(features)  # [B, T, V]
-        p = vocab.columns(z).softmax(-1)  # [B, T, N]
         drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()  # [V], the official t2d
-        known = drafted[z.argmax(-1)]  # [B, T]
-        rows = embedding(tokens)
+        # past the end there is no truth, and nothing counts
+        known = F.pad(drafted[z.argmax(-1)], (0, STEPS))  # [B, T + STEPS]
+        p = F.pad(vocab.columns(z).softmax(-1), (0, 0, 0, STEPS))  # [B, T + STEPS, N]
+        mask, rows = F.pad(mask, (0, STEPS)), embedding(F.pad(tokens, (0, STEPS)))
     hidden, losses = head.fuse(features), []
     past = Past(*(tuple([] for _ in head.layers) for _ in range(2)))
     for s in range(STEPS):
-        R = T - 1 - s  # rows whose next token is in the text
-        hidden = unrolled_step(head, rows[:, 1 + s :], hidden[:, :R], s, past)  # [B, R, F]
-        log_q = lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, R, N]
-        entropy = -(p[:, 1 + s :] * log_q).sum(-1)
-        losses.append((entropy * (mask[:, s : s + R] & known[:, 1 + s :])).sum() / tokens.numel())
+        here, ahead = slice(s, s + T), slice(1 + s, 1 + s + T)
+        hidden = unrolled_step(head, rows[:, ahead], hidden, s, past)  # [B, T, F]
+        log_q = lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
+        entropy = -(p[:, ahead] * log_q).sum(-1)
+        losses.append((entropy * (mask[:, here] & known[:, ahead])).sum() / tokens.numel())
     return tuple(losses)
 
 

@@ -1,0 +1,232 @@
+"""Training of heads of version 3: training-time test against chains fed one token at a time, its loss against the plain
+formula, the draft vocabulary, the official layout, resume, and features kept on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import eagle3_training
+import train_eagle
+from draft_tree import StaticTree
+from drafters import DraftVocab, RootOnly
+from eagle3_training import STEPS, WEIGHTS, default_taps, frequent_tokens, unrolled_losses
+from eagle_draft import EagleDrafter, load_head
+from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
+from model import KVCache, causal_window
+from sampling import Sampling
+from train_eagle import Example, TrainConfig, evaluate
+
+TARGET = "models/target_llama31_gqa8"
+HEAD = "models/head_eagle3"
+
+
+def target():
+    return golden_target(TARGET)
+
+
+def chain_outputs(head, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
+    """What the head says at the nodes of a chain from row t that drafts the text itself, one token at a time, as in
+    decoding: [F] for every step. features: [1, T, (1 + taps) F]; tokens: [1, T].
+    """
+    cache, outs = KVCache.empty(head.config.model, 1, t + 1 + STEPS, torch.float32, "cpu"), []
+    fused = head.fuse(features)
+    for j in range(min(t + STEPS, tokens.shape[1] - 1)):
+        hidden = fused[:, j : j + 1] if j <= t else outs[-1]
+        row = head(target().embedding(tokens[:, j + 1 : j + 2]), hidden, torch.tensor([[j]]), cache,
+                   causal_window(torch.tensor([j]), 1))  # fmt: skip
+        outs += [row] if j >= t else []
+    return [out[0, 0] for out in outs]
+
+
+def test_training_time_test_is_chains_fed_one_token_at_a_time():
+    """Masks and positions: every step of every row is what decoding computes there. The loss: the plain formula."""
+    head, T = golden_head(HEAD, target()), 12
+    g = torch.Generator().manual_seed(0)
+    tokens, mask = torch.randint(0, 128, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
+    features = target()(tokens, torch.arange(T).expand(2, -1), taps=head.taps)
+    losses = unrolled_losses(head, target(), (tokens, mask, features), target().embedding, head.lm_head)
+    drafted, expected, counted = head.vocab.ids.tolist(), [0.0] * STEPS, 0
+    for b in range(2):
+        z = target().logits(features[b])  # [T, V]
+        for t in range(T - 1):
+            for s, out in enumerate(chain_outputs(head, features[b : b + 1], tokens[b : b + 1], t)):
+                p, log_q = z[t + 1 + s, drafted].softmax(-1), head.lm_head(head.output_norm(out)).log_softmax(-1)
+                if mask[b, t + s] and int(z[t + 1 + s].argmax()) in drafted:
+                    expected[s] -= float(p @ log_q) / (2 * T)
+                    counted += 1
+    assert 0 < counted < 2 * sum(T - 1 - s for s in range(STEPS)), "some rows count and some do not"
+    assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-5)
+    assert pytest.approx([0.8**s for s in range(7)]) == WEIGHTS
+
+
+def test_the_draft_vocabulary_is_what_is_trained_on_most():
+    ids = torch.tensor([5, 5, 5, 2, 2, 9, 9, 7, 0])
+    assert frequent_tokens(ids, 12, 3).ids.tolist() == [2, 5, 9]
+    assert frequent_tokens(ids, 12, 5).ids.tolist() == [0, 2, 5, 7, 9], "of equals the lowest"
+    assert frequent_tokens(ids, 12, 12) is None
+    head = eagle3_training.new_head(
+        golden_head(HEAD, target()).config.model, target(), DraftVocab(128, ids[[3, 5]]), True
+    )
+    keys, mapping = eagle3_training.layout_of(head)
+    assert keys == {"draft_vocab_size": 2, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    assert mapping["d2t"].tolist() == [2, 8] and mapping["t2d"].nonzero().flatten().tolist() == [2, 9]
+    assert torch.equal(head.lm_head.weight, target().lm_head.weight[[2, 9]])
+
+
+def test_taps_of_a_new_head():
+    assert default_taps(32) == (2, 16, 29) and default_taps(8) == (2, 4, 5)
+    assert default_taps(6) == (2, 3) and default_taps(2) == (1, 2), "a small target has fewer"
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+COMMON = {
+    "checkpoint": str(GOLDEN / TARGET), "version": 3, "batch_size": 4, "seq_len": 24, "lr": 3e-3, "warmup": 2,
+    "draft_vocab": 100, "init": "feature", "weight_decay": 0.0, "dtype": "float32", "device": "cpu",
+}  # fmt: skip
+
+
+@cache
+def written() -> tuple[list[Example], list[tuple[int, list[int]]]]:
+    """What the target has written itself: examples at T = 1, sequences to evaluate with at T = 0."""
+    prompts = [[5 + i, 17, 3] for i in range(16)]
+    sampled = decode(engine_for(target(), RootOnly(), batch_size=16, temperature=1.0, max_new_tokens=60), *prompts)
+    greedy = decode(engine_for(target(), RootOnly(), batch_size=2, max_new_tokens=40), *prompts[:2])
+    examples = [Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled.history]
+    return examples, [(3, ids) for ids in greedy.history]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No compilation, and no corpus to read."""
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(train_eagle, "prepare", prepared)
+
+
+def prepared(config, target):
+    train_eagle.Path(config.out).mkdir(parents=True, exist_ok=True)
+    return written()
+
+
+def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_path):
+    config = TrainConfig(out=str(tmp_path), steps=120, eval_every=60, **COMMON)
+    torch.manual_seed(0)
+    fresh = train_eagle.make_head(config, target(), written()[0])
+    before = evaluate(fresh, target(), written()[1], config.inputs)["tau"]
+    train_eagle.train(config)
+    info, raw = (json.loads((tmp_path / name).read_text()) for name in ("training.json", "config.json"))
+    assert [row["step"] for row in info["curve"]] == [60, 120]
+    first, last = info["curve"]
+    assert all(last[f"entropy {s}"] < first[f"entropy {s}"] for s in range(STEPS))
+    assert last["tau"] > before + 0.5
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == set(load_file(GOLDEN / HEAD / "model.safetensors"))
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert torch.equal(torch.arange(100) + tensors["d2t"], tensors["t2d"].nonzero().flatten())
+    assert raw["draft_vocab_size"] == 100 and (tmp_path / "curve.png").is_file()
+    head = load_head(tmp_path, target())
+    assert head.taps == (2, 4, 5) and head.vocab.kept == 100 and head.config.sharpness >= 1
+    tau = evaluate(head, target(), written()[1], config.inputs)["tau"]
+    assert tau == pytest.approx(last["tau"], abs=1e-3)
+    drafter = EagleDrafter(head, target(), StaticTree.chain(5), Sampling())
+    drafted, plain = (decode(engine_for(target(), d, max_new_tokens=40), [5, 17, 3]) for d in (drafter, RootOnly()))
+    assert drafted.history == plain.history
+    again = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=32000), target(), [])
+    for name, value in head.named_parameters():
+        assert torch.equal(again.get_parameter(name), value) and again.get_parameter(name).requires_grad, name
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_resume_with_features_on_disk_gives_the_same_head(version, quick, tmp_path, monkeypatch):
+    """Killed in the second epoch and resumed, with and without the file, as an unbroken run: 8 batches, 14 steps."""
+    common = {k: v for k, v in COMMON.items() if version == 3 or k != "draft_vocab"}
+    common |= {"version": version, "steps": 14, "eval_every": 11, "cache_features": True}
+    looks, of = [], train_eagle.Features.of
+
+    def counted(self, tokens, number):
+        looks.append(number in self.filled)
+        return of(self, tokens, number)
+
+    monkeypatch.setattr(train_eagle.Features, "of", counted)
+    train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), **common))
+    assert looks == [False] * 8 + [True] * 6
+    save_head = train_eagle.save_head
+    for name in ("cut", "lost"):
+
+        def stop(*args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(train_eagle, "save_head", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_eagle.train(TrainConfig(out=str(tmp_path / name), **common))
+        monkeypatch.setattr(train_eagle, "save_head", save_head)
+        if name == "lost":
+            (tmp_path / name / "features.bin").unlink()
+        looks.clear()
+        train_eagle.train(TrainConfig(out=str(tmp_path / name), resume=True, **common))
+        assert looks == [name == "cut"] * 3
+    whole, *resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut", "lost"))
+    for tensors in resumed:
+        for name, value in whole.items():
+            torch.testing.assert_close(tensors[name], value)
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
+        "config.json", "curve.png", "model.safetensors", "training.json",
+    ]  # fmt: skip
+
+
+def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
+    config = TrainConfig(out=str(tmp_path), steps=14, cache_features=True, **COMMON)
+    head = golden_head(HEAD, target())
+    features = train_eagle.Features(config, target(), head, written()[0], 0)
+    feed = train_eagle.batches(written()[0], config, 0)
+    plain = train_eagle.batches(written()[0], replace(config, cache_features=False), 0)
+    first = [next(feed) for _ in range(8)]
+    for tokens, mask, number in first:
+        same, marks, _ = next(plain)
+        assert torch.equal(tokens, same) and torch.equal(mask, marks), "the first epoch is that without a cache"
+        computed = target()(tokens, torch.arange(24).expand(4, -1), taps=head.taps)
+        for _ in range(2):
+            assert torch.equal(features.of(tokens, number), computed)
+    later = [next(feed) for _ in range(8)]
+    assert sorted(number for *_, number in later) == list(range(8)) != [number for *_, number in later]
+    assert all(torch.equal(tokens, first[number][0]) for tokens, _, number in later)
+
+
+# -------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"noise": 0.2}, "--noise belongs to heads of version 1"),
+        ({"inputs": "token"}, "--inputs belongs to heads of version 1"),
+        ({"version": 1}, "--draft_vocab belongs to heads of version 3"),
+        ({"init": str(GOLDEN / "models/head_eagle12_mha"), "draft_vocab": 32000, "checkpoint": str(GOLDEN / "models/target_llama_mha")},
+         "is a head of version 1; train it with --version 1"),
+        ({"init": str(GOLDEN / HEAD), "draft_vocab": 32000, "version": 1}, "is a head of version 3; train it with --version 3"),
+        ({"init": str(GOLDEN / HEAD)}, "has a draft vocabulary already"),
+        ({"cache_features": True, "steps": 8}, "8 steps are not an epoch"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(options, message, quick, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        train_eagle.train(TrainConfig(**{"out": str(tmp_path), **COMMON, **options}))
+    assert "\n" not in str(error.value)
+
+
+def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_eagle.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000}))
+    config = TrainConfig(out=str(tmp_path), steps=14, cache_features=True, **COMMON)
+    with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free .* leave it out"):
+        train_eagle.train(config)
+    assert "features: 8 x 4 x 24 x 256 in float32" in capsys.readouterr().out
+    assert not (tmp_path / "features.bin").exists()
