@@ -662,7 +662,7 @@ def train(config: TrainConfig) -> None:
     first, began = 0, time.time()
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
-    autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype])
+    autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32")
     features, losses = Features(config, target, head, examples, first), losses_of(config, head, target)
     weights = torch.tensor(list(config.losses.values()), device=config.device)
     feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
