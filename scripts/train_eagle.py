@@ -22,9 +22,6 @@ to end and split at `seq_len`, so that nothing is padding (a row may see the end
 from __future__ import annotations
 
 import json
-import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -41,14 +38,16 @@ import _path  # finds the project
 import eagle3_training
 import train_demo
 from decode import Engine, Session, common_prefix, with_cycles
-from drafters import DraftVocab, RootOnly
+from drafters import RootOnly
+from eagle_chains import ALPHAS, INPUTS, evaluate, fit_sharpness, row_inputs
 from eagle_draft import EagleHead, load_head
+from features import Features
 from generate import generate
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import DRAFT_INPUTS, EagleConfig, head_names
+from hf.heads import EagleConfig, head_names
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
-from model import DTYPES, KVCache, Transformer, Window
+from model import DTYPES, Transformer
 from options import (
     DEMO,
     GenerateConfig,
@@ -61,12 +60,8 @@ from options import (
     write_text,
 )
 
-INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-ALPHAS = 5  # chain steps that are evaluated
 LABELS = {"regression": "SmoothL1 of features", "entropy": "cross-entropy (nats)"}
-
-
 ONLY = {  # options that only some versions of a head have
     1: ("inputs", "noise", "feature_weight", "token_weight"),
     3: ("draft_vocab",),
@@ -311,69 +306,7 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
         epoch += 1
 
 
-class Features:
-    """The target's features of every batch, with the head's taps, from the disk if it keeps them."""
-
-    def __init__(self, config: TrainConfig, target: Transformer, head: EagleHead, examples: list[Example], done: int):
-        """done: steps before this run, whose batches a file may hold. Raises: ValueError for a cache that cannot be."""
-        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, taps=head.taps))
-        self.steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
-        self.kept, self.filled = None, set()
-        if not config.cache_features:
-            return
-        count = sum(len(e.ids) for e in examples) // (config.batch_size * config.seq_len)
-        if config.steps <= count:
-            short = f"--cache_features: {config.steps} steps are not an epoch ({count}), so no batch comes twice"
-            raise ValueError(f"{short}; leave it out")
-        width, dtype, file = (1 + len(head.taps)) * target.config.dim, DTYPES[config.dtype], self.file(config)
-        shape = (count, config.batch_size, config.seq_len, width)
-        size = math.prod(shape) * dtype.itemsize
-        print(f"features: {' x '.join(map(str, shape))} in {config.dtype}, {size / 1e9:.2f} GB, in {file}")
-        if file.is_file() and file.stat().st_size == size:
-            self.filled = set(range(min(done, count)))
-        else:
-            reserve(file, size)
-        self.kept = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
-
-    @staticmethod
-    def file(config: TrainConfig) -> Path:
-        """Where they are kept; the file goes at the end of training."""
-        return Path(config.out) / "features.bin"
-
-    @torch.no_grad()
-    def of(self, tokens: Tensor, number: int) -> Tensor:
-        """tokens: [B, T], batch `number` of its epoch. Writes: the file. Returns: [B, T, (1 + taps) F]."""
-        if self.kept is None:
-            return self.look(tokens, self.steps)
-        if number not in self.filled:
-            self.kept[number] = self.look(tokens, self.steps).to(self.kept)
-            self.filled.add(number)
-        return self.kept[number].to(tokens.device)
-
-
-def reserve(file: Path, size: int) -> None:
-    """Make a file of `size` bytes whose blocks exist. Raises: ValueError when the disk has no room for it."""
-    file.unlink(missing_ok=True)
-    free = shutil.disk_usage(file.parent).free
-    if size > free - 1e9:
-        room = f"--cache_features: {size / 1e9:.2f} GB do not fit beside {file.parent}, {free / 1e9:.2f} GB are free"
-        raise ValueError(f"{room} (1 GB stays free); leave it out, and they are computed as they are needed")
-    with open(file, "wb") as out:
-        os.posix_fallocate(out.fileno(), 0, size)  # a disk that fills up later must not break the mapping
-
-
 # ------------------------------------------------------------------------------------------------ loss
-
-
-def row_inputs(kind: str, embedded: Tensor, features: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """What a row sees. embedded: of x_{t+1}; before: of x_t; all [B, T, F]. Source: EAGLE-1 figure 8."""
-    if kind == "feature&unshifted":
-        return before, features
-    if kind == "token":
-        return embedded, torch.zeros_like(features)
-    if kind == "feature":
-        return torch.zeros_like(embedded), features
-    return embedded, features
 
 
 def eagle_loss(
@@ -413,100 +346,6 @@ def losses_of(config: TrainConfig, head: EagleHead, target: Transformer) -> Call
         return compiled(head, target, batch, ((uniform * 2 - 1) * config.noise).to(features.dtype), config.inputs)
 
     return losses
-
-
-# ------------------------------------------------------------------------------------------ evaluation
-
-
-def own_sequences(engine: Engine, prompts: list[list[int]], length: int) -> list[tuple[int, list[int]]]:
-    """Let the target continue the prompts greedily. Returns: (prompt length, all tokens) each."""
-    size, sequences = engine.config.batch_size, []
-    for first in range(0, len(prompts), size):
-        group = prompts[first : first + size]
-        short = replace(engine, config=replace(engine.config, max_new_tokens=length))
-        session = Session(short, [(first + i, 0) for i in range(len(group))])
-        for _ in session.run(group):
-            pass
-        sequences += [(len(p), session.history[i]) for i, p in enumerate(group)]
-    return sequences
-
-
-class Chains:
-    """Chain drafts from every position of a sequence at once."""
-
-    def __init__(self, head: EagleHead, target: Transformer, tokens: Tensor, kind: str):
-        """tokens: [1, T], written by the target."""
-        self.head, self.target, self.tokens, self.kind = head, target, tokens, kind
-        T = tokens.shape[1]
-        steps = torch.arange(T, device=tokens.device)
-        self.features = target(tokens, steps[None], taps=head.taps)
-        self.embedding, self.lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
-        self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
-        self.dtype = head.layers[0].attention.wo.weight.dtype  # the target's may be another
-        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device))
-
-    def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
-        """Run drafting step `s` for all T-2 starts. features: [1, R, F]; drafted, before: [1, R] tokens."""
-        R = drafted.shape[1]
-        rows = torch.arange(R, device=drafted.device)
-        causal = rows[None] <= rows[:, None]
-        own = torch.eye(R, dtype=torch.bool, device=drafted.device)
-        mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # true rows up to here, own predicted rows
-        window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
-        inputs = row_inputs(self.kind, self.embedding(drafted), features, self.embedding(before))
-        inputs = (x.to(self.dtype) for x in inputs)
-        return self.head(*inputs, rows[None] + s, self.cache, window).to(features.dtype)
-
-    def run(self) -> tuple[Tensor, list[Tensor]]:
-        """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; every step's logits."""
-        x = self.tokens
-        R = x.shape[1] - 1 - ALPHAS  # starts whose whole chain has a truth
-        features, drafted, before, ok, logits = self.features[:, :R], x[:, 1 : R + 1], x[:, :R], [], []
-        if self.head.taps:
-            features = self.head.fuse(features.to(self.dtype))
-        for s in range(ALPHAS):
-            features = self.step(s, features, drafted, before)
-            z = self.lm_head(self.head.output_norm(features))  # [1, R, N]
-            before, drafted = drafted, self.vocab.tokens(z.argmax(-1))
-            ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
-            logits.append(z[0])
-        return torch.stack(ok, 1), logits
-
-
-@torch.no_grad()
-def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str) -> dict:
-    """alpha: n-alpha for n = 0..4; tau: mean accepted tokens + 1 of a chain of five, over all start positions."""
-    tried, hits, lengths = torch.zeros(ALPHAS), torch.zeros(ALPHAS), []
-    for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=target.embedding.weight.device)
-        ok, _ = Chains(head, target, tokens, kind).run()
-        run = ok[max(begin - 2, 0) :].long().cumprod(1).cpu()  # from the first start whose tokens are the target's
-        tried += torch.cat((torch.ones(len(run), 1), run[:, :-1]), 1).sum(0)
-        hits += run.sum(0)
-        lengths.append(run.sum(1).float())
-    return {"alpha": (hits / tried.clamp(min=1)).tolist(), "tau": torch.cat(lengths).mean().item() + 1}
-
-
-@torch.no_grad()
-def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str) -> float:
-    """The c that makes softmax(c * scores) the likeliest to hold the target's choice, at T = 0 and T = 1 alike."""
-    grid = torch.arange(1.0, 4.01, 0.125)
-    loss, generator = torch.zeros(len(grid)), torch.Generator().manual_seed(0)
-    for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=target.embedding.weight.device)
-        chains = Chains(head, target, tokens, kind)
-        ok, logits = chains.run()
-        R, first = ok.shape[0], max(begin - 2, 0)
-        truth = target.logits(chains.features)[0, 1 : R + 1].cpu()  # distribution of the token that step 0 drafts
-        noise = -torch.log(-torch.log(torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)))
-        vocab = DraftVocab(chains.vocab.size, chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None)
-        column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1  # [V], -1 for tokens that are never drafted
-        for extra in (torch.zeros_like(noise), noise):
-            choice = column[(truth + extra).argmax(-1)[first:]]
-            scores = (logits[0].cpu() + vocab.columns(extra))[first:]
-            for i, c in enumerate(grid):
-                loss[i] += F.cross_entropy(c * scores, choice, reduction="sum", ignore_index=-1)
-    return grid[loss.argmin()].item()
 
 
 # -------------------------------------------------------------------------------------------- training
@@ -615,6 +454,19 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     plt.close(figure)
 
 
+def own_sequences(engine: Engine, prompts: list[list[int]], length: int) -> list[tuple[int, list[int]]]:
+    """Let the target continue the prompts greedily. Returns: (prompt length, all tokens) each."""
+    size, sequences = engine.config.batch_size, []
+    for first in range(0, len(prompts), size):
+        group = prompts[first : first + size]
+        short = replace(engine, config=replace(engine.config, max_new_tokens=length))
+        session = Session(short, [(first + i, 0) for i in range(len(group))])
+        for _ in session.run(group):
+            pass
+        sequences += [(len(p), session.history[i]) for i, p in enumerate(group)]
+    return sequences
+
+
 def make_engine(config: TrainConfig, target: Transformer) -> Engine:
     """The target alone, to write sequences."""
     path = Path(config.checkpoint)
@@ -663,7 +515,8 @@ def train(config: TrainConfig) -> None:
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32")
-    features, losses = Features(config, target, head, examples, first), losses_of(config, head, target)
+    per_epoch = sum(len(e.ids) for e in examples) // (config.batch_size * config.seq_len)
+    features, losses = Features(config, target, head.taps, per_epoch), losses_of(config, head, target)
     weights = torch.tensor(list(config.losses.values()), device=config.device)
     feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):

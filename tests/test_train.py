@@ -16,6 +16,7 @@ import train_demo
 import train_eagle
 from draft_tree import StaticTree
 from drafters import RootOnly
+from eagle_chains import INPUTS, Chains, evaluate
 from eagle_draft import EagleDrafter, EagleHead, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
@@ -24,7 +25,7 @@ from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors
 from sampling import Sampling
-from train_eagle import INPUTS, Chains, Dialogue, TrainConfig, batches, eagle_loss, evaluate, to_example
+from train_eagle import Dialogue, TrainConfig, batches, eagle_loss, to_example
 
 
 def official_losses(head, kind=INPUTS[0]):

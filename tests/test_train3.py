@@ -14,15 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import eagle3_training
+import features
 import train_eagle
 from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
 from eagle3_training import STEPS, WEIGHTS, default_taps, frequent_tokens, unrolled_losses
+from eagle_chains import evaluate
 from eagle_draft import EagleDrafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from model import KVCache, causal_window
 from sampling import Sampling
-from train_eagle import Example, TrainConfig, evaluate
+from train_eagle import Example, TrainConfig
 
 TARGET = "models/target_llama31_gqa8"
 HEAD = "models/head_eagle3"
@@ -148,13 +150,13 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
     """Killed in the second epoch and resumed, with and without the file, as an unbroken run: 8 batches, 14 steps."""
     common = COMMON | {"steps": 14, "eval_every": 11, "cache_features": True}
-    looks, of = [], train_eagle.Features.of
+    looks, of = [], features.Features.of
 
     def counted(self, tokens, number):
-        looks.append(number in self.filled)
+        looks.append(self.has(number))
         return of(self, tokens, number)
 
-    monkeypatch.setattr(train_eagle.Features, "of", counted)
+    monkeypatch.setattr(features.Features, "of", counted)
     train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), **common))
     assert looks == [False] * 8 + [True] * 6
     save_head = train_eagle.save_head
@@ -184,7 +186,7 @@ def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monke
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
     config = TrainConfig(out=str(tmp_path), steps=14, cache_features=True, **COMMON)
     head = golden_head(HEAD, target())
-    features = train_eagle.Features(config, target(), head, written()[0], 0)
+    kept = features.Features(config, target(), head.taps, 8)
     feed = train_eagle.batches(written()[0], config, 0)
     plain = train_eagle.batches(written()[0], replace(config, cache_features=False), 0)
     first = [next(feed) for _ in range(8)]
@@ -193,7 +195,7 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
         assert torch.equal(tokens, same) and torch.equal(mask, marks), "the first epoch is that without a cache"
         computed = target()(tokens, torch.arange(24).expand(4, -1), taps=head.taps)
         for _ in range(2):
-            assert torch.equal(features.of(tokens, number), computed)
+            assert torch.equal(kept.of(tokens, number), computed)
     later = [next(feed) for _ in range(8)]
     assert sorted(number for *_, number in later) == list(range(8)) != [number for *_, number in later]
     assert all(torch.equal(tokens, first[number][0]) for tokens, _, number in later)
@@ -222,7 +224,7 @@ def test_mistakes_are_one_line(options, message, quick, tmp_path):
 
 
 def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_eagle.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000}))
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000}))
     config = TrainConfig(out=str(tmp_path), steps=14, cache_features=True, **COMMON)
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free .* leave it out"):
         train_eagle.train(config)
