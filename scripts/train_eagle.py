@@ -61,7 +61,11 @@ from options import (
 )
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-LABELS = {"regression": "SmoothL1 of features", "entropy": "cross-entropy (nats)"}
+LABELS = {
+    "regression": "SmoothL1 of features",
+    "entropy": "cross-entropy (nats)",
+    **{f"entropy {s}": f"cross-entropy, step {s} (nats)" for s in range(eagle3_training.STEPS)},
+}
 ONLY = {  # options that only some versions of a head have
     1: ("inputs", "noise", "feature_weight", "token_weight"),
     3: ("draft_vocab",),
@@ -433,11 +437,7 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     steps = [row["step"] for row in curve]
     for name in losses:
-        left.plot(
-            steps,
-            [row[name] for row in curve],
-            label=LABELS.get(name, f"cross-entropy, step {name.split()[-1]} (nats)"),
-        )
+        left.plot(steps, [row[name] for row in curve], label=LABELS[name])
     left.set(xlabel="step", title="training loss", yscale="log")
     for n in range(ALPHAS):
         right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
