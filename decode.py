@@ -34,7 +34,7 @@ from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
 from ops.rows import best
 from options import GenerateConfig
-from runtime import CompiledStep, HostCopy, Replay, compiled, leaves, mark, store
+from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, store
 from sampling import NoiseKey
 from stats import Stats, trace_row
 
@@ -97,24 +97,6 @@ class Outcome(NamedTuple):
     path: Tensor  # [B, D+1] int64, accepted nodes
 
 
-class Largest:
-    """Chooses the preset that the next cycle runs: the largest. extras/autosize.py has one that learns."""
-
-    def next(self, limit: int) -> int:
-        """Choose. limit: the largest preset that makes sense now."""
-        return limit
-
-    def observe(self, preset: int, accepted: float, seconds: float) -> None:
-        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
-
-    def rescale(self, ratios: list[float]) -> None:
-        """Take it that each preset's cycles now take so many times as long. Called by another thread."""
-
-    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
-        """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
-        return []
-
-
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
@@ -166,7 +148,7 @@ class Cycle:
 
     def __init__(self, engine: Engine, drafter: Drafter):
         self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
-        self.prefer, self.other_rule = engine.drafter.prefer, engine.other_rule
+        self.prefer, self.other_rule, self.taps = engine.drafter.prefer, engine.other_rule, engine.drafter.taps
         device = engine.target.embedding.weight.device
         self.ends = torch.tensor(end_ids(engine), device=device)
         self.levels = torch.arange(drafter.depth + 1, device=device)
@@ -222,7 +204,7 @@ class Cycle:
     ) -> tuple[DecodeState, Rows, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         window = Window(state.pos[:, None] + self.nodes, state.pos, tree.mask)  # slots are not positions
-        features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call)
+        features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call, self.taps)
         return self.decide(cache, state, tree, noise, features)
 
     def decide(
@@ -284,7 +266,7 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     count = (state.pos - start).clamp(max=width)  # [B], real rows
     window = causal_window(start, width)
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
-    features = engine.target(tokens, window.slots, cache, window)
+    features = engine.target(tokens, window.slots, cache, window, taps=engine.drafter.taps)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     logits = engine.target.logits(features.gather(1, last))  # [B, 1, V]
     noise, draws = None, state.draws[:, None]

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     """Rows that the target has computed and decided: feature f_j between the tokens x_j and x_{j+1}."""
 
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
-    features: Tensor  # [B, R, F], f_j
+    features: Tensor  # [B, R, F], f_j; with the drafter's taps [B, R, (1 + taps) F]
     count: Tensor  # [B] int64, how many leading rows are real; the rest is padding
     slots: Tensor | None = None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none
 
@@ -71,6 +71,7 @@ class Drafter:
     smaller: tuple[Drafter, ...] = ()  # further presets over the same state, smallest tree first
     layers: Layers | None = None  # its transformer layers, which an engine may run in one call
     timed: bool = False  # whether the host chooses among the presets by their measured speed
+    taps: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
@@ -223,6 +224,7 @@ class TreeDrafter(Drafter):
         if self.timed:
             choice = {"tree": "auto", "trees": [preset.name for preset in self.presets]}
         shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
+        shape |= {} if self.vocab.ids is None else {"draft_vocab": self.vocab.kept}
         looked_up = self.lookup.facts() if self.lookup else {}
         return choice | shape | looked_up | {
             "tree_depth": tree.depth, "children": self.children, "sharpness": self.sharpness

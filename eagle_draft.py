@@ -1,19 +1,20 @@
-"""The EAGLE draft head (versions 1 and 2 share their weights) and its drafter.
+"""The EAGLE draft heads and their drafter.
 
-1. Row j of the head pairs the target's feature f_j with the token x_{j+1} and sits at position j. Its output
-   predicts f_{j+1}; the target's LM head turns that into the distribution of x_{j+2}.
+1. Row j of a head pairs the target's feature f_j with the token x_{j+1} and sits at position j. Its output predicts
+   f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 share their weights, and take the
+   target's LM head. In version 3 the feature fuses inputs of several of the target's layers, the output is a hidden
+   state of its own, and the LM head scores a draft vocabulary.
 2. `extend` feeds the rows that the target has confirmed, padded to a static number; only these stay below the
    cache's length. The last output is kept: it is the root's prediction.
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length, which are thrown away.
 
-Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858); weights in the SafeAILab layout.
+Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
 Trade-off: extending and drafting are separate passes, because features may come from a prefill as well.
-Not here: version 3 heads.
+Not here: what a head's files say (hf/heads.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +24,16 @@ from torch import Tensor, nn
 from checkpoint import TensorSource, WeightFiles, read_json
 from draft_tree import DynamicTree, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
-from hf.config import config_from
-from hf.weights import Storage, layer_names, load_weights
+from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
+from hf.weights import Storage, load_weights
 from model import (
     Block,
     KVCache,
     Layers,
     Linear,
-    ModelConfig,
+    LMHead,
     NoNorm,
+    RMSNorm,
     Transformer,
     Window,
     causal_window,
@@ -39,116 +41,98 @@ from model import (
     rope_frequencies,
 )  # fmt: skip
 from options import GenerateConfig
-from quantize import FORMATS, Quantization, QuantLinear, fit_group, saved_quantization
+from quantize import Quantization, saved_quantization
 from sampling import Sampling
-
-DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """What the head's own `config.json` says; nothing is taken from the target."""
-
-    model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layer
-    fc_bias: bool = True  # key `bias`; absent means True
-    sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
-
-    @staticmethod
-    def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
-        """Read `path/config.json`, or take `raw` for its content.
-
-        Raises: ValueError for a missing or broken file or key.
-        """
-        raw = raw or read_json(path / "config.json")
-        try:
-            # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
-            model = config_from(raw, "LlamaForCausalLM")
-        except KeyError as missing:
-            raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
-        except ValueError as error:
-            raise ValueError(f"{path / 'config.json'}: {error}; correct it") from None
-        if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
-            raise ValueError(
-                f"{path}: the head was trained on {raw['draft_inputs']}; only {DRAFT_INPUTS} can draft here"
-            )
-        qkv_bias = bool(raw.get("qkv_bias", False))
-        return EagleConfig(
-            replace(model, qkv_bias=qkv_bias, o_bias=False, mlp_bias=False),
-            fc_bias=bool(raw.get("bias", True)),
-            sharpness=float(raw.get("draft_sharpness", 1.0)),
-        )
-
-
-class EagleLayer(Block):
-    """A transformer layer; the first of a head has no norm before its attention."""
-
-    def __init__(self, config: ModelConfig, first: bool):
-        super().__init__(config)
-        if first:
-            self.attention_norm = NoNorm()
 
 
 class EagleHead(nn.Module):
-    """fc(embedding, feature), then the layers. The embedding and the LM head are the target's."""
+    """Versions 1 and 2: fc(embedding, feature), then the layers."""
+
+    taps: tuple[int, ...] = ()  # see `Drafter`
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        self.config = config
-        dim = config.model.dim
-        self.fc = Linear(2 * dim, dim, bias=config.fc_bias)
-        self.layers = Layers(EagleLayer(config.model, i == 0) for i in range(config.model.n_layers))
-        self.norm = NoNorm()
-        self.register_buffer("rope_freq", rope_frequencies(config.model), persistent=False)  # [E/2] fp32
+        self.config, model = config, config.model
+        self.embedding = self.lm_head = self.vocab = None  # the target's
+        self.layers = Layers(Block(model) for _ in range(model.n_layers))
+        self.layers[0].attention_norm = NoNorm()
+        self.norm, self.output_norm = NoNorm(), NoNorm()  # of every output; of what the LM head gets
+        self.register_buffer("rope_freq", rope_frequencies(model), persistent=False)  # [E/2] fp32
+        if config.three is None:
+            self.fc = Linear(2 * model.dim, model.dim, bias=config.fc_bias)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features as `forward` takes them: [B, T, (1 + taps) F] -> [B, T, F]."""
+        return features
+
+    def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where the residual stream begins, [B, T, F], and what the first attention reads besides, if not that."""
+        return self.fc(torch.cat((embedded, features), dim=-1)), None  # embedding first
 
     def forward(
         self,
         embedded: Tensor,  # [B, T, F], embedding of x_{j+1}
-        features: Tensor,  # [B, T, F], f_j, the target's or predicted
+        features: Tensor,  # [B, T, F], of position j: the target's by way of `fuse`, or an output
         positions: Tensor,  # [B, T] int64, j
         cache: KVCache | None = None,
         window: Window | None = None,
     ) -> Tensor:
         """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
-        x = self.fc(torch.cat((embedded, features), dim=-1))  # embedding first
-        rope = rope_angles(self.rope_freq, positions)
-        return self.layers(x, rope, self.norm, cache, window)
+        x, h = self.first(embedded, features)
+        return self.layers(x, rope_angles(self.rope_freq, positions), self.norm, cache, window, h=h)
 
 
-def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
-    """Our parameter name -> the official head's tensors."""
-    names = {"fc.weight": ("fc.weight",)} | ({"fc.bias": ("fc.bias",)} if config.fc_bias else {})
-    for i in range(config.model.n_layers):
-        names |= layer_names(f"layers.{i}.", f"layers.{i}.", config.model)
-    del names["layers.0.attention_norm.weight"]  # the first layer has no norm before its attention
-    return names
+class Eagle3Head(EagleHead):
+    """Version 3: the first attention reads the normed embedding and hidden state side by side."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        model, three, attention = config.model, config.three, self.layers[0].attention
+        dim, eps, self.taps = model.dim, model.norm_eps, three.taps
+        fused = len(three.taps) * three.target_dim
+        attention.wqkv = Linear(2 * dim, attention.wqkv.out_features, bias=model.qkv_bias)
+        self.embedding_norm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+        if three.last_norm != "none":
+            setattr(self, "norm" if three.last_norm == "fed" else "output_norm", RMSNorm(dim, eps))
+        self.input_norm = RMSNorm(fused, eps) if three.norm_before_fc else NoNorm()
+        self.fc_norm = nn.ModuleList(RMSNorm(three.target_dim, eps) for _ in three.taps if three.fc_norm)
+        self.fc = Linear(fused, dim, bias=config.fc_bias) if three.taps else NoNorm()
+        if three.embedding:
+            self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
+        self.lm_head = LMHead(dim, three.draft_vocab, bias=False) if three.lm_head else None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        three = self.config.three
+        x = self.input_norm(features[..., three.target_dim if three.taps else 0 :])  # [B, T, taps F], or [B, T, F]
+        if three.fc_norm:
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.chunk(len(three.taps), -1))], -1)
+        return self.fc(x)
+
+    def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        normed = self.hidden_norm(features)
+        x = normed if self.config.three.norm_before_residual else features
+        return x, torch.cat((self.embedding_norm(embedded), normed), dim=-1)  # [B, T, 2F]
 
 
 def load_head(
     path: Path, target: Transformer, quant: Quantization | None = None, source: TensorSource | None = None
 ) -> EagleHead:
-    """Load an official EAGLE-1 or EAGLE-2 head for `target`, in the target's dtype and on its device.
+    """Load a head for `target`, in the target's dtype and on its device.
 
     quant: quantize while loading, unless the files are quantized already; source: tensors that stand for the files
-    Raises: ValueError for a head of another version or another target, or broken files.
+    Raises: ValueError for a head of another target, or broken files.
     """
-    raw = source.config if source else read_json(path / "config.json")
-    config, files = EagleConfig.from_dir(path, raw), source or WeightFiles(path)
-    if "midlayer.hidden_norm.weight" in files.readers or "d2t" in files.readers:
-        raise ValueError(f"{path} holds an EAGLE-3 head, which is not supported yet; use an EAGLE-1 or EAGLE-2 head")
-    for what, ours, theirs in (
-        ("hidden_size", config.model.dim, target.config.dim),
-        ("vocab_size", config.model.vocab_size, target.config.vocab_size),
-    ):
-        if ours != theirs:
-            raise ValueError(f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target")
-    weight = target.embedding.weight
+    files, weight = HeadFiles(path, source or WeightFiles(path)), target.embedding.weight
+    config = read_head(files, target.config)
     with torch.device("meta"):
-        head = EagleHead(config)
-    # official files repeat the target's embedding
-    names, ignored = head_names(config), lambda name: name.endswith(("embed_tokens.weight", "rotary_emb.inv_freq"))
-    storage = Storage(weight.dtype, str(weight.device), saved_quantization(raw) or quant)
-    load_weights(head, files, names, storage, ignored)
+        head = Eagle3Head(config) if config.three else EagleHead(config)
+    head.vocab = draft_vocab(files, config, weight.device)
+    storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config) or quant)
+    load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
     head.rope_freq = rope_frequencies(config.model, weight.device)
+    if head.embedding is not None and torch.equal(head.embedding.weight, weight):
+        head.embedding = None  # one copy is enough
+    tell(files, config)
     return head.eval()
 
 
@@ -177,11 +161,12 @@ class EagleDrafter(TreeDrafter):
     ):
         """lm_head: what turns features into drafted tokens, where it is not the target's own
 
-        options: children, sharpness (default: what the head was fitted with), vocab and lookup, as for `TreeDrafter`
+        options: children, sharpness and vocab (default: the head's own), and lookup, as for `TreeDrafter`
         """
-        super().__init__(target, tree, rule, **{"sharpness": head.config.sharpness} | options)
-        self.head, self.embedding, self.lm_head = head, target.embedding, lm_head or target.lm_head
-        self.layers = head.layers
+        super().__init__(target, tree, rule, **{"sharpness": head.config.sharpness, "vocab": head.vocab} | options)
+        self.head, self.layers, self.taps = head, head.layers, head.taps
+        self.embedding = head.embedding or target.embedding
+        self.lm_head = lm_head or head.lm_head or target.lm_head
 
     def init(self, batch: int, slots: int) -> EagleState:
         """An empty state; the cache has room for a draft behind `slots`."""
@@ -194,7 +179,7 @@ class EagleDrafter(TreeDrafter):
     def extend(self, state: EagleState, rows: Rows) -> EagleState:
         """Confirm `rows.count` rows. Writes: cache slots length .. length + R - 1 (padding included)."""
         window = causal_window(state.length, rows.features.shape[1])
-        out = self.step(state, rows.tokens[:, 1:], rows.features, window.slots, window)
+        out = self.step(state, rows.tokens[:, 1:], self.head.fuse(rows.features), window.slots, window)
         last = (rows.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         hidden = torch.where(rows.count[:, None] > 0, out.gather(1, last).squeeze(1), state.hidden)
         return changed(state, length=state.length + rows.count, hidden=hidden)
@@ -210,32 +195,7 @@ class EagleDrafter(TreeDrafter):
         return self.head(self.embedding(tokens), out, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
-        return self.lm_head(out)
-
-
-def draft_lm_head(target: Transformer, quant: Quantization | None, ids: Tensor | None = None) -> nn.Module:
-    """The target's LM head, or a copy of it in the draft's own format or with the rows of some tokens only.
-
-    ids: [N] int64, the tokens to keep; None: all
-    """
-    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
-    own = target.lm_head if ids is None else rows_of(target.lm_head, ids)
-    rounded = isinstance(own, QuantLinear)
-    fits = rounded and quant is not None and own.group_size in (0, quant.group_size or own.group_size)
-    if quant is None or (fits and own.format == quant.format):
-        return own
-    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
-    weight = own.dequantize() if rounded else own.weight
-    return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
-
-
-def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:
-    """A copy of an LM head that has only the outputs `ids`: the same weights, or codes and scales. ids: [N] int64."""
-    if isinstance(linear, QuantLinear):
-        return linear.rows(ids)
-    rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
-    rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [N, F]
-    return rows
+        return self.lm_head(self.head.output_norm(out))
 
 
 def load_drafter(
@@ -250,7 +210,7 @@ def load_drafter(
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
     vocab = options.get("vocab")
-    lm_head = draft_lm_head(target, quant, vocab.ids if vocab else None)
+    lm_head = draft_lm_head(head if head.lm_head else target, quant, vocab.ids if vocab else None)
     options |= {"sharpness": config.sharpness} if config.sharpness else {}
     return EagleDrafter(
         head, target, config.draft_tree, config.sampling, lm_head, children=config.child_rule, **options

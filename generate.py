@@ -47,7 +47,7 @@ from options import (
     write_text,
 )  # fmt: skip
 from quantize import Quantization, saved_quantization
-from runtime import WARM_UPS, ends_at_once, why_not_compiled
+from runtime import WARM_UPS, ends_at_once, say_what_compiles, why_not_compiled
 from stats import Stats, environment, peak_memory_bytes, stats_line
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
@@ -234,13 +234,6 @@ def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
     from extras.autosize import timed
 
     return replace(engine, chooser=timed(engine.drafter.presets, lambda: time_cycles(engine), seconds))
-
-
-def say_what_compiles(number: int, presets: tuple[Drafter, ...]) -> None:
-    """Show on a terminal what is being waited for."""
-    if sys.stderr.isatty():
-        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}" if number < len(presets) else ""
-        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:

@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.attention import compact, rotary, rotary_cache, tree_attention
+from ops.attention import compact, rope_angles, rotary, rotary_cache, tree_attention
 from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, route
-from ops.library import served_in_cpp
 from ops.linear import has_own_product, linear
 from ops.rows import add, add_norm, rms_norm, swiglu
 
@@ -52,6 +51,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # (no key: the weights show it) a norm on each query and key
     n_experts: int = 0  # num_local_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
     tie_embeddings: bool = False  # tie_word_embeddings
@@ -125,15 +125,6 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
     return blend * freq + (1 - blend) * freq / scaling["factor"]
 
 
-def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `ops.attention.rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
-    if freq.dtype == torch.float32 and served_in_cpp(freq):
-        return torch.ops.gpt_eagle.angles(freq, positions)
-    angles = positions[..., None].float() * freq  # [B, T, E/2]
-    angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
-    return angles.cos(), angles.sin()
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm."""
 
@@ -195,6 +186,9 @@ class Attention(nn.Module):
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.wqkv = Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.norm_eps) for _ in range(2))
 
     def forward(
         self,
@@ -209,6 +203,9 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2 Hkv, E]
+        if self.qk_norm:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
         if kv is None:
             q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
             y = F.scaled_dot_product_attention(
@@ -326,20 +323,27 @@ class Layers(nn.ModuleList):
         cache: KVCache | None = None,
         window: Window | None = None,
         run: Callable = call,
+        taps: tuple[int, ...] = (),
+        h: Tensor | None = None,
     ) -> Tensor:
         """Run the blocks over T rows, and the norm behind them.
 
         run: calls a block; all of them have the same shapes, so a compiled call compiles once
-        Returns: [B, T, F]. Writes: the cache at `window.slots`.
+        taps: ascending layers whose inputs, the residual stream, are wanted too; len(self): the last one's output
+        h: what the first attention reads, where it is not the norm of x
+        Returns: [B, T, F], or with taps [B, T, (1 + taps) F]. Writes: the cache at `window.slots`.
         """
         if self.fused is not None and cache is not None and self.fused.takes(x):
-            return norm(self.fused(x, rope, cache, window))
-        h = self[0].attention_norm(x)
+            x, streams = self.fused(x, rope, cache, window, taps, h)
+            return torch.cat((norm(x), streams), -1) if taps else norm(x)
+        h, kept = self[0].attention_norm(x) if h is None else h, []
         for i, block in enumerate(self):
+            kept += [x] if i in taps else []
             after = self[i + 1].attention_norm if i + 1 < len(self) else norm
             kv = (cache.k[i], cache.v[i]) if cache is not None else None
             x, h = run(block, x, h, after, rope, kv, window)
-        return h
+        kept += [x] if len(self) in taps else []
+        return torch.cat((h, *kept), -1) if taps else h
 
 
 class Transformer(nn.Module):
@@ -364,17 +368,18 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         window: Window | None = None,
         run: Callable = call,
+        taps: tuple[int, ...] = (),
     ) -> Tensor:
         """Run the layers over T rows. Writes: the cache at `window.slots`.
 
-        Returns: features after the final norm, [B, T, F].
+        Returns: features after the final norm, [B, T, F]; with taps, these layers' inputs behind them.
         """
         x, rope = run(self.begin, tokens, positions)
-        return self.layers(x, rope, self.norm, cache, window, run)
+        return self.layers(x, rope, self.norm, cache, window, run, taps)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""
         return self.embedding(tokens), rope_angles(self.rope_freq, positions)
 
-    def logits(self, features: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
-        return self.lm_head(features)
+    def logits(self, features: Tensor) -> Tensor:  # [..., F], or with taps behind them -> [..., V] fp32
+        return self.lm_head(features[..., : self.config.dim])

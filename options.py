@@ -86,7 +86,9 @@ class GenerateConfig:
         ("none", "eagle", "ngram", "model", "eagle+ngram"),
     )
     eagle: str = option(
-        "", "directory of the EAGLE head; default: the checkpoint's name with -eagle, if it exists", needs=(DRAFT, HEAD)
+        "",
+        "directory of the EAGLE head, of version 1, 2 or 3; default: the checkpoint's name with -eagle, if it exists",
+        needs=(DRAFT, HEAD),
     )
     draft_vocab: int = option(
         0, "the head drafts only this many tokens, the first of its token_ranks.json; 0: all", needs=(DRAFT, HEAD),

@@ -111,6 +111,24 @@ class HostCopy:
         return [x.tolist() for x in self.host]
 
 
+class Largest:
+    """Chooses the preset that the next cycle runs: the largest. extras/autosize.py has one that learns."""
+
+    def next(self, limit: int) -> int:
+        """Choose. limit: the largest preset that makes sense now."""
+        return limit
+
+    def observe(self, preset: int, accepted: float, seconds: float) -> None:
+        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
+
+    def rescale(self, ratios: list[float]) -> None:
+        """Take it that each preset's cycles now take so many times as long. Called by another thread."""
+
+    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
+        """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
+        return []
+
+
 # --------------------------------------------------------------------------------------------- compiling
 
 
@@ -206,6 +224,13 @@ def why_not_compiled(device: str) -> str:
     except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
         return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
     return ""
+
+
+def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
+    """Show on a terminal what is being waited for."""
+    if sys.stderr.isatty():
+        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}" if number < len(presets) else ""
+        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def _probe(x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@
 
 1. `vocab_from` reads a list of token ids by frequency. It sorts the first N by id: of equal scores the lowest id wins,
    as elsewhere.
-2. The draft's LM head has these N rows only (`eagle_draft.rows_of`). Column i of its scores is the token ids[i]. When
+2. The draft's LM head has these N rows only (`hf.heads.rows_of`). Column i of its scores is the token ids[i]. When
    sampling, a score still gets the noise of its token, by which the target will judge it.
+   A head of version 3 that has such a vocabulary already drafts that; the option is for the others.
 3. The output does not change. A token outside the list is never drafted. The target decides it with its whole LM head.
 
 Source: FR-Spec (arXiv 2502.14856); its published lists can be read.
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint import WeightFiles
 from drafters import DraftVocab
 from model import Transformer
 from options import GenerateConfig
@@ -33,12 +35,15 @@ RANKS = "token_ranks.json"  # beside a head's weights
 def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     """The tokens that `--draft_vocab` and `token_ranks` select.
 
-    Raises: ValueError for more tokens than there are, or a list that is missing, too short or of another vocabulary.
+    Raises: ValueError for a head that has tokens of its own, more tokens than there are, or a list that is missing, too
+    short or of another vocabulary.
     """
-    count, size = config.draft_vocab, target.config.vocab_size
+    count, size, head = config.draft_vocab, target.config.vocab_size, Path(config.eagle)
+    if "d2t" in WeightFiles(head).readers:
+        raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
     if count > size:
         raise ValueError(f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it")
-    path = Path(config.token_ranks or Path(config.eagle, RANKS))
+    path = Path(config.token_ranks or head / RANKS)
     if not path.is_file():
         command = f"python scripts/rank_tokens.py --checkpoint {config.checkpoint} --data FILES --out {path}"
         raise ValueError(

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import TensorSource, read_json
-from eagle_draft import EagleConfig
+from checkpoint import TensorSource, WeightFiles, read_json
 from hf.config import open_source, read_config
+from hf.heads import EagleConfig, version_of
 from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
@@ -520,8 +520,15 @@ def target_source(config: GenerateConfig) -> TensorSource:
     return inflate_target(path, shape, DTYPES.get(config.dtype), config.device, config.random_twin)
 
 
+def head_config(path: Path) -> ModelConfig:
+    """The shape of a head that can be inflated. Raises: ValueError for a head of version 3."""
+    if version_of(WeightFiles(path).readers) == 3:
+        raise ValueError(f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; name another --eagle")
+    return EagleConfig.from_dir(path).model
+
+
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     """The tensors of its head."""
     path, weight = Path(config.eagle), target.embedding.weight
-    small, shape = EagleConfig.from_dir(path).model, Shape.parse(config.inflate)
+    small, shape = head_config(path), Shape.parse(config.inflate)
     return inflate_head(path, small, shape, weight.dtype, str(weight.device), config.random_twin)

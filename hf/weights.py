@@ -47,6 +47,8 @@ def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[
         ours + "attention_norm.weight": (theirs + "input_layernorm.weight",),
         ours + "ffn_norm.weight": (theirs + "post_attention_layernorm.weight",),
     }
+    if config.qk_norm:
+        names |= {f"{ours}attention.{p}_norm.weight": (f"{theirs}self_attn.{p}_norm.weight",) for p in "qk"}
     for kind, (qkv, out, mlp) in kinds.items():
         if qkv:
             names[f"{ours}attention.wqkv.{kind}"] = tuple(f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv")

@@ -1,9 +1,9 @@
 """The operator library `torch.ops.gpt_eagle`, and which of its implementations this machine can run.
 
 An operator has a file beside this one, with a plain PyTorch reference and an implementation per device: C++ in `cpu/`
-for CPUs, Triton in `cuda/` for CUDA. Elsewhere are `layers` (cpu/layers.py; its reference is model.py), `angles`
-(model.py), `gumbel` and `cut` (sampling.py), and `stamp` (runtime.py). All are registered with `torch.library`, so that
-a step that uses them compiles with `fullgraph=True`.
+for CPUs, Triton in `cuda/` for CUDA. Elsewhere are `layers` (cpu/layers.py; its reference is model.py), `gumbel` and
+`cut` (sampling.py), and `stamp` (runtime.py). All are registered with `torch.library`, so that a step that uses them
+compiles with `fullgraph=True`.
 """
 
 from __future__ import annotations

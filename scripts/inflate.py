@@ -26,8 +26,7 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 from checkpoint import SHARD_BYTES, check_out, read_json, write_checkpoint
-from eagle_draft import EagleConfig
-from extras.stand_in import SHAPES, InflatedFiles, Shape, inflate_head, inflate_target
+from extras.stand_in import SHAPES, InflatedFiles, Shape, head_config, inflate_head, inflate_target
 from model import DTYPES
 from options import DEMO, one_line_errors, option, parse
 
@@ -109,7 +108,7 @@ def run(config: InflateConfig) -> None:
     if head is None and config.eagle_out:
         raise ValueError(f"--eagle_out needs a head; name its directory with --eagle (there is no {bundled})")
     if head is not None:
-        small = EagleConfig.from_dir(head).model
+        small = head_config(head)
         out = Path(config.eagle_out) if config.eagle_out else jobs[0][1].with_name(jobs[0][1].name + "-eagle")
         jobs.append((inflate_head(head, small, shape, dtype, random_twin=config.random_twin), out))
     for files, out in jobs:  # before anything is computed

@@ -36,9 +36,10 @@ import _path  # finds the project
 import train_demo
 from decode import Engine, Session, common_prefix, with_cycles
 from drafters import RootOnly
-from eagle_draft import DRAFT_INPUTS, EagleConfig, EagleHead, head_names, load_head
+from eagle_draft import EagleHead, load_head
 from generate import generate
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
+from hf.heads import DRAFT_INPUTS, EagleConfig, head_names
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, KVCache, Transformer, Window

@@ -48,15 +48,19 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sized_engine(temperature: float, **options):
-    drafter = EagleDrafter(golden_head(), golden_target(), DynamicTree(4, 5, 20), Sampling(temperature))
+def sized_engine(temperature: float, version: int = 2, **options):
+    """version: of the head; one of version 3 takes inputs of the target's layers."""
+    target = golden_target(f"models/target_{'llama31_gqa8' if version == 3 else 'llama_mha'}")
+    head = golden_head(f"models/head_eagle{'3' if version == 3 else '12_mha'}", target)
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), Sampling(temperature))
     options = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True, **options}
-    return engine_for(golden_target(), with_smaller_trees(drafter), **options)
+    return engine_for(target, with_smaller_trees(drafter), **options)
 
 
+@pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_step_of_a_cycle_waits(temperature):
-    engine = sized_engine(temperature)
+def test_no_step_of_a_cycle_waits(temperature, version):
+    engine = sized_engine(temperature, version)
     session = Session(engine, [(0, 0)])
     next(session.run([PROMPT]))
     with NoWaiting():
@@ -199,10 +203,11 @@ def test_host_copies_are_lists():
     assert HostCopy(torch.arange(3), torch.ones(1, 2)).read() == [[0, 1, 2], [[1.0, 1.0]]]
 
 
+@pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.usefixtures("either")
-def test_compiling_by_layer_changes_no_token():
+def test_compiling_by_layer_changes_no_token(version):
     """What is done on CUDA, here: one compiled layer for all, fixed buffers, a late host."""
-    engine = sized_engine(1.0)
+    engine = sized_engine(1.0, version)
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPT]))
     config = replace(engine.config, compile=True)

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import rank_tokens
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
-from eagle_draft import EagleDrafter, draft_lm_head, rows_of
+from eagle_draft import EagleDrafter
 from extras.draft_vocab import RANKS, read_ranks, vocab_from
 from generate import generate, load
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
+from hf.heads import draft_lm_head, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from model import ModelConfig, Transformer
@@ -143,7 +145,9 @@ def test_a_trimmed_lm_head_is_smaller():
 def kept_of_8(path: Path, count: int) -> DraftVocab:
     """What a list comes to for a target of 8 tokens."""
     target = Transformer(ModelConfig(4, 1, 1, 1, 4, 4, vocab_size=8))
-    ranks = "" if path.name == RANKS else str(path)
+    ranks, head = "" if path.name == RANKS else str(path), path.parent
+    (head / "config.json").write_text("{}")
+    save_file({"fc.weight": torch.zeros(4, 8)}, head / "model.safetensors")
     return vocab_from(GenerateConfig(eagle=str(path.parent), token_ranks=ranks, draft_vocab=count), target)
 
 

@@ -6,6 +6,7 @@ as recorded: drafts, acceptance and residual distributions are then ours and mus
 """
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +15,16 @@ import torch
 import eagle_draft
 import model
 import sampling
+from checkpoint import WeightFiles
 from decode import NODE_STRIDE
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
-from eagle_draft import EagleDrafter
+from eagle_draft import EagleDrafter, load_head
 from extras import residual
-from helpers import decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
+from helpers import GOLDEN, decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
 from sampling import Sampling
 
-GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha"]
+GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32"]
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
 MIXTRAL = "eagle2_mixtral_k4_d3_t12"
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
@@ -35,12 +37,12 @@ def drafter_of(case, head=None, **tree):
     """The drafter that the official settings mean. tree: changes to a dynamic tree."""
     target = golden_target(case["target"])
     head = head or golden_head(case["head"], target)
-    if case["algorithm"] == "EAGLE-2":
+    if case["algorithm"] != "EAGLE-1":
         official = case["official_args"]  # its depth counts the passes after the first level
         shape = DynamicTree(official["depth"] + 1, official["top_k"], official["total_token"], **tree)
     else:
         shape = StaticTree.chain(5) if "chain" in case["case"] else StaticTree(EAGLE1_PATHS)
-    children = "topk" if case["algorithm"] == "EAGLE-2" else "sampled"
+    children = "sampled" if case["algorithm"] == "EAGLE-1" else "topk"
     return EagleDrafter(head, target, shape, Sampling(case["temperature"]), children=children, sharpness=1.0)
 
 
@@ -111,6 +113,7 @@ def recorders(monkeypatch):
         target=record(monkeypatch, model.Transformer, "forward"),
         logits=record(monkeypatch, model.Transformer, "logits"),
         head=record(monkeypatch, eagle_draft.EagleHead, "forward"),
+        fuse=record(monkeypatch, eagle_draft.Eagle3Head, "fuse"),
     )
 
 
@@ -121,11 +124,14 @@ def largest_error(calls, case, run):
     the levels of the tree, the target on the tree, and the head on the confirmed rows with padding behind.
     """
     floats, errors = golden_floats(case["case"]), {}
+    last = (
+        case["algorithm"] == "EAGLE-3" and golden_target(case["target"]).config.dim or 0
+    )  # what is behind is recorded
 
     def compare(name, ours):
         errors[name] = (ours - floats[name]).abs().max()
 
-    compare("prefill.features", calls.target[0].result[0])
+    compare("prefill.features", calls.target[0].result[0, :, last:])
     compare("prefill.last_logits", calls.logits[0].result[0, 0])
     passes, rows = iter(calls.head), len(run["prompt"])
     for c in range(2):
@@ -133,9 +139,10 @@ def largest_error(calls, case, run):
             call = next(passes)
             assert call.result.shape[1] >= floats[f"draft{c}.step{s}.out_hidden"].shape[0]
             rows = rows if s == 0 else call.result.shape[1]
-            compare(f"draft{c}.step{s}.in_hidden", call.args[2][0, :rows])
+            given = calls.fuse[c].args[1][..., last:] if last and s == 0 else call.args[2]
+            compare(f"draft{c}.step{s}.in_hidden", given[0, :rows])
             compare(f"draft{c}.step{s}.out_hidden", call.result[0, :rows])
-        compare(f"verify{c}.features", calls.target[c + 1].result[0])
+        compare(f"verify{c}.features", calls.target[c + 1].result[0, :, last:])
         compare(f"verify{c}.logits", calls.logits[c + 1].result[0])
         rows = run["cycles"][c]["accept_length"] + 1
     assert set(errors) == {n for n in floats if not n.startswith("cycle")}  # nothing recorded is left unchecked
@@ -308,8 +315,8 @@ def swapped_inputs(monkeypatch):
 def slots_as_positions(monkeypatch):
     forward = model.Transformer.forward
 
-    def wrong(self, tokens, positions, cache, window, *options):
-        return forward(self, tokens, window.slots, cache, window, *options)
+    def wrong(self, tokens, positions, cache, window, *options, **taps):
+        return forward(self, tokens, window.slots, cache, window, *options, **taps)
 
     monkeypatch.setattr(model.Transformer, "forward", wrong)
 
@@ -332,10 +339,45 @@ def check_noticed(case, monkeypatch, drafter=None):
     assert largest_error(calls, case, runs[0]) > TOLERANCE
 
 
+@pytest.mark.parametrize("name", [GREEDY[0], GREEDY[3]])
 @pytest.mark.parametrize("defect", [wrong_level_position, swapped_inputs, late_features, slots_as_positions])
-def test_a_defect_is_noticed(defect, monkeypatch):
+def test_a_defect_is_noticed(defect, name, monkeypatch):
     defect(monkeypatch)
-    check_noticed(golden_case(GREEDY[0]), monkeypatch)
+    check_noticed(golden_case(name), monkeypatch)
+
+
+def other_head(**changes):
+    """The recorded head of version 3 with other facts about it."""
+    case = golden_case(GREEDY[3])
+    target, files = golden_target(case["target"]), WeightFiles(GOLDEN / case["head"])
+    files.config |= changes
+    return case, load_head(files.path, target, source=files)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},  # outputs taken for inputs
+        {"norm_before_residual": True},
+        {"rope_theta": 500000.0},  # the target's
+        {"transformer_layer_config": json.loads((GOLDEN / "models/head_eagle3/config.json").read_text()), "norm_output": True},
+        {"rms_norm_eps": 1e-2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_head_is_noticed(changes, monkeypatch):
+    case, head = other_head(**changes)
+    calls = recorders(monkeypatch)
+    replay(case, case["runs"][0], monkeypatch, drafter_of(case, head))
+    assert largest_error(calls, case, case["runs"][0]) > TOLERANCE
+
+
+def test_a_head_may_say_what_is_so(monkeypatch):
+    """As above; the same as inputs, and the outputs before them."""
+    for changes in ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, {"target_layer_ids": [1, 3, 4]}):
+        case, head = other_head(**changes)
+        session = replay(case, case["runs"][0], monkeypatch, drafter_of(case, head))
+        assert differences(session, case, case["runs"][0]) == []
 
 
 @pytest.mark.parametrize("change", [{"expand_by": "confidence"}, {"rerank": False}], ids=str)

@@ -26,11 +26,12 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import checkpoint
 import inflate as script
 from checkpoint import WeightFiles
-from eagle_draft import EagleConfig, EagleHead, load_head
+from eagle_draft import EagleHead, load_head
 from extras.stand_in import SHAPES, InflatedFiles, Placement, Shape, inflate_head, inflate_target
 from generate import generate, load, main
 from helpers import GOLDEN, record
 from hf.config import read_config
+from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
 from measure import block_inputs
 from model import KVCache, ModelConfig, Router, Transformer, causal_window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,14 +13,16 @@ from torch import Tensor
 import ops.attention
 from draft_tree import StaticTree
 from drafters import RootOnly
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead
+from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for
+from hf.heads import Eagle3, EagleConfig
 from model import (
     ExpertLinear,
     KVCache,
     Layers,
     Linear,
     ModelConfig,
+    NoNorm,
     Router,
     Transformer,
     Window,
@@ -174,6 +177,44 @@ def test_a_first_layer_without_a_norm():
     assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
 
 
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
+def test_taps_in_one_call_are_those_of_the_loop(config, quant):
+    """Bit for bit, and a tap is the output of a model that ends there."""
+    target, window = model(config, quant), causal_window(torch.tensor([0, 0]), 7)
+    tokens, taps = torch.arange(14).view(2, 7), (0, 2, 3)  # 3: the last layer's output
+
+    def run(layers: Layers, taps: tuple[int, ...] = taps) -> Tensor:
+        cache, rope = empty_cache(replace(config, n_layers=len(layers)), 2), rope_angles(target.rope_freq, window.slots)
+        return layers(target.embedding(tokens), rope, NoNorm(), cache, window, taps=taps)
+
+    looped = run(target.layers)
+    shorter = [run(Layers(list(target.layers)[:last]), ()) for last in (3, 2, 3)]
+    assert torch.equal(looped, torch.cat((shorter[0], target.embedding(tokens), *shorter[1:]), -1))
+    fuse(target.layers)
+    assert torch.equal(run(target.layers), looped) and torch.equal(run(target.layers, ()), shorter[0])
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_a_first_attention_that_reads_twice_the_width(quant):
+    """A head of version 3, in one call and in the loop."""
+    three = Eagle3((0, 1), 64, 50, embedding="", lm_head="")
+    head = fill(Eagle3Head(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50), fc_bias=False, three=three)), quant)
+    generator, window = torch.Generator().manual_seed(2), tree_window([0])
+    embedded, hidden = (torch.randn(1, 5, 64, generator=generator).to(BF16) for _ in range(2))
+
+    def run(*inputs: Tensor) -> Tensor:
+        return head(*inputs, window.slots, empty_cache(head.config.model, 1), window)
+
+    want = run(embedded, hidden)
+    fuse(head.layers)
+    assert torch.equal(run(embedded, hidden), want) and not torch.equal(run(hidden, embedded), want)
+
+
+def test_norms_of_queries_and_keys_are_left_to_the_modules():
+    assert not FusedLayers.fits(model(replace(CONFIG, qk_norm=True)).layers)
+
+
 @pytest.mark.usefixtures("traced")
 def test_an_engine_takes_the_weights_as_they_are_then():
     """Replaced ones are seen by the next engine that fuses them."""
@@ -234,6 +275,9 @@ def test_wrong_operands():
         target.layers(
             x, rope_angles(target.rope_freq, window.slots[:, :2]), target.norm, empty_cache(CONFIG, 1), window
         )
+    for taps in ((4,), (1, 0), (-1,)):
+        with pytest.raises(RuntimeError, match="taps must ascend, from 0 to 3"):
+            target.layers(x, rope, target.norm, empty_cache(CONFIG, 1), window, taps=taps)
     with pytest.raises(RuntimeError, match="13 tensors"):
         torch.ops.gpt_eagle.prepare_layers([x] * 13, 4, 96, 0, 1e-5)
 

@@ -25,11 +25,12 @@ import sampling
 from decode import Session, with_cycles
 from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Drafter, DraftVocab, Root, RootOnly, Rows
-from eagle_draft import EagleDrafter, draft_lm_head
+from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import generate, load
 from helpers import chi_square, decode, engine_for, golden_head, golden_target, noisy_copy, record
+from hf.heads import draft_lm_head
 from model import Router
 from options import DEMO
 from runtime import compiled

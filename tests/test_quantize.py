@@ -25,9 +25,10 @@ import options
 import quant_quality
 import quantize
 from checkpoint import WeightFiles, read_json
-from eagle_draft import draft_lm_head, load_head
+from eagle_draft import load_head
 from generate import generate, load, main
 from helpers import GOLDEN
+from hf.heads import draft_lm_head
 from hf.weights import load_model
 from ops.cpu import build
 from options import DEMO

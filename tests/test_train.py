@@ -16,9 +16,10 @@ import train_demo
 import train_eagle
 from draft_tree import StaticTree
 from drafters import RootOnly
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead, head_names, load_head
+from eagle_draft import EagleDrafter, EagleHead, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
+from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors

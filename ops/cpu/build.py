@@ -78,7 +78,8 @@ OPERATORS: dict[str, Callable | None] = {
         lambda x, after: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
     "prepare_layers(Tensor?[] weights, int heads, int inner, int chosen, float eps) -> Tensor": None,
     "layers(Tensor x, Tensor prepared, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, "
-    "Tensor start, Tensor mask) -> Tensor": lambda x, *operands: torch.empty_like(x),
+    "Tensor start, Tensor mask, int[] taps, Tensor? h) -> (Tensor, Tensor)":
+        lambda x, *operands: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(operands[-2]) * x.shape[-1])),
     "dot_peak(int rounds) -> float": None,
     "pair_peak(int rounds) -> float": None,
 }  # fmt: skip

@@ -261,11 +261,11 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return attention::attention(q, k, v, rows.start, rows.mask);
 }
 
-// x [B, T, F] -> the same. Writes: k and v at the rows' slots.
-at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Tensor& x, const at::Tensor& k,
-                     const at::Tensor& v, const Rows& rows) {
+// x [B, T, F] -> the same. h: what attention reads, where it is not the norm of x. Writes: k and v at the rows' slots.
+at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Tensor& x,
+                     const std::optional<at::Tensor>& h, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
-  const at::Tensor normed = layer.attention_norm ? norm(x, *layer.attention_norm, prepared.eps) : x;
+  const at::Tensor normed = h ? *h : layer.attention_norm ? norm(x, *layer.attention_norm, prepared.eps) : x;
   const at::Tensor qkv = multiply(normed, layer.wqkv, all * e);
   const at::Tensor q = rotate_and_store(qkv.view({B, T, all, e}), k, v, rows);
   at::Tensor attended = multiply(attend(q, k, v, rows), layer.wo, F);
@@ -275,10 +275,19 @@ at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Ten
   return y;
 }
 
-// The operator `layers`.
-at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList k, at::TensorList v,
-                  const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& slots, const at::Tensor& start,
-                  const at::Tensor& mask) {
+// Copies x [..., F] to the columns of y [..., n F] from `first` on.
+void copy_columns(const at::Tensor& x, at::Tensor& y, int64_t first) {
+  const int64_t width = x.size(-1), whole = y.size(-1);
+  const Value* from = data(x);
+  Value* to = y.mutable_data_ptr<Value>() + first;
+  each_row(x.numel() / width, width, [&](int64_t r) { std::copy_n(from + r * width, width, to + r * whole); });
+}
+
+// The operator `layers`. Returns: the last layer's output; the inputs of the layers in taps, which ascend.
+std::tuple<at::Tensor, at::Tensor> layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList k,
+                                          at::TensorList v, const at::Tensor& cos, const at::Tensor& sin,
+                                          const at::Tensor& slots, const at::Tensor& start, const at::Tensor& mask,
+                                          at::IntArrayRef taps, const std::optional<at::Tensor>& h) {
   const Prepared& prepared = prepared_in(holder);
   TORCH_CHECK(k.size() == prepared.layers.size() && v.size() == k.size(), "the cache is of ", k.size(),
               " layers, not of ", prepared.layers.size());
@@ -293,9 +302,15 @@ at::Tensor layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList 
     TORCH_CHECK(slot >= 0 && slot < S, "the cache has ", S, " slots, and no slot ", slot);
   }
   const Rows rows{each_cos, each_sin, to, start, mask};
-  at::Tensor y = x.contiguous();
-  for (size_t i = 0; i < k.size(); i++) y = run_layer(prepared, prepared.layers[i], y, k[i], v[i], rows);
-  return y;
+  const int64_t F = x.size(2), count = int64_t(k.size());
+  at::Tensor y = x.contiguous(), kept = at::empty({B, T, int64_t(taps.size()) * F}, x.options());
+  size_t tap = 0;
+  for (int64_t i = 0; i <= count; i++) {
+    if (tap < taps.size() && taps[tap] == i) copy_columns(y, kept, int64_t(tap++) * F);
+    if (i < count) y = run_layer(prepared, prepared.layers[i], y, i ? std::nullopt : h, k[i], v[i], rows);
+  }
+  TORCH_CHECK(tap == taps.size(), "taps must ascend, from 0 to ", count, "; they are ", taps);
+  return {y, kept};
 }
 
 }  // namespace

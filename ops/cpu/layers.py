@@ -37,7 +37,8 @@ class FusedLayers:
         weight, head_dim = layers[0].ffn_norm.weight, layers[0].attention.head_dim
         on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         known = all(getattr(layer.attention.wo, "format", "none") in ("none", "int8", "int4") for layer in layers)
-        return on_cpu and known and head_dim % 16 == 0 and has_cpu_operators()
+        plain = not layers[0].attention.qk_norm
+        return on_cpu and known and plain and head_dim % 16 == 0 and has_cpu_operators()
 
     def takes(self, x: Tensor) -> bool:
         """Whether these rows can be served. x: [B, T, F]."""
@@ -45,12 +46,14 @@ class FusedLayers:
             x.device.type == "cpu" and x.dtype == torch.bfloat16 and not (torch.is_grad_enabled() and x.requires_grad)
         )
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any, window: Any) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any, window: Any, taps: tuple[int, ...], h: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Run all layers over T rows: x [B, T, F]; the others as for model.py's `Layers`.
 
-        Writes: the cache at `window.slots`. Returns: [B, T, F].
+        Writes: the cache at `window.slots`. Returns: [B, T, F]; the inputs of the layers in taps, [B, T, taps F].
         """
-        operands = (*rope, window.slots, window.start, window.mask)
+        operands = (*rope, window.slots, window.start, window.mask, taps, h)
         return torch.ops.gpt_eagle.layers(x, self.prepared, cache.k, cache.v, *operands)
 
 

@@ -1,0 +1,359 @@
+"""What a draft head's files say: EAGLE-1, 2 and 3, in the layouts that people have.
+
+1. `HeadFiles` gives a head's tensors the names of the official layout, and says their version.
+2. `read_head` makes an `EagleConfig` of config.json and of these names, and checks that the head is one for the target.
+3. `head_names` says which tensors each of our parameters is made of, `draft_vocab` which tokens a head drafts, and
+   `draft_lm_head` makes the LM head of a draft where it is not the target's own.
+
+Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec (`layers.0.`), speculators (the
+same, and a config of the layer inside the config), NeMo (`model.layers.0.`). A norm, a bias, an embedding or an LM head
+that the weights hold is used, whatever config.json says of it.
+Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators. Not here: modules (eagle_draft.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import TensorSource, read_json
+from drafters import DraftVocab
+from hf.config import config_from
+from hf.weights import layer_names
+from model import ModelConfig
+from quantize import FORMATS, Quantization, QuantLinear, fit_group, scale_name
+
+DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
+EAGLE3_KEYS: dict[str, tuple[type, Any]] = {  # of config.json: what a value must be, and the default
+    "target_hidden_size": (int, 0),  # 0: as hidden_size
+    "draft_vocab_size": (int, 0),  # 0: as d2t says, or all
+    "use_aux_hidden_state": (bool, True),  # False: the head takes the target's last features, and has no fc
+    "norm_before_residual": (bool, False),
+    "norm_before_fc": (bool, False),
+    "fc_norm": (bool, False),
+    "norm_output": (bool, None),
+    "tie_word_embeddings": (bool, False),
+    "draft_sharpness": (float, 1.0),
+    "target_layer_ids": (list, None),  # layers whose outputs fc takes
+    "eagle_aux_hidden_state_layer_ids": (list, None),  # the same in `eagle_config`; outside of it their inputs
+}
+KINDS = {int: "a positive whole number", float: "a positive number", bool: "true or false", list: "a list"}
+# further keys that are read, and those that say nothing about the function; a note names all others
+KNOWN = {
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "bias", "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "attention_bias", "mlp_bias", "qkv_bias", "torch_dtype", "dtype", "quantization_config",
+    "draft_inputs", "eagle_config", "transformer_layer_config", *EAGLE3_KEYS,
+    "architectures", "model_type", "auto_map", "transformers_version", "initializer_range", "use_cache",
+    "attention_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window",
+    "max_window_layers", "num_target_layers", "target_model_type", "speculators_config", "speculators_model_type",
+    "speculators_version", "embed_requires_grad", "stand_in", "_name_or_path",
+}  # fmt: skip
+OFF = {  # keys that change nothing with this value
+    "use_sliding_window": False,
+    "layer_types": ["full_attention"],
+    "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+}
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """What a head of version 3 has besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
+
+    taps: tuple[int, ...]  # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
+    target_dim: int  # their width
+    draft_vocab: int  # N, tokens that it drafts
+    norm_before_fc: bool = False  # a norm over all that fc fuses
+    fc_norm: bool = False  # a norm over each of them
+    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
+    last_norm: str = "logits"  # what it is for: the "logits" only, also the hidden state that is "fed" back, or "none"
+    embedding: str = ""  # the tensor of its own embedding; "": the target's
+    lm_head: str = "lm_head.weight"  # of its own LM head; "": the target's
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What the head's own files say; nothing is taken from the target."""
+
+    model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layers
+    fc_bias: bool = True  # key `bias`; absent means True in versions 1 and 2
+    sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
+    three: Eagle3 | None = None  # None: version 1 or 2
+
+    @staticmethod
+    def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
+        """Read `path/config.json` of version 1 or 2, or take `raw` for its content.
+
+        Raises: ValueError for a missing or broken file or key.
+        """
+        raw = raw or read_json(path / "config.json")
+        model = _layer_config(path, raw)
+        if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
+            raise ValueError(
+                f"{path}: the head was trained on {raw['draft_inputs']}; only {DRAFT_INPUTS} can draft here"
+            )
+        return EagleConfig(
+            replace(model, qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=False, mlp_bias=False),
+            fc_bias=bool(raw.get("bias", True)),
+            sharpness=float(raw.get("draft_sharpness", 1.0)),
+        )
+
+
+def _layer_config(path: Path, raw: dict) -> ModelConfig:
+    try:
+        # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
+        return config_from(raw, "LlamaForCausalLM")
+    except KeyError as missing:
+        raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}; correct it") from None
+
+
+# --------------------------------------------------------------------------------------------- layouts
+
+
+def version_of(names: Iterable[str]) -> int:
+    """The version of a head by its tensors' names: 3, or 2 for versions 1 and 2, which are the same."""
+    marks = {"d2t", *(f"{prefix}hidden_norm.weight" for prefix in ("midlayer.", "layers.0.", "model.layers.0."))}
+    return 3 if marks & set(names) else 2
+
+
+class HeadFiles(TensorSource):
+    """The tensors of a head under the names of the official layout."""
+
+    def __init__(self, path: Path, source: TensorSource):
+        """Raises: ValueError for tensors of two heads, or of another version than config.json says."""
+        names, config = list(source.readers), source.config
+        self.path, self.config, self.version = path, config, version_of(names)
+        self.readers = {self._official(name): reader for name, reader in source.readers.items()}
+        mixes, layers = f"{path} mixes versions:", ("layers.0.", "model.layers.0.")
+        both = any(n.startswith("midlayer.") for n in names) and any(n.startswith(layers) for n in names)
+        if both or len(self.readers) < len(names):
+            raise ValueError(f"{mixes} it has tensors of two layouts, as midlayer. and layers.0.; keep those of one")
+        other = path / "pytorch_model.bin"
+        if (path / "model.safetensors").is_file() and other.is_file() and version_of(_names_in(other)) != self.version:
+            raise ValueError(f"{mixes} model.safetensors and pytorch_model.bin hold two heads; remove one")
+        said = f"{config.get('architectures')} {config.get('speculators_model_type')}"
+        if self.version < 3 and "eagle3" in said.lower():
+            raise ValueError(f"{mixes} an EAGLE-3 config, and weights of EAGLE-1 or 2; use its own files")
+
+    def _official(self, name: str) -> str:
+        if self.version < 3:
+            return name
+        name = name.removeprefix("model.")
+        return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def _names_in(file: Path) -> list[str]:
+    """Tensors of a .bin file that is not loaded; none if it cannot be read."""
+    try:
+        return list(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
+        return []
+
+
+def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
+    """Our parameter's name -> the official head's tensors."""
+    three, names = config.three, {}
+    if three is None or three.taps:
+        names = {"fc.weight": ("fc.weight",)} | ({"fc.bias": ("fc.bias",)} if config.fc_bias else {})
+    for i in range(config.model.n_layers):
+        theirs = "midlayer." if three and i == 0 else f"layers.{i}."
+        names |= layer_names(f"layers.{i}.", theirs, config.model)
+    del names["layers.0.attention_norm.weight"]  # the first layer has no norm before its attention
+    if three is None:
+        return names
+    norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
+    norms |= {"fed": {"norm": "norm"}, "logits": {"output_norm": "norm"}, "none": {}}[three.last_norm]
+    norms |= {"input_norm": "input_norm"} if three.norm_before_fc else {}
+    norms |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(three.taps))} if three.fc_norm else {}
+    names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
+    own = {"embedding.weight": three.embedding, "lm_head.weight": three.lm_head}
+    return names | {ours: (theirs,) for ours, theirs in own.items() if theirs}
+
+
+def is_unused(name: str, config: EagleConfig) -> bool:
+    """Whether a head's tensor may stay unused."""
+    # official files of versions 1 and 2 repeat the target's embedding; t2d says which tokens d2t reaches; speculators
+    # may hold the norm and the LM head of their target
+    named = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight") if config.three else ()
+    switched_off = config.three is not None and config.three.last_norm == "none" and name == "norm.weight"
+    return switched_off or name.endswith((*named, "embed_tokens.weight", "rotary_emb.inv_freq"))
+
+
+# ------------------------------------------------------------------------------------- what a head says
+
+
+def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
+    """What a head's files come to for a target.
+
+    Raises: ValueError for a head of another target, or a config that cannot be.
+    """
+    path = files.path
+    config = EagleConfig.from_dir(path, files.config) if files.version < 3 else _read_eagle3(files, target.n_layers)
+    dim, three = config.model.dim, config.three
+    width = three.target_dim if three else dim
+    for what, ours, theirs in (
+        ("hidden_size" if width == dim else "target_hidden_size", width, target.dim),
+        ("vocab_size", config.model.vocab_size, target.vocab_size),
+    ):
+        if ours != theirs:
+            raise ValueError(f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target")
+    if three and width != dim and not (three.embedding and three.lm_head and three.taps):
+        own = f"hidden_size is {dim}, the target's is {width}"
+        raise ValueError(f"{path}: {own}; such a head needs its own embed_tokens, fc and lm_head: download it again")
+    return config
+
+
+def tell(files: HeadFiles, config: EagleConfig) -> None:
+    """Print notes: which keys of config.json nothing here knows, and what was made of `norm_output`."""
+    raw, parts = files.config, ("transformer_layer_config", "eagle_config")
+    said = [item for part in (raw, *map(raw.get, parts)) if isinstance(part, dict) for item in part.items()]
+    unknown = sorted({k for k, v in said if k not in KNOWN and (k not in OFF or v != OFF[k])})
+    if unknown:
+        print(f"note: {files.path}: keys of config.json without effect here: {', '.join(unknown)}", file=sys.stderr)
+    output = dict(said).get("norm_output")
+    if config.three and output is not None:
+        layout = "SpecForge's" if raw.get(parts[0]) is None else "speculators'"
+        taken = {"fed": "is fed back, normed", "logits": "is normed before the LM head only", "none": "is not normed"}
+        meaning = f"in {layout} layout the output {taken[config.three.last_norm]}"
+        print(f"note: {files.path}: norm_output is {str(output).lower()}; {meaning}", file=sys.stderr)
+
+
+def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
+    """layers: how many the target has"""
+    path, raw, has = files.path, files.config, files.readers
+    for key in ("transformer_layer_config", "eagle_config"):
+        _require(raw.get(key) is None or isinstance(raw[key], dict), path, f"{key} must be an object", raw.get(key))
+    inner = raw.get("transformer_layer_config")
+    said = _checked(path, {**raw, **(raw.get("eagle_config") or {})})
+    model = _layer_config(path, raw if inner is None else inner)
+    model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in has)
+    vocab = said["draft_vocab_size"] or (files.read("d2t").numel() if "d2t" in has else model.vocab_size)
+    whole = vocab == model.vocab_size
+    rule = f"draft_vocab_size must be at most the {model.vocab_size} tokens of vocab_size"
+    _require(vocab <= model.vocab_size, path, rule, vocab)
+    embedding = "embed_tokens.weight" if "embed_tokens.weight" in has else ""
+    tied = embedding if said["tie_word_embeddings"] and whole else ""
+    three = Eagle3(
+        taps=_taps(path, raw, layers) if said["use_aux_hidden_state"] else (),
+        target_dim=said["target_hidden_size"] or model.dim,
+        draft_vocab=vocab,
+        norm_before_fc=said["norm_before_fc"] or "input_norm.weight" in has,
+        fc_norm=said["fc_norm"] or "fc_norm.0.weight" in has,
+        norm_before_residual=said["norm_before_residual"],
+        last_norm=_last_norm(said["norm_output"], inner is not None),
+        embedding=embedding,
+        lm_head="lm_head.weight" if "lm_head.weight" in has or not whole else tied,
+    )
+    return EagleConfig(model, "fc.bias" in has, float(said["draft_sharpness"]), three)
+
+
+def _require(holds: bool, path: Path, rule: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"{path / 'config.json'}: {rule}; it is {value!r}; correct it")
+
+
+def _checked(path: Path, raw: dict) -> dict[str, Any]:
+    """The values of `EAGLE3_KEYS`. Raises: ValueError for one of another kind."""
+    values = {key: raw.get(key) for key in EAGLE3_KEYS}
+    for key, (kind, default) in EAGLE3_KEYS.items():
+        if values[key] is None:
+            values[key] = default
+            continue
+        known = type(values[key]) in ((int, float) if kind is float else (kind,))
+        known = known and (kind not in (int, float) or values[key] > 0)
+        _require(known, path, f"{key} must be {KINDS[kind]}", values[key])
+    return values
+
+
+def _last_norm(output: bool | None, speculators: bool) -> str:
+    """What `norm_output` means: in speculators' layout what is fed back, in the others what the LM head gets."""
+    if speculators:
+        return "fed" if output else "logits"
+    return "none" if output is False else "logits"
+
+
+def _taps(path: Path, raw: dict, layers: int) -> tuple[int, ...]:
+    """Layers of the target whose inputs a head takes. Raises: ValueError for some that the target does not have."""
+    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
+    said = [  # the ids, and how far the layer whose input is meant lies behind
+        (raw.get(key), 0), (nested.get(key), 1), (raw.get("target_layer_ids"), 1), (nested.get("target_layer_ids"), 1),
+    ]  # fmt: skip
+    given = [(ids, shift) for ids, shift in said if ids is not None]
+    for ids, _ in given:
+        numbers = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
+        _require(numbers, path, "the target's layers must be whole numbers", ids)
+    found = [tuple(sorted(i + shift for i in ids)) for ids, shift in given] or [(2, layers // 2, layers - 3)]
+    _require(len(set(found)) == 1, path, "the target's layers are named twice, and not the same", given)
+    taps = tuple(sorted(found[0]))
+    if len(set(taps)) < len(taps) or not 0 <= taps[0] <= taps[-1] <= layers:
+        what = "" if given else "; config.json names none, and these are the default"
+        raise ValueError(
+            f"{path}: the head takes the inputs of layers {', '.join(map(str, taps))} of a target that has {layers} "
+            f"(0 to {layers - 1}; {layers}: the last one's output){what}; use the head made for this target"
+        )
+    return taps
+
+
+def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> DraftVocab | None:
+    """The tokens that a head of version 3 drafts; None: the target's.
+
+    Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
+    Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores the lowest one wins.
+    """
+    three, size, path = config.three, config.model.vocab_size, files.path
+    if three is None or three.draft_vocab == size:  # the official code drops d2t then
+        return None
+    differences = files.read("d2t")
+    if differences.shape != (three.draft_vocab,) or differences.dtype not in (torch.int64, torch.int32):
+        found = f"{differences.dtype} of shape {list(differences.shape)}"
+        raise ValueError(f"{path}: d2t must be {three.draft_vocab} whole numbers (draft_vocab_size); it is {found}")
+    ids, order = (torch.arange(three.draft_vocab) + differences.long()).sort()
+    for bad in (int(ids[0]), int(ids[-1])):
+        if not 0 <= bad < size:
+            rule = "a token is its index plus d2t"
+            raise ValueError(f"{path}: d2t reaches the token {bad}, the target has 0..{size - 1}; {rule}: correct it")
+    repeated = ids[1:][ids.diff() == 0]
+    if len(repeated):
+        raise ValueError(f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again")
+    for name in {three.lm_head, scale_name(three.lm_head)} & set(files.readers) if (order.diff() < 0).any() else ():
+        files.readers[name] = lambda read=files.readers[name]: read()[order]
+    return DraftVocab(size, ids.to(device))
+
+
+# ------------------------------------------------------------------------------------------ LM heads
+
+
+def draft_lm_head(model: nn.Module, quant: Quantization | None, ids: Tensor | None = None) -> nn.Module:
+    """A model's LM head, or a copy of it in the draft's own format or with the rows of some tokens only.
+
+    ids: [N] int64, the tokens to keep; None: all
+    """
+    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
+    own = model.lm_head if ids is None else rows_of(model.lm_head, ids)
+    rounded = isinstance(own, QuantLinear)
+    fits = rounded and quant is not None and own.group_size in (0, quant.group_size or own.group_size)
+    if quant is None or (fits and own.format == quant.format):
+        return own
+    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
+    weight = own.dequantize() if rounded else own.weight
+    return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+
+
+def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:
+    """A copy of an LM head that has only the outputs `ids`: the same weights, or codes and scales. ids: [N] int64."""
+    if isinstance(linear, QuantLinear):
+        return linear.rows(ids)
+    rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
+    rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [N, F]
+    return rows

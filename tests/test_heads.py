@@ -1,0 +1,479 @@
+"""Heads of version 3: every layout is read as the same function, every flag does what a plain reference does, what is
+drafted never changes the output, and what cannot be is said in one line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode import Session
+from draft_tree import DynamicTree, StaticTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter, load_head
+from extras.stand_in import head_config
+from generate import generate, load, main
+from helpers import GOLDEN, decode, engine_for, golden_target, record
+from hf.heads import Eagle3, EagleConfig, head_names
+from hf.weights import load_model
+from model import KVCache, causal_window
+from options import DEMO
+from quantize import Quantization, quantize_directory
+from sampling import Sampling
+
+TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
+Tensors = dict[str, Tensor]
+
+
+def target():
+    return golden_target("models/target_llama31_gqa8")
+
+
+def official() -> tuple[dict[str, Any], Tensors]:
+    """Config and tensors of the recorded head: SafeAILab's layout."""
+    return json.loads((HEAD / "config.json").read_text()), load_file(HEAD / "model.safetensors")
+
+
+def write(path: Path, config: dict, tensors: Tensors, binary: bool = False) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if binary:
+        torch.save(tensors, path / "pytorch_model.bin")
+    else:
+        save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def renamed(tensors: Tensors, prefix: str, **others: str) -> Tensors:
+    """With another prefix of the layer, and of what is named in `others`."""
+    names = {"midlayer": prefix, **others}
+    return {names.get(n.split(".")[0], n.split(".")[0]) + n[len(n.split(".")[0]) :]: t for n, t in tensors.items()}
+
+
+def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Two passes, of true features and of the outputs. Returns: the outputs and the scores of both."""
+    embedding = head.embedding or target().embedding
+    kv = KVCache.empty(head.config.model, 1, 32, torch.float32, "cpu")
+    lm_head, outs, hidden, T = head.lm_head or target().lm_head, [], head.fuse(features), tokens.shape[1]
+    for begin in (0, T):
+        window = causal_window(torch.tensor([begin]), T)
+        outs.append(hidden := head(embedding(tokens), hidden, window.slots, kv, window))
+    out = torch.cat(outs, 1)
+    return out, lm_head(head.output_norm(out))
+
+
+def inputs(width: int = 64, taps: int = 3) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(1, 6, (1 + taps) * width, generator=g), torch.randint(0, 128, (1, 6), generator=g)
+
+
+# --------------------------------------------------------------------------------------------- layouts
+
+
+def speculators(config: dict, **flags: Any) -> dict:
+    inner = {k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size", "torch_dtype")}
+    known = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "model_type": "speculators"}
+    return known | {"draft_vocab_size": config["draft_vocab_size"], "transformer_layer_config": inner, **flags}
+
+
+def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
+    config, tensors = official()
+    embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
+    ids, shifted = "eagle_aux_hidden_state_layer_ids", {"use_aux_hidden_state": True, "norm_before_residual": False}
+    nemo = renamed(
+        tensors | embedding, "model.layers.0", fc="model.fc", norm="model.norm", embed_tokens="model.embed_tokens"
+    )
+    return {
+        "SafeAILab": (config, tensors, True),
+        "SpecForge": (
+            config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {ids: [1, 3, 4], **shifted}},
+            tensors, False,
+        ),
+        "vLLM": (config | {"architectures": ["Eagle3LlamaForCausalLM"]}, renamed(tensors, "layers.0") | embedding, False),
+        "speculators": (
+            speculators(config, norm_output=False, norm_before_residual=False, **{ids: [2, 4, 5]}),
+            renamed(tensors, "layers.0"), False,
+        ),
+        "NeMo": (config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64}, nemo, False),
+        "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
+            config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
+            False,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["SafeAILab", "SpecForge", "vLLM", "speculators", "NeMo", "DeepSpec"])
+def test_every_layout_is_the_same_function(name, tmp_path, capsys):
+    config, tensors, binary = layouts()[name]
+    plain, head = load_head(HEAD, target()), load_head(write(tmp_path / "head", config, tensors, binary), target())
+    assert head.taps == plain.taps == (2, 4, 5) and torch.equal(head.vocab.ids, plain.vocab.ids)
+    assert head.embedding is None, "an embedding like the target's is the target's"
+    assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
+    said = capsys.readouterr().err
+    assert ("norm_output is false; in speculators' layout" in said) if name == "speculators" else said == ""
+
+
+def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
+    """What `head_names` says to write is the official layout."""
+    config, tensors = official()
+    plain = load_head(HEAD, target())
+    names = head_names(plain.config)
+    assert {theirs for parts in names.values() for theirs in parts} == set(tensors) - {"d2t", "t2d"}
+    assert names["layers.0.attention.wqkv.weight"][0] == "midlayer.self_attn.q_proj.weight"
+    assert plain.config == EagleConfig(plain.config.model, False, three=Eagle3((2, 4, 5), 64, 80))
+
+
+def test_draft_tokens_in_any_order(tmp_path):
+    """Columns are put in the order of the tokens, also of a head that was quantized in another."""
+    config, tensors = official()
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
+    ids = (torch.arange(80) + tensors["d2t"])[order]
+    mixed = tensors | {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": ids - torch.arange(80)}
+    write(tmp_path / "mixed", config, mixed)
+    for path in (tmp_path / "mixed", tmp_path / "int8"):
+        plain = load_head(HEAD, target(), Quantization("int8") if path.name == "int8" else None)
+        if path.name == "int8":
+            quantize_directory(tmp_path / "mixed", path, Quantization("int8"))
+        head = load_head(path, target())
+        assert torch.equal(head.vocab.ids, plain.vocab.ids) and head.vocab.ids.tolist() == sorted(ids.tolist())
+        assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
+
+
+# ----------------------------------------------------------------------------------------------- flags
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def reference(t: Tensors, features: Tensor, tokens: Tensor, normed_residual: bool, last: str) -> tuple[Tensor, Tensor]:
+    """`run` in the plainest way, without a cache, of tensors with the official names."""
+    embedding = t.get("embed_tokens.weight", target().embedding.weight)
+    if "fc.weight" in t:
+        features = features[..., 64:]
+        features = rms(features, t["input_norm.weight"]) if "input_norm.weight" in t else features
+        parts = features.split(64, -1)
+        if "fc_norm.0.weight" in t:
+            parts = [rms(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        features = F.linear(torch.cat(list(parts), -1), t["fc.weight"], t.get("fc.bias"))
+    p, given, rows, outs = "midlayer.", features, [], []
+    freq = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+
+    def heads(x: Tensor, kind: str, first: int) -> Tensor:
+        y = F.linear(x, t[f"{p}self_attn.{kind}_proj.weight"]).view(x.shape[1], -1, 16)
+        if f"{p}self_attn.{kind}_norm.weight" in t:
+            y = rms(y, t[f"{p}self_attn.{kind}_norm.weight"])
+        if kind == "v":
+            return y.transpose(0, 1)
+        angles = (torch.arange(len(y))[:, None] + first) * freq
+        cos, sin = (torch.cat((f(angles), f(angles)), -1)[:, None] for f in (torch.cos, torch.sin))
+        return (y * cos + torch.cat((-y[..., 8:], y[..., :8]), -1) * sin).transpose(0, 1)
+
+    for begin in (0, tokens.shape[1]):
+        normed = rms(given, t[p + "hidden_norm.weight"])
+        rows.append(torch.cat((rms(embedding[tokens], t[p + "input_layernorm.weight"]), normed), -1))
+        x, h = normed if normed_residual else given, torch.cat(rows, 1)
+        q, k, v = (heads(h, kind, 0) for kind in "qkv")
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True)
+        y = y.transpose(0, 1).reshape(1, h.shape[1], -1)[:, begin:]
+        x = x + F.linear(y, t[p + "self_attn.o_proj.weight"])
+        h = rms(x, t[p + "post_attention_layernorm.weight"])
+        gate, up = (F.linear(h, t[f"{p}mlp.{kind}_proj.weight"]) for kind in ("gate", "up"))
+        given = x + F.linear(F.silu(gate) * up, t[p + "mlp.down_proj.weight"])
+        given = rms(given, t["norm.weight"]) if last == "fed" else given
+        outs.append(given)
+    out = torch.cat(outs, 1)
+    scored = rms(out, t["norm.weight"]) if last == "logits" else out
+    return out, F.linear(scored, t.get("lm_head.weight", target().lm_head.weight))
+
+
+def fresh(*shape: int) -> Tensor:
+    g = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=g)
+    return x * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * x
+
+
+WHOLE = {"lm_head.weight": None, "d2t": None, "t2d": None}  # without: the target's LM head and vocabulary
+QK = {f"midlayer.self_attn.{p}_norm.weight": fresh(16) for p in "qk"}
+FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, what the reference is told
+    "norm_before_residual": ({"norm_before_residual": True}, {}, {"normed_residual": True}),
+    "norm_before_fc": ({"eagle_config": {"norm_before_fc": True}}, {"input_norm.weight": fresh(192)}, {}),
+    "fc_norm": ({"fc_norm": True}, {f"fc_norm.{i}.weight": fresh(64 + i)[:64] for i in range(3)}, {}),
+    "fc bias": ({"bias": True}, {"fc.bias": fresh(64)}, {}),
+    "no fc": ({"eagle_config": {"use_aux_hidden_state": False}}, {"fc.weight": None}, {}),
+    "norm_output true": ({"norm_output": True}, {}, {}),
+    "norm_output false": ({"norm_output": False}, {}, {"last": "none"}),
+    "speculators' norm_output": (speculators(official()[0], norm_output=True), {}, {"last": "fed"}),
+    "whole vocabulary": ({"draft_vocab_size": 128}, WHOLE, {}),
+    "own whole LM head": ({"draft_vocab_size": 128}, WHOLE | {"lm_head.weight": fresh(128, 64)}, {}),
+    "own embedding": ({}, {"embed_tokens.weight": fresh(128, 64)}, {}),
+    "norms of q and k": ({}, QK, {}),
+    "five taps": (
+        {"target_layer_ids": [0, 1, 3, 5, 7], "draft_vocab_size": None},
+        WHOLE | QK | {"fc.weight": fresh(64, 320), "lm_head.weight": fresh(128, 64)}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
+    config, tensors = official()
+    changes, weights, told = FLAGS[name]
+    tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
+    head = load_head(write(tmp_path / "head", config | changes, tensors), target())
+    given = inputs(taps=len(head.taps))
+    want = reference(tensors, *given, **{"normed_residual": False, "last": "logits", **told})
+    torch.testing.assert_close(run(head, *given), want, atol=2e-4, rtol=1e-4)
+    err = capsys.readouterr().err
+    assert err.startswith("note: ") == ("norm_output" in name) and err.count("\n") == ("norm_output" in name)
+
+
+def test_the_reference_sees_every_flag():
+    """No two of them are the same function."""
+    tensors, seen = official()[1], []
+    for _, weights, told in FLAGS.values():
+        changed = {n: t for n, t in (tensors | weights).items() if t is not None}
+        taps = changed["fc.weight"].shape[1] // 64 if "fc.weight" in changed else 0
+        told = {"normed_residual": False, "last": "logits", **told}
+        seen.append(reference(changed, *inputs(taps=taps), **told)[1].sum().item())
+    assert len(set(seen)) == len(FLAGS)
+
+
+def test_a_head_of_another_width(tmp_path):
+    """fc brings the target's features to the head's own width; embedding and LM head are the head's."""
+    config, tensors = official()
+    cut = {n: t[..., :32] if t.dim() and t.shape[-1] == 64 else t for n, t in tensors.items()}
+    for name, t in cut.items():
+        if "self_attn" in name and t.shape[-1] == 128:
+            cut[name] = t[:, :64]
+        elif t.dim() == 2 and t.shape[0] == 64 and "q_proj" not in name:
+            cut[name] = t[:32]
+    cut["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"][:32]
+    config |= {"hidden_size": 32, "head_dim": 16, "target_hidden_size": 64}
+    cut = {n: t.clone() for n, t in cut.items()} | {"embed_tokens.weight": fresh(128, 32)}
+    head = load_head(write(tmp_path / "head", config, cut), target())
+    drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12), Sampling())
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    drafted, plain = (decode(engine_for(target(), d, **options), [5, 17, 3]) for d in (drafter, RootOnly()))
+    assert drafted.history == plain.history
+
+
+# ------------------------------------------------------------------------------------- nothing changes
+
+
+@cache
+def pair(form: str):
+    """Target and head in a format: the recorded ones, which agree often; in int4 the demo and a random head."""
+    if form == "bf16":
+        model = load_model(TARGET, torch.bfloat16)
+        return model, load_head(HEAD, model)
+    if form == "int8":
+        model = load_model(TARGET, torch.bfloat16, quant=Quantization("int8"))
+        return model, load_head(HEAD, model, Quantization("int8"))
+    model = load_model(Path(DEMO), quant=Quantization("int4"))
+    with tempfile.TemporaryDirectory() as folder:
+        head = load_head(random_head(Path(folder, "head")), model, Quantization("int4"))
+    return model, head
+
+
+def random_head(path: Path) -> Path:
+    """A head of version 3 for the demo that drafts its 64 most frequent tokens."""
+    config = json.loads(Path(DEMO, "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": 64}
+    ids = torch.tensor(sorted(json.loads(Path(DEMO + "-eagle", "token_ranks.json").read_text())[:64]))
+    shapes = {"q": (256, 512), "k": (128, 512), "v": (128, 512), "o": (256, 256)}
+    tensors = {f"midlayer.self_attn.{p}_proj.weight": fresh(*shape) for p, shape in shapes.items()}
+    tensors |= {f"midlayer.mlp.{p}_proj.weight": fresh(768, 256) for p in ("gate", "up")}
+    tensors |= {
+        f"midlayer.{n}.weight": fresh(256) for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    }
+    tensors |= {"midlayer.mlp.down_proj.weight": fresh(256, 768), "fc.weight": fresh(256, 3 * 256)}
+    tensors |= {"norm.weight": fresh(256), "lm_head.weight": fresh(64, 256), "d2t": ids - torch.arange(64)}
+    return write(path, config, tensors)
+
+
+TREES = {
+    "chain": StaticTree.chain(3),
+    "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
+    "dynamic": DynamicTree(depth=2, topk=3, size=8),
+    "wide": DynamicTree(depth=5, topk=8, size=32),
+}
+COVER = [  # any two of tree, temperature, batch, compiling and format meet
+    ("chain", 0.0, 1, True, "bf16"), ("chain", 1.0, 2, False, "int8"), ("chain", 1.0, 1, False, "int4"),
+    ("static", 1.0, 2, True, "bf16"), ("static", 0.0, 1, False, "int8"), ("static", 0.0, 2, True, "int4"),
+    ("dynamic", 0.0, 2, False, "bf16"), ("dynamic", 1.0, 1, True, "int8"), ("dynamic", 1.0, 2, False, "int4"),
+    ("wide", 1.0, 1, False, "bf16"), ("wide", 0.0, 2, False, "int8"), ("wide", 0.0, 1, False, "int4"),
+]  # fmt: skip
+
+
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) if row[3:] == (True, "bf16") else row for row in COVER]
+
+
+@pytest.mark.parametrize("tree, temperature, batch, compile, form", SLOW)
+def test_the_output_is_vanillas(tree, temperature, batch, compile, form, either):
+    """Bit for bit on a CPU in these formats, see test_lossless.py; where steps compile, in one call over all layers."""
+    model, head = pair(form)
+    options = {"batch_size": batch, "max_new_tokens": 48, "ignore_eos": True, "temperature": temperature, "seed": 7}
+    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]][:batch]
+    plain = decode(engine_for(model, RootOnly(), **options), *prompts)
+    drafter = EagleDrafter(head, model, TREES[tree], Sampling(temperature))
+    drafted = decode(engine_for(model, drafter, compile=compile, **options), *prompts)
+    assert (head.layers.fused is not None and model.layers.fused is not None) == compile
+    assert drafted.history == plain.history
+    assert sum(drafted.stats.accept_lengths) > (0 if form == "int4" else 10)
+    assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
+
+
+def test_every_pair_of_choices_meets():
+    columns = list(zip(*COVER))
+    for a, b in itertools.combinations(range(len(columns)), 2):
+        met = set(zip(columns[a], columns[b]))
+        missing = set(itertools.product(set(columns[a]), set(columns[b]))) - met
+        assert not missing or missing == {("wide", True)}, missing  # a large tree takes long to compile
+
+
+def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
+    """Features and taps of a prefill in pieces, and what the head makes of them."""
+    prompt = [(7 * i + i * i) % 128 for i in range(50)]
+    model, head = target(), load_head(HEAD, target())
+    rows = []
+    for chunk in (256, 16):
+        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
+        calls = record(monkeypatch, EagleDrafter, "extend")
+        drafter = EagleDrafter(head, model, TREES["chain"], Sampling())
+        session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
+        next(session.run([prompt]))
+        rows.append((torch.cat([call.args[2].features for call in calls], 1), calls[-1].result.hidden))
+        assert len(calls) == -(-50 // chunk) and rows[-1][0].shape == (1, 50, 4 * 64)
+    for whole, parts in zip(*rows):
+        torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
+    """Cycles that draft nothing take in the same rows as the others."""
+    engine = load(
+        checkpoint=DEMO, eagle=str(random_head(tmp_path / "head")), device="cpu", max_new_tokens=24, tree="auto",
+        tree_topk=4, tree_size=12, tree_depth=2,
+    )  # fmt: skip
+    vanilla = load(checkpoint=DEMO, draft="none", device="cpu", max_new_tokens=24)
+    prompts = [["def read_lines(path):", "class Reader:"]]
+    assert generate(engine, prompts).tokens == generate(vanilla, prompts).tokens
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+COMMAND = ["--prompt_ids", "5,17,3", "--max_new_tokens", "4", "--ignore_eos", "--device", "cpu", "--tree", "chain"]
+
+
+def failure(capsys, head: Path, *more: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["--checkpoint", str(TARGET), "--eagle", str(head), *COMMAND, *more])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: "), err
+    return err
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+D2T = official()[1]["d2t"]
+MISTAKES = [  # changes to the config, changes to the tensors, what is said
+    ({IDS: [2, 4, 9]}, {}, "takes the inputs of layers 2, 4, 9 of a target that has 8"),
+    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of layers 3, 5, 9 of a target that has 8"),
+    ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of layers -1, 2, 4"),
+    ({IDS: [2, 2, 5]}, {}, "takes the inputs of layers 2, 2, 5"),
+    ({IDS: []}, {}, "the target's layers must be whole numbers; it is []"),
+    ({IDS: ["2"]}, {}, "the target's layers must be whole numbers"),
+    ({IDS: 3}, {}, f"{IDS} must be a list; it is 3"),
+    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, "the target's layers must be whole numbers; it is 3"),
+    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "named twice, and not the same"),
+    ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
+    ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
+    ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
+    ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
+    ({}, {"d2t": D2T.float()}, "d2t must be 80 whole numbers (draft_vocab_size); it is torch.float32 of shape [80]"),
+    ({}, {"d2t": D2T[:70].clone()}, "d2t must be 80 whole numbers"),
+    ({}, {"d2t": None}, "the weight d2t is missing"),
+    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must be 1 whole numbers"),
+    ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
+    ({"draft_vocab_size": 129}, {}, "draft_vocab_size must be at most the 128 tokens of vocab_size; it is 129"),
+    ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
+    ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
+    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
+    ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
+    ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
+    ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
+    ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a positive whole number; it is True"),
+    ({"target_hidden_size": 0}, {}, "target_hidden_size must be a positive whole number; it is 0"),
+    ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a positive number; it is -1.0"),
+    ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
+    ({"transformer_layer_config": {}}, {}, "the key 'num_attention_heads' is missing"),
+    ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
+    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
+]
+
+
+@pytest.mark.parametrize("changes, weights, message", MISTAKES, ids=[m for _, _, m in MISTAKES])
+def test_mistakes_are_one_line(changes, weights, message, tmp_path, capsys):
+    config, tensors = official()
+    tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
+    assert message in failure(capsys, write(tmp_path / "head", config | changes, tensors))
+
+
+def test_two_heads_in_a_directory(tmp_path, capsys):
+    config, tensors = official()
+    older = load_file(GOLDEN / "models/head_eagle12_mha/model.safetensors")
+    said = {"architectures": ["LlamaForCausalLMEagle3"]}
+    assert "mixes versions: an EAGLE-3 config" in failure(capsys, write(tmp_path / "head", config | said, older))
+    write(tmp_path / "head", config, tensors)
+    torch.save(older, tmp_path / "head" / "pytorch_model.bin")
+    assert "model.safetensors and pytorch_model.bin hold two heads" in failure(capsys, tmp_path / "head")
+    torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
+    assert load_head(tmp_path / "head", target()).taps == (2, 4, 5)
+
+
+def test_default_layers_of_a_small_target(tmp_path, capsys):
+    """Of four to six layers the official choice is not three different ones."""
+    config, tensors = official()
+    shutil.copytree(TARGET, tmp_path / "small")
+    small = tmp_path / "small" / "config.json"
+    small.write_text(json.dumps(json.loads(small.read_text()) | {"num_hidden_layers": 5}))
+    weights = load_file(TARGET / "model.safetensors")
+    save_file(
+        {n: t for n, t in weights.items() if not re.search(r"layers\.[567]\.", n)}, small.with_name("model.safetensors")
+    )
+    head = str(write(tmp_path / "head", config, tensors))
+    message = failure(capsys, Path(head), "--checkpoint", str(tmp_path / "small"))
+    assert "inputs of layers 2, 2, 2 of a target that has 5" in message and "config.json names none" in message
+
+
+def test_what_cannot_go_with_such_a_head(capsys):
+    assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in failure(capsys, HEAD, "--draft_vocab", "5")
+    with pytest.raises(ValueError, match="--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"):
+        head_config(HEAD)
+
+
+def test_unknown_keys_are_named(tmp_path, capsys):
+    config, tensors = official()
+    flags = {"eagle_config": {"use_mtp_layernorm": True, "use_last_layernorm": True}, "use_sliding_window": True}
+    main(
+        ["--checkpoint", str(TARGET), "--eagle", str(write(tmp_path / "h", config | flags | {"new": False}, tensors))]
+        + COMMAND
+    )
+    note = "keys of config.json without effect here: new, use_mtp_layernorm, use_sliding_window"
+    assert capsys.readouterr().err == f"note: {tmp_path / 'h'}: {note}\n"
+    older = GOLDEN / "models/head_eagle12_mha"
+    load_head(older, golden_target())
+    assert capsys.readouterr().err == "", "the official heads have no such keys"
+    config = json.loads((older / "config.json").read_text()) | {"residual": "true,norm"}
+    load_head(write(tmp_path / "older", config, load_file(older / "model.safetensors")), golden_target())
+    assert "without effect here: residual" in capsys.readouterr().err
