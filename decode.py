@@ -459,7 +459,7 @@ class Session:
         begins = [max(common_prefix(h[:-1], p or []) - 1, 0) for h, p in zip(self.history, prompts)]
         lengths = [len(p) if p else 0 for p in prompts]
         for row, prompt in enumerate(prompts):
-            self.history[row] = list(prompt or [])  # an idle row's slots serve as scratch
+            self.history[row] = (prompt or [])[: begins[row]]  # what is cached, should Ctrl-C end this
             if prompt:
                 state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
@@ -473,6 +473,6 @@ class Session:
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)
         self.work.put(engine, changed(state, done=done, draws=state.draws + (length > 0)))
-        self.preset = len(engine.cycles) - 1
+        self.preset, self.history = len(engine.cycles) - 1, [list(p or []) for p in prompts]  # idle rows are scratch
         new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
         return new, bool(done.all())

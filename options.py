@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +25,11 @@ import torch
 from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
 from sampling import Sampling
 
+TEMPORARY = ".tmp"  # ends the name of a file while it is written
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEFAULT = str(Path(__file__).parent / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
-DEFAULT_PROMPTS = {DEFAULT: "The capital of France is", DEMO: "def read_lines(path):"}
+PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
 
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 
@@ -367,7 +369,8 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     if config.prompt is not None:
         return [[config.prompt]]
     if not config.prompt_file:
-        text = DEFAULT_PROMPTS.get(os.path.abspath(config.checkpoint))
+        named = os.path.realpath(config.checkpoint)
+        text = next((text for path, text in PROMPTS if os.path.realpath(path) == named), None)
         _rule(text is not None, "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
         return [[text]]
     return _prompts_of_file(Path(config.prompt_file))
@@ -447,14 +450,22 @@ def pick_device(name: str) -> str:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write under a temporary name, then rename, so that a kill leaves the old file whole."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write under a temporary name, then rename, so that a kill leaves the old file whole. It keeps its mode.
+
+    What is no regular file stays: a link is followed, a device or a queue written into.
+    """
+    if path.is_symlink() or path.exists() and not path.is_file():
+        write(path)
+        return
+    temporary = path.with_name(path.name + TEMPORARY)
     write(temporary)
+    if path.exists():
+        shutil.copymode(path, temporary)
     os.replace(temporary, path)
 
 
 def write_text(where: str, text: str) -> None:
-    """Write a whole file under its final name, or to standard output for `-`."""
+    """Write a whole file, as `replace_file`, or to standard output for `-`. Raises: ValueError where that fails."""
     if where == "-":
         print(text, flush=True)
         return
