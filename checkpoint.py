@@ -65,7 +65,9 @@ def one_line(message: Any, most: int = 1000) -> str:
 
 
 @contextmanager
-def reading(file: Path, remedy: str = "download it again") -> Iterator[None]:
+def reading(
+    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+) -> Iterator[None]:
     """Let a library read a file: what it raises becomes one ValueError with the file's name, what it prints is dropped.
 
     A panic in Rust is a BaseException and prints a trace. What names the file already, as our own refusals do, passes.
@@ -78,10 +80,8 @@ def reading(file: Path, remedy: str = "download it again") -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, ValueError) and str(file) in str(error):
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"{file} is corrupt, truncated or of another kind ({one_line(lines[0], 300)}); {remedy}"
-        ) from None
+        reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
+        raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
 
 
 @contextmanager

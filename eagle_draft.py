@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, WeightFiles, read_json
+from checkpoint import TensorSource, WeightFiles, about, read_fields, read_json
 from draft_tree import DynamicTree, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
-from hf.config import config_from
+from hf.config import HeadSaid, config_from
 from hf.weights import Storage, layer_names, load_weights
 from model import (
     Block,
@@ -59,23 +59,13 @@ class EagleConfig:
         Raises: ValueError for a missing or broken file or key.
         """
         raw = raw or read_json(path / "config.json")
-        try:
+        with about(path / "config.json"):
             # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
-            model = config_from(raw, "LlamaForCausalLM")
-        except KeyError as missing:
-            raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
-        except ValueError as error:
-            raise ValueError(f"{path / 'config.json'}: {error}; correct it") from None
-        if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
-            raise ValueError(
-                f"{path}: the head was trained on {raw['draft_inputs']}; only {DRAFT_INPUTS} can draft here"
-            )
-        qkv_bias = bool(raw.get("qkv_bias", False))
-        return EagleConfig(
-            replace(model, qkv_bias=qkv_bias, o_bias=False, mlp_bias=False),
-            fc_bias=bool(raw.get("bias", True)),
-            sharpness=float(raw.get("draft_sharpness", 1.0)),
-        )
+            model, said = config_from(raw, "LlamaForCausalLM"), read_fields(raw, HeadSaid)
+        if said.draft_inputs != DRAFT_INPUTS:
+            raise ValueError(f"{path}: the head was trained on {said.draft_inputs}; only {DRAFT_INPUTS} can draft here")
+        model = replace(model, qkv_bias=said.qkv_bias, o_bias=False, mlp_bias=False)
+        return EagleConfig(model, fc_bias=said.bias, sharpness=said.draft_sharpness)
 
 
 class EagleLayer(Block):

@@ -71,6 +71,16 @@ class Said:
 
 
 @dataclass(frozen=True)
+class HeadSaid:
+    """The keys of a draft head's config.json besides."""
+
+    bias: bool = key(rules.FLAG, True)  # of its fc
+    qkv_bias: bool = key(rules.FLAG, False)
+    draft_inputs: str = key(rules.TEXT, "feature&shifted")  # (ours) what a row sees, as EAGLE-1 figure 8 names it
+    draft_sharpness: float = key(positive(1e6), 1.0)  # (ours) c in log softmax(c z)
+
+
+@dataclass(frozen=True)
 class Generation:
     """The keys of generation_config.json that are read."""
 

@@ -36,6 +36,8 @@ from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
+from checkpoint import one_line
+
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
 # and for a conversation of n characters:
 MAX_CPU_S = 5.0  # + n * 1e-6; 600 messages take LLaMA-3.1's 0.3 s
@@ -92,21 +94,17 @@ class Template:
         except OutOfLimits as error:
             reason = str(error)
         except SecurityError as error:
-            reason = f"is refused: {one_line(error)}"
+            reason = f"is refused: {one_line(error, 400)}"
         except jinja2.TemplateSyntaxError as error:
-            reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message)}"
+            reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message, 400)}"
         except Exception as error:  # a template can raise any
             own = isinstance(error, TemplateError)
-            reason = f"raises: {one_line(error)}" if own else f"fails ({type(error).__name__}: {one_line(error)})"
+            reason = (
+                f"raises: {one_line(error, 400)}" if own else f"fails ({type(error).__name__}: {one_line(error, 400)})"
+            )
         finally:
             sys.settrace(before)
         raise ValueError(reason)
-
-
-def one_line(error: Any) -> str:
-    """What an error says, on one line that can be printed."""
-    text = "".join(char if char.isprintable() else " " for char in str(error)[:400])
-    return " ".join(text.split()) or type(error).__name__
 
 
 def resident_bytes() -> int:
