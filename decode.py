@@ -36,7 +36,7 @@ from ops.rows import best
 from options import GenerateConfig
 from runtime import CompiledStep, HostCopy, Replay, compiled, leaves, mark, store
 from sampling import NoiseKey
-from stats import Stats, trace_row
+from stats import Stats, check_memory, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -304,6 +304,11 @@ class Workspace:
         target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
         weight = target.embedding.weight
         slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
+        heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
+        caches = B * slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
+        scores = B * 4 * target.config.vocab_size * max(drafter.size, drafter.width)
+        plan = {"the caches": caches, "scores of a tree": scores, "its candidates": B * 20 * drafter.width**2}
+        check_memory(plan, str(weight.device), "lower --batch_size, --context or --tree_topk")
         self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
         number = torch.zeros(B, dtype=torch.long, device=weight.device)
         self.state = DecodeState(

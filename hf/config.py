@@ -213,7 +213,8 @@ def rope_parameters(said: Said) -> tuple[float, dict | None]:
         raise ValueError(f"RoPE scaling of the type {kind} needs the key {missing!r}")
     if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ValueError(f"low_freq_factor must be below high_freq_factor; they are {list(scaling.values())[1:3]}")
-    return rope.rope_theta or said.rope_theta or 10000.0, {"rope_type": kind, **scaling} if scaling else None
+    theta = float(rope.rope_theta or said.rope_theta or 10000.0)
+    return theta, {"rope_type": kind, **scaling} if scaling else None
 
 
 # ---------------------------------------------------------------------------------------- beside a target

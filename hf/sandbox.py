@@ -16,7 +16,6 @@ Source: the module utils.chat_template_utils of transformers, for the options, t
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import sys
 import time
@@ -37,6 +36,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
 from checkpoint import one_line
+from stats import resident_bytes
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
 # and for a conversation of n characters:
@@ -105,15 +105,6 @@ class Template:
         finally:
             sys.settrace(before)
         raise ValueError(reason)
-
-
-def resident_bytes() -> int:
-    """The memory of the process; 0 where there is no /proc, so that there only time ends growth by steps."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return 0
 
 
 def size(value: Any, most: int = 10**9) -> int:
