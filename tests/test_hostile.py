@@ -459,7 +459,7 @@ class Outcome(NamedTuple):
         return ""
 
 
-class Late(BaseException):
+class Late(KeyboardInterrupt):
     """The time limit."""
 
 
@@ -522,6 +522,7 @@ def apart(case: Case, folder: Path) -> Outcome:
 
 def check(number: int, folder: Path, capfd) -> None:
     """Make a case and run it here."""
+    folder.mkdir()
     made = case(number, folder)
     capfd.readouterr()
     status, seconds, grown = attempt(made)
