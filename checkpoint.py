@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SHARD_BYTES = 2 * 10**9
+PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
 COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json", "token_ranks.json",
@@ -146,6 +147,37 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def load_pickle(file: Path, mmap: bool) -> Any:
+    """What torch.save wrote, if that is tensors and plain values. Call it within `reading`.
+
+    A pickle may ask for any amount of memory, as bytearray(10**12): it gets the file's size and `PICKLE_BYTES`.
+    """
+    try:
+        with limited_memory(file.stat().st_size + PICKLE_BYTES):
+            return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError:  # its own message advises to turn weights_only off
+        raise ValueError("its pickle holds more than tensors") from None
+
+
+@contextmanager
+def limited_memory(more_bytes: int) -> Iterator[None]:
+    """Let no more memory be taken inside, where the system can hold this process to it (Linux)."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # of data, as the limit counts them
+    except (ImportError, OSError):
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [pages * resource.getpagesize() + more_bytes, *(each for each in before if each != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 class Rule(NamedTuple):
     """What a value must be."""
 
@@ -253,10 +285,7 @@ class WeightFiles(TensorSource):
             self.readers[name] = partial(read, name)
 
     def _open_bin(self, file: Path) -> None:
-        try:
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError:  # its own message advises to turn weights_only off
-            raise ValueError("its pickle holds more than tensors") from None
+        content = load_pickle(file, mmap=True)
         if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
             raise ValueError("it does not hold tensors by name")
         for name, tensor in content.items():

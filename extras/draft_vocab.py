@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import parse_json, read_text, reading
+from checkpoint import load_pickle, parse_json, read_text, reading
 from drafters import DraftVocab
 from model import Transformer
 from options import GenerateConfig
@@ -56,7 +56,7 @@ def read_ranks(path: Path, size: int) -> list[int]:
     """
     if path.suffix == ".pt":
         with reading(path, "make it again"):
-            ids = torch.load(path, map_location="cpu", weights_only=True)
+            ids = load_pickle(path, mmap=False)
             ids = ids.tolist() if isinstance(ids, Tensor) else ids
     else:
         ids = parse_json(read_text(path), path)

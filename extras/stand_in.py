@@ -35,7 +35,7 @@ from quantize import saved_quantization
 
 NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
 
-MOST = {"n_layers": 2**12, "vocab_size": 2**24, "n_experts": 2**12}  # of a size that can be asked for; others: 2^20
+MOST = {"n_layers": 2**10, "vocab_size": 2**24, "n_experts": 2**12}  # of a size that can be asked for; others: 2^20
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,8 @@ def number_flag(r: random.Random, folder: Path) -> Case:
     flag = r.choice(flags)
     value = r.choice(["-1", "0", "1e3", "nan", "inf", "-inf", "1e400", "", "x", "0x10", "٣", "2147483648", str(2**62),
                       str(2**63), str(2**64), "9" * 30, "9" * 5000, "1" + "0" * 9, "100000", "1000000"])  # fmt: skip
+    if flag == "num_samples" and len(value) in (6, 7):
+        value = "-5"  # that many would be decoded
     more = ["--temperature", "1"] if flag in ("top_k", "top_p") else []
     more += ["--quant", "int4"] if flag == "group_size" else []
     head = ["--eagle", str(HEAD), *(["--tree", "dynamic"] if "tree" in flag else [])]
@@ -254,6 +256,8 @@ def text_flag(r: random.Random, folder: Path) -> Case:
                      "chat", "device", "json", "trace", "profile", "inflate", "quant", "dtype"])  # fmt: skip
     value = r.choice(["", "\0", "a\0b", "x" * 300, "x" * 100_000, "\ud800", "caf\udce9", "a\nb\nc", "/", ".", "~", "/dev/full",
                       "/proc/self/mem", str(folder), "/dev/null/x", "\x1b[31m", "-", "5" * 5000, "1," * 1000, "3,-3", ","])  # fmt: skip
+    if flag in ("json", "trace", "profile") and value.startswith(("/dev/f", "/proc")):
+        value = str(folder)  # a version that renames over devices would destroy them
     base = ["--checkpoint", DEMO, *TEXT]
     if flag in ("prompt_file", "prompt_ids"):
         base = ["--checkpoint", DEMO, *TEXT[2:]]
@@ -323,7 +327,8 @@ def bin_file(r: random.Random, folder: Path) -> Case:
         "legacy": lambda: torch.save(tensors, file, _use_new_zipfile_serialization=False),
         "call": lambda: file.write_bytes(pickle.dumps(Evil(os.getpid))),
         "call in zip": lambda: torch.save({**tensors, "x": Evil(print, "gotcha")}, file),
-        "bytes": lambda: torch.save({**tensors, "x": Evil(bytearray, 10**10)}, file),
+        "bytes": lambda: torch.save({**tensors, "x": Evil(bytearray, r.choice([10**9, 10**13]))}, file),
+        "storage": lambda: torch.save({**tensors, "x": Evil(torch.FloatTensor, r.choice([10**9, 10**13]))}, file),
         "deep": lambda: file.write_bytes(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."),
         "other zip": lambda: zipfile.ZipFile(file, "w").writestr("a.txt", "text"),
         "text": lambda: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n"),
@@ -410,6 +415,24 @@ def gguf_file(r: random.Random, folder: Path) -> Case:
     return Case(f"m.gguf of {len(content)} bytes", ids(folder / "m.gguf"))
 
 
+def chat_template(r: random.Random, folder: Path) -> Case:
+    path = linked(Path(DEMO), folder / "m")
+    whole = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    texts = ["{% broken", "{{ 1/0 }}", "{{ 'x' * 10**12 }}", "{{ messages.__class__ }}", "", "{{ raise_exception('a\nb') }}",
+             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 10**10**10 }}", "\0", "{" * 10_000, "{% if x %}" * 1000,
+             "{{" + "(" * 1000 + "1" + ")" * 1000 + "}}", mangled(r, whole.encode()), whole]  # fmt: skip
+    content = r.choice(texts)
+    put(path / "chat_template.jinja", content)
+    return Case(f"chat template {said(content)}", ["--checkpoint", str(path), *TEXT, "--chat"])
+
+
+def stand_in(r: random.Random, folder: Path) -> Case:
+    shape = r.choice(["llama2-70b,n_layers=4000", "llama2-7b,dim=1048576", "llama3-70b,ffn_dim=1000000,n_layers=999", "x",
+                      "llama2-7b,n_layers=" + "9" * 20, "llama2-7b,n_layers=" + "9" * 5000, "llama2-7b,dim", "tiny-1b,dim=0",
+                      "tiny-1b,head_dim=33", "tiny-1b,n_heads=7", "tiny-1b,vocab_size=16777216,dim=1000000", ","])  # fmt: skip
+    return Case(f"--inflate {said(shape)}", ["--checkpoint", DEMO, *TEXT, "--inflate", shape])
+
+
 def chat_lines(r: random.Random, folder: Path) -> Case:
     line = r.choice(["\0", "\ud800", "x" * 10_000, "</s>" * 50, "\x1b[31m"])
     return Case(f"chat {said(line)}", ["--checkpoint", DEMO, *TEXT[2:], "--interactive"], line + "\n")
@@ -419,7 +442,7 @@ FAMILIES: dict[Callable[[random.Random, Path], Case], int] = {
     config_value: 8, config_shape: 3, config_rope: 3, config_quantization: 2, generation_config: 2, head_value: 4,
     draft_value: 3, tokenizer_value: 4, small_json: 3, number_flag: 4, text_flag: 5, safetensors_file: 3, bin_file: 4,
     sentencepiece_file: 2, tokenizer_json_file: 4, prompt_file: 3, tree_file: 2, token_ranks: 2, gguf_file: 2,
-    chat_lines: 1,
+    chat_lines: 1, chat_template: 2, stand_in: 1,
 }  # fmt: skip
 DECK = [family for family, share in FAMILIES.items() for _ in range(share)]
 
