@@ -19,10 +19,12 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +34,10 @@ import torch
 from safetensors.torch import load_file
 
 import generate
+import hf.tokenizer
+from checkpoint import FLAG, key, load_pickle, positive, read_fields, reading, whole
 from helpers import GOLDEN
+from hf.tokenizer import Tokenizer
 from options import DEMO
 
 LIMIT_S = 5  # of one case on a busy machine; most take 20 ms
@@ -564,6 +569,107 @@ def test_broken_inputs_end_in_one_line(tenth, tmp_path, capfd):
 def test_thousands_of_broken_inputs_end_in_one_line(part, tmp_path, capfd):
     for number in range(300 + part, 3300, 30):
         check(number, tmp_path / str(number), capfd)
+
+
+# ---------------------------------------------------------------------------------------- one by one
+
+
+def refused(capfd, *argv: str) -> str:
+    """The line that refuses a command line."""
+    outcome = Outcome(attempt(Case("", list(argv)))[0], *capfd.readouterr(), 0, 0)
+    assert outcome.status == 2 and not outcome.fault, outcome
+    return outcome.err
+
+
+def test_what_a_library_does_is_one_line(tmp_path, capfd):
+    """A panic in Rust is a BaseException; Ctrl-C is not the file's fault, and a refusal of ours has its words already."""
+
+    class Panic(BaseException):
+        pass
+
+    file = tmp_path / "file.bin"
+    errors = (Panic("a\nb"), MemoryError(), KeyError("x"), RecursionError("deep"), ValueError("\x1b[31m" + "x" * 5000))
+    for error in errors:
+        with pytest.raises(ValueError) as caught, reading(file, "make it again"):
+            os.write(2, b"thread panicked at lib.rs\n")
+            warnings.warn("this will change", stacklevel=1)
+            raise error
+        assert re.fullmatch(rf"{file} is corrupt, .* \([^\n\x1b]{{1,350}}\); make it again", str(caught.value))
+    for error in (KeyboardInterrupt(), ValueError(f"{file} is too small; use another")):
+        with pytest.raises(type(error)) as caught, reading(file):
+            raise error
+        assert caught.value is error
+    os.write(2, b"heard again")
+    assert capfd.readouterr() == ("", "heard again")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Keys for the next test."""
+
+    size: int = key(whole(1, 8))
+    share: float = key(positive(2), 1.0)
+    flag: bool = key(FLAG, False)
+
+
+def test_declared_keys():
+    assert read_fields({"size": 8, "share": None, "other": "x"}, Declared) == Declared(8, 1.0, False)
+    assert read_fields({"size": 1, "share": 2, "flag": True}, Declared) == Declared(1, 2, True)
+    for raw, words in (
+        ({}, "the key 'size' is missing"),
+        ({"size": None}, "the key 'size' is missing"),
+        *(({"size": v}, "size must be a whole number from 1 to 8; it is") for v in (0, 9, -1, True, 1.0, "1", [], {})),
+        *(({"size": 1, "share": v}, "share must be a number above 0") for v in (0, -1.0, 3, float("nan"), True, "1")),
+        *(({"size": 1, "flag": v}, "flag must be true or false; it is") for v in (0, 1, "true", [])),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_fields(raw, Declared)
+
+
+def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
+    said = refused(capfd, *ids(DENSE, "--batch_size", "2000000000"))
+    assert re.search(r"the caches \d+\.\d GB \+ .* = \d+\.\d GB of memory are needed, \d+\.\d GB are free; lower", said)
+    path, raw = model(tmp_path)
+    put(path / "config.json", raw | {"vocab_size": 2**24, "hidden_size": 2**20, "num_attention_heads": 2**10})
+    said = refused(capfd, *ids(path))
+    assert f"the weights of {path}, by its config, " in said and "GB of memory are needed" in said
+
+
+@pytest.mark.parametrize("call", [bytearray, torch.FloatTensor, torch.UntypedStorage])
+def test_a_pickle_takes_no_memory(tmp_path, call):
+    """weights_only lets it make any of these."""
+    torch.save({"x": Evil(call, 10**9)}, tmp_path / "x.pt")
+    before = peak_bytes(reset=True)
+    with pytest.raises(ValueError, match="x.pt is corrupt"), reading(tmp_path / "x.pt"):
+        load_pickle(tmp_path / "x.pt", mmap=True)
+    assert peak_bytes() - before < LIMIT_BYTES
+    torch.save({"x": torch.arange(3)}, tmp_path / "x.pt")
+    assert load_pickle(tmp_path / "x.pt", mmap=True)["x"].tolist() == [0, 1, 2]
+
+
+def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
+    found = json.loads(tokenizer_json())
+    found["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "a*a*a*b|a"}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+    put(tmp_path / "tokenizer.json", found)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("a" * 20)
+    monkeypatch.setattr(hf.tokenizer, "SPLIT_S", 0.05)
+    with pytest.raises(
+        ValueError, match="tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids"
+    ):
+        tokenizer.encode("a" * 250)
+
+
+def test_texts_that_are_none(capfd):
+    assert "half a character" in refused(capfd, "--checkpoint", DEMO, "--prompt", "a\ud800", *TEXT[2:])
+    assert "/dev/zero is a device" in refused(capfd, "--checkpoint", DEMO, "--prompt_file", "/dev/zero", *TEXT[2:])
+    assert "--json has a character" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--json", "a\0b")
+    assert "File name too long" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--trace", "x" * 254)
+    engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")
+    with pytest.raises(ValueError, match="takes a list of prompts"):
+        generate.generate(engine, "a text")
 
 
 def main(count: int, first: int = 0) -> None:
