@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 import sys
 import threading
@@ -171,7 +172,9 @@ def _of_gguf(path: Path) -> Tokenizer:
     config = tokenizer_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         _need_tokenizers(path)
-        return JsonTokenizer(read_bpe(metadata), config, path)
+        tok = read_bpe(metadata)
+        with reading(path, "use --prompt_ids"):
+            return JsonTokenizer(tok, config, path)
     model, added = read_sentencepiece(metadata)
     with reading(path, "use --prompt_ids"):
         sp = SentencePieceProcessor(model_proto=model)
@@ -276,7 +279,11 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text: str, special: bool) -> list[int]:
         self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
         with reading(self._path, "use --prompt_ids"):
-            return _within(SPLIT_S + len(text) / 10_000, lambda: self._tok.encode(text, add_special_tokens=False).ids)
+            # a batch, since only its call lets other threads run
+            batch = _within(
+                SPLIT_S + len(text) / 10_000, lambda: self._tok.encode_batch([text], add_special_tokens=False)
+            )
+        return batch[0].ids
 
     def _piece(self, id: int) -> bytes:
         token = self._tok.id_to_token(id) or ""
@@ -289,6 +296,7 @@ class JsonTokenizer(Tokenizer):
 
 def _need_tokenizers(path: Path) -> Any:
     """The package `tokenizers`. path: the file that needs it. Raises: ValueError when it is missing."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is one text at a time; and no warning after a fork
     try:
         import tokenizers
     except ImportError:
