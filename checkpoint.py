@@ -1,8 +1,10 @@
-"""Read and write the tensors of a model directory by name.
+"""Read and write the tensors of a model directory by name, and what others' files hold, whatever they hold.
 
-1. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only the tensors that are
+1. `read_json` reads a file; `read_fields` takes the keys that a dataclass declares with `key`, each with its rule.
+   `reading` is the boundary to libraries: whatever one raises inside becomes one line that names the file.
+2. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only the tensors that are
    used are read. Any other object with named tensors is a `TensorSource` too, and can be loaded like files.
-2. `write_checkpoint` takes one tensor at a time and writes shards, so that at most one shard is in memory. It writes to
+3. `write_checkpoint` takes one tensor at a time and writes shards, so that at most one shard is in memory. It writes to
    a temporary directory and renames that at the end, so that a directory under the final name is always complete. The
    next run removes what a killed run left behind.
 
@@ -12,12 +14,19 @@ Not here: what the names mean (hf/weights.py).
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import reprlib
 import shutil
-import struct
-from collections.abc import Callable, Iterable
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SHARD_BYTES = 2 * 10**9
+PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
 COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json", "token_ranks.json",
@@ -44,6 +54,81 @@ def _begins_as_gguf(file: Path) -> bool:
         return False
 
 
+# --------------------------------------------------------------------------------- what others' files hold
+
+
+def one_line(message: Any, most: int = 1000) -> str:
+    """What an error says, on one line that can be printed, its middle left out beyond `most` characters."""
+    text = str(message)
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or type(message).__name__
+
+
+@contextmanager
+def reading(
+    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+) -> Iterator[None]:
+    """Let a library read a file: what it raises becomes one ValueError with the file's name, what it prints is dropped.
+
+    A panic in Rust is a BaseException and prints a trace. What names the file already, as our own refusals do, passes.
+    """
+    try:
+        with quiet():
+            yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, ValueError) and str(file) in str(error):
+            raise
+        reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
+        raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop warnings, and what C++ and Rust print on standard error."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept), os.close(nowhere)
+
+
+@contextmanager
+def about(file: Path) -> Iterator[None]:
+    """Put the file's name before a refusal of what it holds, and the remedy behind."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}") from None
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises: ValueError when it cannot be read, is no UTF-8, or never ends."""
+    try:
+        if stat.S_ISCHR(path.stat().st_mode) and not os.path.samefile(path, "/dev/stdin"):
+            raise ValueError(f"{path} is a device; name a file")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
+
+
+def parse_json(text: str, where: Any) -> Any:
+    """Any JSON value. Raises: ValueError for what is none, or one that is nested or written too long to be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {one_line(error, 200)}") from None
+
+
 def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
     if path.parent.is_file():
@@ -56,15 +141,96 @@ def read_json(path: Path) -> dict:
         )
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    value = parse_json(read_text(path), path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def load_pickle(file: Path, mmap: bool) -> Any:
+    """What torch.save wrote, if that is tensors and plain values. Call it within `reading`.
+
+    A pickle may ask for any amount of memory, as bytearray(10**12): it gets the file's size and `PICKLE_BYTES`.
+    """
+    try:
+        with limited_memory(file.stat().st_size + PICKLE_BYTES):
+            return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError:  # its own message advises to turn weights_only off
+        raise ValueError("its pickle holds more than tensors") from None
+
+
+@contextmanager
+def limited_memory(more_bytes: int) -> Iterator[None]:
+    """Let no more memory be taken inside, where the system can hold this process to it (Linux)."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # of data, as the limit counts them
+    except (ImportError, OSError):
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [pages * resource.getpagesize() + more_bytes, *(each for each in before if each != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+class Rule(NamedTuple):
+    """What a value must be."""
+
+    text: str  # follows "must be"
+    holds: Callable[[Any], bool]
+
+
+def whole(least: int, most: int) -> Rule:
+    """A whole number in a range; neither true nor 64.0 is one."""
+    return Rule(f"a whole number from {least} to {most}", lambda v: type(v) is int and least <= v <= most)
+
+
+def positive(most: float) -> Rule:
+    """A number above 0."""
+    return Rule(f"a number above 0, at most {most:g}", lambda v: type(v) in (int, float) and 0 < v <= most)
+
+
+def only(*values: str) -> Rule:
+    """One of some texts."""
+    return Rule(" or ".join(values), lambda v: v in values)
+
+
+FLAG = Rule("true or false", lambda v: type(v) is bool)
+TEXT = Rule("a text", lambda v: type(v) is str)
+NAMES = Rule("a list of names", lambda v: type(v) is list and all(type(name) is str for name in v))
+OBJECT = Rule("an object", lambda v: type(v) is dict)
+TOKEN_ID = whole(0, 2**32 - 1)
+TOKEN_IDS = Rule(
+    "a token id, a whole number from 0 on, or a list of such",
+    lambda v: all(map(TOKEN_ID.holds, v if type(v) is list else [v])),
+)
+
+
+def key(rule: Rule, default: Any = MISSING) -> Any:
+    """A dataclass field that is also a key of a JSON file. default: where the key is missing or null."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def read_fields(raw: dict, kind: type) -> Any:
+    """The keys that a dataclass declares with `key`. Raises: ValueError that names the key, its rule and the value."""
+    found = {}
+    for f in fields(kind):
+        value, rule = raw.get(f.name), f.metadata["rule"]
+        if value is None and f.default is MISSING:
+            raise ValueError(f"the key {f.name!r} is missing")
+        if value is not None:
+            if not rule.holds(value):
+                raise ValueError(f"{f.name} must be {rule.text}; it is {reprlib.repr(value)}")
+            found[f.name] = value
+    return kind(**found)
+
+
+# ------------------------------------------------------------------------------------------------ tensors
 
 
 class TensorSource(Protocol):
@@ -90,14 +256,11 @@ class WeightFiles(TensorSource):
         self.readers: dict[str, Callable[[], Tensor]] = {}
         files = self._shards()
         for file in files:
-            if not file.is_file():
+            if not os.path.isfile(file):  # False too for a name that no file can have
                 raise ValueError(f"{path}: the index names {file.name}, which is missing; download it again")
             open_file = self._open_safetensors if file.suffix == ".safetensors" else self._open_bin
-            try:
+            with reading(file):
                 open_file(file)
-            except (SafetensorError, RuntimeError, OSError, EOFError, KeyError, ValueError, struct.error) as error:
-                reason = str(error).splitlines()[0]
-                raise ValueError(f"{file} is corrupt, truncated or no weights ({reason}); download it again") from None
 
     def _shards(self) -> list[Path]:
         for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
@@ -113,18 +276,23 @@ class WeightFiles(TensorSource):
 
     def _open_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")
+
+        def read(name: str) -> Tensor:
+            with reading(file):
+                return handle.get_tensor(name)
+
         for name in handle.keys():  # noqa: SIM118  (not a dict)
-            self.readers[name] = lambda name=name: handle.get_tensor(name)
+            self.readers[name] = partial(read, name)
 
     def _open_bin(self, file: Path) -> None:
-        try:
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError:  # its own message advises to turn weights_only off
-            raise ValueError("its pickle holds more than tensors") from None
+        content = load_pickle(file, mmap=True)
         if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
             raise ValueError("it does not hold tensors by name")
         for name, tensor in content.items():
-            self.readers[name] = lambda tensor=tensor: tensor
+            special = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_complex()
+            if type(name) is not str or special or tensor.is_meta:
+                raise ValueError(f"{name!r} is not the name of a dense tensor")
+            self.readers[name] = tensor.detach  # of a parameter, the tensor
 
 
 def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:

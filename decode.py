@@ -36,7 +36,7 @@ from ops.rows import best
 from options import GenerateConfig
 from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, store
 from sampling import NoiseKey
-from stats import Stats, trace_row
+from stats import Stats, check_memory, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -296,6 +296,11 @@ class Workspace:
         target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
         weight = target.embedding.weight
         slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
+        heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
+        caches = B * slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
+        scores = B * 4 * target.config.vocab_size * max(drafter.size, drafter.width)
+        plan = {"the caches": caches, "scores of a tree": scores, "its candidates": B * 20 * drafter.width**2}
+        check_memory(plan, str(weight.device), "lower --batch_size, --context or --tree_topk")
         self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
         number = torch.zeros(B, dtype=torch.long, device=weight.device)
         self.state = DecodeState(
@@ -465,7 +470,7 @@ class Session:
         begins = [max(common_prefix(h[:-1], p or []) - 1, 0) for h, p in zip(self.history, prompts)]
         lengths = [len(p) if p else 0 for p in prompts]
         for row, prompt in enumerate(prompts):
-            self.history[row] = list(prompt or [])  # an idle row's slots serve as scratch
+            self.history[row] = (prompt or [])[: begins[row]]  # what is cached, should Ctrl-C end this
             if prompt:
                 state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
         begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
@@ -480,6 +485,6 @@ class Session:
         ends = torch.tensor(end_ids(engine), device=device)
         done = (length == 0) | (roots == ends).any(1) | (length >= limit)
         self.work.put(engine, changed(state, done=done, draws=state.draws + (length > 0)))
-        self.preset = len(engine.cycles) - 1
+        self.preset, self.history = len(engine.cycles) - 1, [list(p or []) for p in prompts]  # idle rows are scratch
         new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
         return new, bool(done.all())

@@ -362,6 +362,8 @@ def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher |
             raise ValueError(f"{', '.join(sorted(bad))} cannot change after load(); load another engine")
         GenerateConfig(**options).check()
         engine = replace(engine, config=replace(engine.config, **options))
+    if isinstance(prompts, str):
+        raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     batch = Batch(engine, prompts)
     for group in batch.groups:
         batch.run(group, watch)

@@ -9,25 +9,29 @@ Here too: what the user's mistakes look like, reading prompts, and writing resul
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from checkpoint import one_line, parse_json, read_text
 from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
 from sampling import Sampling
 
+TEMPORARY = ".tmp"  # ends the name of a file while it is written
+MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEFAULT = str(Path(__file__).parent / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
-DEFAULT_PROMPTS = {DEFAULT: "The capital of France is", DEMO: "def read_lines(path):"}
+PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
 
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 
@@ -61,10 +65,10 @@ NOT_CHAT = Need("cannot go with --interactive, which is one conversation", lambd
 
 def option(
     default: Any, help: str, choices: tuple[str, ...] | None = None, needs: tuple[Need, ...] = (),
-    least: int | None = None, flag: bool = True, **extra: Any,
+    least: int | None = None, most: int = MOST, flag: bool = True, **extra: Any,
 ) -> Any:  # fmt: skip
-    """A dataclass field that is also a flag, unless `flag` is False. least: the smallest value that it may have."""
-    metadata = {"help": help, "choices": choices, "needs": needs, "least": least, "flag": flag, **extra}
+    """A dataclass field that is also a flag, unless `flag` is False. least, most: the range of a number."""
+    metadata = {"help": help, "choices": choices, "needs": needs, "least": least, "most": most, "flag": flag, **extra}
     return field(default=default, metadata=metadata)
 
 
@@ -157,9 +161,12 @@ class GenerateConfig:
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k most likely tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,))
-    seed: int = option(0, "of the sampling noise; the same seed gives the same tokens for every drafter and tree")
+    seed: int = option(
+        0, "of the sampling noise; the same seed gives the same tokens for every drafter and tree", least=0,
+        most=2**64 - 1,
+    )  # fmt: skip
     ignore_eos: bool = option(False, "go on after an end-of-sequence token")
-    num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1)
+    num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0)
     quant: str = option("none", "round the target's weights while loading", ("none", "int8", "int4"))
@@ -215,10 +222,8 @@ class GenerateConfig:
 
     def check(self) -> None:
         """Raises: ValueError for a value or a combination that cannot work."""
-        for f in fields(self):
-            value, least = getattr(self, f.name), f.metadata["least"]
-            enough = least is None or value == f.default or value >= least
-            _rule(enough, f"--{f.name} must be at least {least}; it is {value}")
+        check_ranges(self)
+        self._check_names()
         self.check_needs()
         self._check_values()
         self._check_files()
@@ -236,10 +241,14 @@ class GenerateConfig:
         _rule(self.tree_size <= MAX_NODES, size)
         _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
-        _rule(0 <= self.seed < 2**64, f"--seed must be in [0, 2^64); it is {self.seed}")
         sizes = (0, *GROUP_SIZES)
         _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
         _rule(self.draft != "model" or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
+
+    def _check_names(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, str) and name not in ("prompt", "system"):
+                _rule(_can_name(value), f"--{name} has a character that no name can have: {value!a}")
 
     def _check_files(self) -> None:
         """Before anything is computed, so that nothing is lost."""
@@ -249,6 +258,10 @@ class GenerateConfig:
         _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
         for name in ("json", "trace", "profile"):
             where = Path(getattr(self, name))
+            try:
+                where.with_name(where.name + TEMPORARY).exists() if where.name else None
+            except OSError as error:
+                raise ValueError(f"--{name}: cannot write {where}: {error.strerror}") from None
             _rule(where.parent.is_dir(), f"--{name}: cannot write {where}; there is no directory {where.parent}")
             whole = not getattr(self, name) or not where.is_dir()
             _rule(whole, f"--{name}: {where} is a directory; name a file")
@@ -276,6 +289,28 @@ class GenerateConfig:
                 )
 
 
+def check_ranges(options: Any) -> None:
+    """Check the numbers of a dataclass of options. Raises: ValueError for one that is out of its range."""
+    for f in fields(options):
+        value, least, most = getattr(options, f.name), f.metadata["least"], f.metadata["most"]
+        if f.type in ("int", "float"):
+            fits = isinstance(value, Integral if f.type == "int" else Real) and not isinstance(value, bool)
+            _rule(fits, f"--{f.name} must be a {'whole ' if f.type == 'int' else ''}number; it is {value!r}")
+            _rule(
+                least is None or value == f.default or value >= least,
+                f"--{f.name} must be at least {least}; it is {value}",
+            )
+            _rule(value <= most, f"--{f.name} must be at most {most}; it is {value}")
+
+
+def _can_name(text: str) -> bool:
+    """Whether a text can be part of a file's name."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def _rule(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
@@ -288,7 +323,7 @@ class _Parser(argparse.ArgumentParser):
 
 def fail(program: str, message: str) -> NoReturn:
     """End the program on a user's mistake: one line, exit status 2."""
-    print(f"{program}: {message}", file=sys.stderr)
+    print(f"{program}: {one_line(message)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -315,7 +350,10 @@ def parse(options: type, program: str, description: str, argv: list[str] | None 
         if f.metadata.get("positional"):  # may be left out, as every option
             extra |= {"nargs": "?"}
         parser.add_argument(f.name if f.metadata.get("positional") else f"--{f.name}", **extra)
-    return options(**vars(parser.parse_args(argv)))
+    made = options(**vars(parser.parse_args(argv)))
+    with one_line_errors(program):
+        check_ranges(made)
+    return made
 
 
 @contextmanager
@@ -325,15 +363,19 @@ def one_line_errors(program: str) -> Iterator[None]:
         yield
     except ValueError as error:
         fail(program, str(error))
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("extras"):
             raise
         fail(program, f"{error.name} is not here; restore the folder extras/, or use --draft none or --tree dynamic")
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports it
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
@@ -343,25 +385,27 @@ def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row:
     check: says what is wrong with an object; "" when nothing is
     Raises: ValueError that names the file and the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what}: cannot read {path} ({type(error).__name__})") from None
-    rows = []
-    try:
-        lines = [(1, text)] if text.lstrip().startswith("[") else list(enumerate(text.split("\n"), 1))
-        for number, line in lines:  # noqa: B007  (the message needs the number)
-            if line.strip():
-                value = json.loads(line)
-                found = value if isinstance(value, list) else [value]
-                wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
-                _rule(not wrong, f"{what}: {path} line {number}: {wrong}")
-                rows += found
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}: {path} line {number} is not valid JSON: {error}") from None
+    text, rows = _read(path, what), []
+    lines = [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), 1)
+    for number, line in lines:
+        if line.strip():
+            where = f"{what}: {path} line {number}"
+            value = parse_json(line, where)
+            found = value if isinstance(value, list) else [value]
+            wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
+            _rule(not wrong, f"{where}: {wrong}")
+            rows += found
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{what}: {path} must hold one JSON object a line")
     return rows
+
+
+def _read(path: Path, what: str) -> str:
+    """A file's text. what: the flag that named it."""
+    try:
+        return read_text(path)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def read_prompts(config: GenerateConfig) -> list[Conversation]:
@@ -374,7 +418,8 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     if config.prompt is not None:
         return [[config.prompt]]
     if not config.prompt_file:
-        text = DEFAULT_PROMPTS.get(os.path.abspath(config.checkpoint))
+        named = os.path.realpath(config.checkpoint)
+        text = next((text for path, text in PROMPTS if os.path.realpath(path) == named), None)
         _rule(text is not None, "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
         return [[text]]
     return _prompts_of_file(Path(config.prompt_file))
@@ -387,10 +432,7 @@ def _prompts_of_file(path: Path) -> list[Conversation]:
             if not isinstance(each, list) or not each or not all(isinstance(t, str) and t for t in each):
                 raise ValueError(f'--prompt_file: {path} row {number} must be like {{"turns": ["text", ...]}}')
         return turns
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompt_file: cannot read {path} ({type(error).__name__})") from None
+    text = _read(path, "--prompt_file")
     if not text.strip():
         raise ValueError(f"--prompt_file: {path} is empty")
     return [[text]]
@@ -413,12 +455,7 @@ def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
 
 def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
     """Read a JSON list of rank paths. Raises: ValueError that says what is wrong with it."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise ValueError(f"--tree_file: cannot read {file}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--tree_file: {file} is not valid JSON: {error}") from None
+    raw = parse_json(_read(file, "--tree_file"), f"--tree_file: {file}")
     whole = isinstance(raw, list) and all(
         isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
     )
@@ -454,14 +491,22 @@ def pick_device(name: str) -> str:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write under a temporary name, then rename, so that a kill leaves the old file whole."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write under a temporary name, then rename, so that a kill leaves the old file whole. It keeps its mode.
+
+    What is no regular file stays: a link is followed, a device or a queue written into.
+    """
+    if path.is_symlink() or path.exists() and not path.is_file():
+        write(path)
+        return
+    temporary = path.with_name(path.name + TEMPORARY)
     write(temporary)
+    if path.exists():
+        shutil.copymode(path, temporary)
     os.replace(temporary, path)
 
 
 def write_text(where: str, text: str) -> None:
-    """Write a whole file under its final name, or to standard output for `-`."""
+    """Write a whole file, as `replace_file`, or to standard output for `-`. Raises: ValueError where that fails."""
     if where == "-":
         print(text, flush=True)
         return

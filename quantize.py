@@ -49,7 +49,7 @@ class Quantization:
         """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
         if self.format not in FORMATS:
             raise ValueError(f"{where}: the format must be one of {', '.join(FORMATS)}; it is {self.format}")
-        if self.group_size not in (0, *GROUP_SIZES):
+        if type(self.group_size) is not int or self.group_size not in (0, *GROUP_SIZES):
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
         return self

@@ -1,9 +1,16 @@
-"""What a run measured: acceptance, tokens, seconds, memory; the line it ends with, and the rows of its trace."""
+"""What a run measured: acceptance, tokens, seconds, memory; the line it ends with, and the rows of its trace.
+
+Here too: how much memory is free, and whether a plan fits it.
+"""
 
 from __future__ import annotations
 
+import mmap
 import platform
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,3 +119,38 @@ def peak_memory_bytes(device: str) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds; 0 where there is no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can still be taken: of a CUDA device; elsewhere of this machine, or its container's share of it."""
+    if device.startswith("cuda"):
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free = sys.maxsize
+    with suppress(OSError, KeyError):
+        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        kb = {row[0]: int(row[1]) for row in rows}
+        free = 1024 * (kb["MemAvailable:"] + kb["SwapFree:"])
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no container, or one without a limit
+            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) - resident_bytes())
+    return free
+
+
+def check_memory(plan: dict[str, int], device: str, remedy: str) -> None:
+    """Check that memory is free before it is taken. plan: what takes it -> how much (bytes).
+
+    Raises: ValueError with the sum and its parts.
+    """
+    need, free = sum(plan.values()), free_bytes(device)
+    if need > free:
+        parts = " + ".join(f"{what} {size / 1e9:.1f} GB" for what, size in plan.items())
+        raise ValueError(f"{parts} = {need / 1e9:.1f} GB of memory are needed, {free / 1e9:.1f} GB are free; {remedy}")

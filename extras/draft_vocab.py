@@ -17,14 +17,12 @@ untrimmed one is the target's own. To take its rows, a quantized LM head is unpa
 
 from __future__ import annotations
 
-import json
-import pickle
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import WeightFiles
+from checkpoint import WeightFiles, load_pickle, parse_json, read_text, reading
 from drafters import DraftVocab
 from model import Transformer
 from options import GenerateConfig
@@ -60,14 +58,12 @@ def read_ranks(path: Path, size: int) -> list[int]:
 
     Raises: ValueError for a file with anything else than distinct ids below `size`.
     """
-    try:
-        if path.suffix == ".pt":
-            ids = torch.load(path, map_location="cpu", weights_only=True)
+    if path.suffix == ".pt":
+        with reading(path, "make it again"):
+            ids = load_pickle(path, mmap=False)
             ids = ids.tolist() if isinstance(ids, Tensor) else ids
-        else:
-            ids = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: cannot read a list of token ids ({type(error).__name__}); make it again") from None
+    else:
+        ids = parse_json(read_text(path), path)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise ValueError(f"{path} must be a list of token ids, the most frequent first, such as [13, 29871, 29892]")
     bad = next((i for i in ids if not 0 <= i < size), None)

@@ -35,6 +35,8 @@ from quantize import saved_quantization
 
 NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
 
+MOST = {"n_layers": 2**10, "vocab_size": 2**24, "n_experts": 2**12}  # of a size that can be asked for; others: 2^20
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -62,6 +64,9 @@ class Shape:
             if not re.fullmatch(rf"({'|'.join(sizes)})=[1-9]\d*", change):
                 raise ValueError(f"shape {text}: {change!r} must be like n_layers=9; the sizes are {', '.join(sizes)}")
         values = {key: int(value) for key, value in (change.split("=") for change in changes)}
+        big = next((f"{key}={value}" for key, value in values.items() if value > MOST.get(key, 2**20)), None)
+        if big:
+            raise ValueError(f"shape {text}: no model has {big}; choose a smaller shape")
         return replace(SHAPES[name], name=text, **values)
 
 

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from checkpoint import is_gguf
+from checkpoint import is_gguf, read_text
 from hf.gguf import chat_template_text
 from hf.tokenizer import Tokenizer, optional_json
 
@@ -123,8 +123,8 @@ def template_text(path: Path) -> str | None:
     jinja = path / "chat_template.jinja"
     try:
         if jinja.is_file():
-            return jinja.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+            return read_text(jinja)
+    except ValueError as error:
         raise refusal(path, f"cannot be read ({error})") from None
     found = optional_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # of {name, template}

@@ -7,10 +7,11 @@ Not here: how the files hold quantized weights (quantize.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint import TensorSource, WeightFiles, is_gguf, read_json
+import checkpoint as rules
+from checkpoint import TensorSource, WeightFiles, about, is_gguf, key, positive, read_fields, read_json, whole
 from model import ModelConfig
 from options import GenerateConfig
 from quantize import saved_quantization
@@ -22,15 +23,89 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": (True, False),
     "MixtralForCausalLM": (False, False),
 }
-SIZES = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "max_position_embeddings",
-)  # fmt: skip
 ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+
+
+WIDTH, POSITIONS = whole(1, 2**20), whole(1, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Named:
+    """The keys of config.json that say what a model is."""
+
+    architectures: list | None = key(rules.NAMES, None)
+    model_type: str = key(rules.TEXT, "unknown")
+
+
+@dataclass(frozen=True)
+class Said:
+    """The keys of config.json that are read, with the values that they may have."""
+
+    hidden_size: int = key(WIDTH)
+    intermediate_size: int = key(WIDTH)
+    num_hidden_layers: int = key(WIDTH)
+    num_attention_heads: int = key(WIDTH)
+    vocab_size: int = key(whole(1, 2**24))
+    num_key_value_heads: int | None = key(WIDTH, None)  # as many as heads
+    head_dim: int | None = key(whole(1, 2**16), None)  # hidden_size / num_attention_heads
+    hidden_act: str = key(rules.only("silu"), "silu")
+    rms_norm_eps: float = key(positive(1), 1e-6)
+    max_position_embeddings: int = key(POSITIONS, 2048)
+    sliding_window: int | None = key(whole(0, 2**31 - 1), None)  # 0: none
+    use_sliding_window: bool = key(rules.FLAG, True)
+    attention_bias: bool = key(rules.FLAG, False)
+    mlp_bias: bool = key(rules.FLAG, False)
+    tie_word_embeddings: bool = key(rules.FLAG, False)
+    rope_parameters: dict | None = key(rules.OBJECT, None)
+    rope_scaling: dict | None = key(rules.OBJECT, None)  # the same in older files
+    rope_theta: float | None = key(positive(1e30), None)
+    bos_token_id: int | None = key(rules.TOKEN_ID, None)
+    eos_token_id: int | list | None = key(rules.TOKEN_IDS, None)
+    torch_dtype: str | None = key(rules.TEXT, None)
+    dtype: str = key(rules.TEXT, "float32")  # the same in newer files
+    stand_in: str = key(rules.TEXT, "")
+
+
+@dataclass(frozen=True)
+class HeadSaid:
+    """The keys of a draft head's config.json besides."""
+
+    bias: bool = key(rules.FLAG, True)  # of its fc
+    qkv_bias: bool = key(rules.FLAG, False)
+    draft_inputs: str = key(rules.TEXT, "feature&shifted")  # (ours) what a row sees, as EAGLE-1 figure 8 names it
+    draft_sharpness: float = key(positive(1e6), 1.0)  # (ours) c in log softmax(c z)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The keys of generation_config.json that are read."""
+
+    eos_token_id: int | list | None = key(rules.TOKEN_IDS, None)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The keys of a Mixtral's config.json besides."""
+
+    num_local_experts: int = key(whole(1, 2**12))
+    num_experts_per_tok: int = key(whole(1, 2**12))
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The keys of a RoPE block; `ROPE_TYPES` says which of them a type needs."""
+
+    rope_type: str | None = key(rules.TEXT, None)
+    type: str = key(rules.TEXT, "default")  # the same in older files
+    rope_theta: float | None = key(positive(1e30), None)
+    factor: float | None = key(positive(1e6), None)
+    low_freq_factor: float | None = key(positive(1e6), None)
+    high_freq_factor: float | None = key(positive(1e6), None)
+    original_max_position_embeddings: int | None = key(POSITIONS, None)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -53,60 +128,54 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
     raw: the content of config.json, where it was read or made already
     Raises: ValueError for a missing directory, broken JSON, an unknown architecture or RoPE type, a bad value.
     """
-    raw = raw or read_raw(path)
-    names = raw.get("architectures") or [raw.get("model_type", "unknown")]
-    if names[0] not in ARCHITECTURES:
-        raise ValueError(f"{path}: architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    generation = path / "generation_config.json"
-    extra_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    where, remedy = (path, "use another file") if is_gguf(path) else (path / "config.json", "correct it")
-    try:
-        return config_from(raw, names[0], extra_eos)
-    except KeyError as missing:
-        raise ValueError(f"{where}: the key {missing} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; {remedy}") from None
+    raw, generation = raw or read_raw(path), path / "generation_config.json"
+    extra_eos = None
+    if generation.exists():
+        with about(generation):
+            extra_eos = read_fields(read_json(generation), Generation).eos_token_id
+    with about(path if is_gguf(path) else path / "config.json"):
+        named = read_fields(raw, Named)
+        name = (named.architectures or [named.model_type])[0]
+        if name in ARCHITECTURES:
+            return config_from(raw, name, extra_eos)
+    raise ValueError(f"{path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
 def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None = None) -> ModelConfig:
-    """Translate Hugging Face's keys into ours. Raises: KeyError for a missing key, ValueError for a bad value."""
-    for key in SIZES:
-        value = raw.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{key} must be a positive whole number; it is {value!r}")
-    heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
+    """Translate Hugging Face's keys into ours. Raises: ValueError for a missing key or a bad value."""
+    said = read_fields(raw, Said)
+    heads, kv_heads = said.num_attention_heads, said.num_key_value_heads or said.num_attention_heads
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act must be silu (SwiGLU); it is {raw['hidden_act']}")
+    head_dim = said.head_dim or said.hidden_size // heads
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim must be even, since RoPE turns pairs; it is {head_dim}")
     qkv_bias, o_bias = ARCHITECTURES[architecture]
-    bias = bool(raw.get("attention_bias", False))
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-    positions = raw.get("max_position_embeddings", 2048)
-    theta, scaling = rope_parameters(raw)
+    theta, scaling = rope_parameters(said)
     experts, chosen = expert_counts(raw) if architecture == "MixtralForCausalLM" else (0, 0)
+    window = said.sliding_window if said.use_sliding_window else None
     return ModelConfig(
-        dim=raw["hidden_size"],
-        n_layers=raw["num_hidden_layers"],
+        dim=said.hidden_size,
+        n_layers=said.num_hidden_layers,
         n_heads=heads,
         n_kv_heads=kv_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        ffn_dim=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        head_dim=head_dim,
+        ffn_dim=said.intermediate_size,
+        vocab_size=said.vocab_size,
+        norm_eps=said.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        max_context=min(positions, window) if window else positions,
-        qkv_bias=bias if qkv_bias is None else qkv_bias,
-        o_bias=bias if o_bias is None else o_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        max_context=min(said.max_position_embeddings, window or said.max_position_embeddings),
+        qkv_bias=said.attention_bias if qkv_bias is None else qkv_bias,
+        o_bias=said.attention_bias if o_bias is None else o_bias,
+        mlp_bias=said.mlp_bias,
         n_experts=experts,
         experts_per_token=chosen,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        bos_id=raw.get("bos_token_id"),
-        eos_ids=_ids(raw.get("eos_token_id"), extra_eos),
-        dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
-        stand_in=str(raw.get("stand_in", "")),
+        tie_embeddings=said.tie_word_embeddings,
+        bos_id=said.bos_token_id,
+        eos_ids=_ids(said.eos_token_id, extra_eos),
+        dtype=(said.torch_dtype or said.dtype).removeprefix("torch."),
+        stand_in=said.stand_in,
     )
 
 
@@ -119,31 +188,32 @@ def expert_counts(raw: dict) -> tuple[int, int]:
     """Read how many experts a layer has, and how many of them process a token.
 
     hf/weights.py checks the first number against the weights. The weights do not show the second.
-    Raises: ValueError for impossible numbers, KeyError for a missing key.
+    Raises: ValueError for impossible numbers or a missing key.
     """
-    experts, chosen = raw["num_local_experts"], raw["num_experts_per_tok"]
-    for name, value in (("num_local_experts", experts), ("num_experts_per_tok", chosen)):
-        if type(value) is not int:
-            raise ValueError(f"{name} must be a whole number; it is {value!r}")
-    if not 1 <= chosen <= experts:
+    said = read_fields(raw, Experts)
+    experts, chosen = said.num_local_experts, said.num_experts_per_tok
+    if chosen > experts:
         raise ValueError(f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}")
     return experts, chosen
 
 
-def rope_parameters(raw: dict) -> tuple[float, dict | None]:
+def rope_parameters(said: Said) -> tuple[float, dict | None]:
     """Read the base and the scaling of RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling` of older files.
 
     Returns: (theta, the scaling's keys with a checked `rope_type`, or None without scaling).
-    Raises: ValueError for an unknown type, KeyError for a key that the type needs.
+    Raises: ValueError for an unknown type, a key that the type needs, or a bad value.
     """
-    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(params, dict):
-        raise ValueError(f"RoPE scaling must be an object with its type; it is {params!r}")
-    kind = params.get("rope_type") or params.get("type") or "default"
+    rope = read_fields(said.rope_parameters or said.rope_scaling or {}, Rope)
+    kind = rope.rope_type or rope.type
     if kind not in ROPE_TYPES:
         raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; it is {kind}")
-    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    scaling = {key: params[key] for key in ROPE_TYPES[kind]}
+    scaling = {name: getattr(rope, name) for name in ROPE_TYPES[kind]}
+    missing = next((name for name, value in scaling.items() if value is None), None)
+    if missing:
+        raise ValueError(f"RoPE scaling of the type {kind} needs the key {missing!r}")
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ValueError(f"low_freq_factor must be below high_freq_factor; they are {list(scaling.values())[1:3]}")
+    theta = float(rope.rope_theta or said.rope_theta or 10000.0)
     return theta, {"rope_type": kind, **scaling} if scaling else None
 
 

@@ -14,6 +14,7 @@ import struct
 import sys
 from typing import Any
 
+from checkpoint import reading
 from hf.gguf import Metadata
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token_type, sentencepiece's numbers
@@ -68,18 +69,19 @@ def read_bpe(metadata: Metadata) -> Any:
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids") from None
-    tok = Tokenizer(model)
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
-    first = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}
-    first = first[split] if split in first else [pre_tokenizers.Split(Regex(split), "isolated")]
-    tok.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_only])
-    tok.decoder = decoders.ByteLevel()
-    if split == QWEN2:
-        tok.normalizer = normalizers.NFC()
-    for control in (True, False):
-        kind = CONTROL if control else USER_DEFINED
-        added = [AddedToken(t, special=control, normalized=False) for t, k in zip(tokens, types) if k == kind and t]
-        tok.add_special_tokens(added) if control else tok.add_tokens(added)
+    with reading(metadata.path, "use --prompt_ids"):
+        tok = Tokenizer(model)
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
+        first = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}
+        first = first[split] if split in first else [pre_tokenizers.Split(Regex(split), "isolated")]
+        tok.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_only])
+        tok.decoder = decoders.ByteLevel()
+        if split == QWEN2:
+            tok.normalizer = normalizers.NFC()
+        for control in (True, False):
+            kind = CONTROL if control else USER_DEFINED
+            added = [AddedToken(t, special=control, normalized=False) for t, k in zip(tokens, types) if k == kind and t]
+            tok.add_special_tokens(added) if control else tok.add_tokens(added)
     return tok
 
 

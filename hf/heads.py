@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, read_json
+from checkpoint import TensorSource, about, read_fields, read_json
 from drafters import DraftVocab
-from hf.config import config_from
+from hf.config import HeadSaid, config_from
 from hf.weights import layer_names
 from model import ModelConfig
 from quantize import FORMATS, Quantization, QuantLinear, fit_group, scale_name
@@ -97,25 +97,18 @@ class EagleConfig:
         """
         raw = raw or read_json(path / "config.json")
         model = _layer_config(path, raw)
-        if raw.get("draft_inputs", DRAFT_INPUTS) != DRAFT_INPUTS:
-            raise ValueError(
-                f"{path}: the head was trained on {raw['draft_inputs']}; only {DRAFT_INPUTS} can draft here"
-            )
-        return EagleConfig(
-            replace(model, qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=False, mlp_bias=False),
-            fc_bias=bool(raw.get("bias", True)),
-            sharpness=float(raw.get("draft_sharpness", 1.0)),
-        )
+        with about(path / "config.json"):
+            said = read_fields(raw, HeadSaid)
+        if said.draft_inputs != DRAFT_INPUTS:
+            raise ValueError(f"{path}: the head was trained on {said.draft_inputs}; only {DRAFT_INPUTS} can draft here")
+        model = replace(model, qkv_bias=said.qkv_bias, o_bias=False, mlp_bias=False)
+        return EagleConfig(model, fc_bias=said.bias, sharpness=said.draft_sharpness)
 
 
 def _layer_config(path: Path, raw: dict) -> ModelConfig:
-    try:
+    with about(path / "config.json"):
         # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
         return config_from(raw, "LlamaForCausalLM")
-    except KeyError as missing:
-        raise ValueError(f"{path / 'config.json'}: the key {missing} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{path / 'config.json'}: {error}; correct it") from None
 
 
 # --------------------------------------------------------------------------------------------- layouts

@@ -16,7 +16,6 @@ Source: the module utils.chat_template_utils of transformers, for the options, t
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import sys
 import time
@@ -35,6 +34,9 @@ from jinja2.ext import Extension
 from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
+
+from checkpoint import one_line
+from stats import resident_bytes
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
 # and for a conversation of n characters:
@@ -92,30 +94,17 @@ class Template:
         except OutOfLimits as error:
             reason = str(error)
         except SecurityError as error:
-            reason = f"is refused: {one_line(error)}"
+            reason = f"is refused: {one_line(error, 400)}"
         except jinja2.TemplateSyntaxError as error:
-            reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message)}"
+            reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message, 400)}"
         except Exception as error:  # a template can raise any
             own = isinstance(error, TemplateError)
-            reason = f"raises: {one_line(error)}" if own else f"fails ({type(error).__name__}: {one_line(error)})"
+            reason = (
+                f"raises: {one_line(error, 400)}" if own else f"fails ({type(error).__name__}: {one_line(error, 400)})"
+            )
         finally:
             sys.settrace(before)
         raise ValueError(reason)
-
-
-def one_line(error: Any) -> str:
-    """What an error says, on one line that can be printed."""
-    text = "".join(char if char.isprintable() else " " for char in str(error)[:400])
-    return " ".join(text.split()) or type(error).__name__
-
-
-def resident_bytes() -> int:
-    """The memory of the process; 0 where there is no /proc, so that there only time ends growth by steps."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return 0
 
 
 def size(value: Any, most: int = 10**9) -> int:

@@ -15,20 +15,46 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from checkpoint import is_gguf, read_json
+from checkpoint import FLAG, OBJECT, Rule, about, is_gguf, key, read_fields, read_json, reading
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+SPLIT_S = 5  # for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+
+
+TOKEN = Rule(
+    "a text, or an object with the text as content",
+    lambda v: type(v) is str or type(v) is dict and type(v.get("content")) in (str, type(None)),
+)
+
+
+@dataclass(frozen=True)
+class TokenizerSaid:
+    """The keys of tokenizer_config.json that are read; null means the default of the vocabulary's file."""
+
+    bos_token: str | dict | None = key(TOKEN, None)
+    eos_token: str | dict | None = key(TOKEN, None)
+    unk_token: str | dict | None = key(TOKEN, None)
+    sep_token: str | dict | None = key(TOKEN, None)
+    pad_token: str | dict | None = key(TOKEN, None)
+    cls_token: str | dict | None = key(TOKEN, None)
+    mask_token: str | dict | None = key(TOKEN, None)
+    add_bos_token: bool | None = key(FLAG, None)
+    legacy: bool | None = key(FLAG, None)
+    added_tokens_decoder: dict | None = key(OBJECT, None)
 
 
 class Added(NamedTuple):
@@ -68,18 +94,23 @@ class Tokenizer:
             return _of_gguf(path)
         model, fast = path / "tokenizer.model", path / "tokenizer.json"
         # null means "the default" in this file
-        config = {k: v for k, v in optional_json(path / "tokenizer_config.json").items() if v is not None}
+        with about(path / "tokenizer_config.json"):
+            said = read_fields(optional_json(path / "tokenizer_config.json"), TokenizerSaid)
+        config = {k: v for k, v in vars(said).items() if v is not None}
         if model.is_file():
+            added = _added_tokens(path, config)
             try:
-                sp = SentencePieceProcessor(model_proto=model.read_bytes())
-                return SentencePieceTokenizer(sp, config, _added_tokens(path, config))
-            except RuntimeError as error:
-                reason = f"{model} is not a sentencepiece model ({error})"
+                with reading(model, "download it again, or use --prompt_ids", "is not a sentencepiece model"):
+                    sp = SentencePieceProcessor(model_proto=model.read_bytes())
+                    return SentencePieceTokenizer(sp, config, added)
+            except ValueError as error:
                 if not fast.is_file():
-                    raise ValueError(f"{reason}; download it again, or use --prompt_ids") from None
-                print(f"{reason}; using {fast.name}", file=sys.stderr)
+                    raise
+                print(f"{error}; using {fast.name}", file=sys.stderr)
         if fast.is_file():
-            return JsonTokenizer(_read_json_tokenizer(fast), config, fast)
+            package = _need_tokenizers(fast)
+            with reading(fast, "download it again, or use --prompt_ids"):
+                return JsonTokenizer(package.Tokenizer.from_file(str(fast)), config, fast)
         raise ValueError(
             f"{path} has neither {model.name} nor {fast.name}; add the tokenizer's files, or use --prompt_ids"
         )
@@ -90,6 +121,8 @@ class Tokenizer:
         bos: begin with the BOS token if the model uses one and the text does not begin with it already
         special: parse control tokens in the text; for rendered chats only
         """
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise ValueError("the text has half a character (a surrogate code point), which UTF-8 lacks; remove it")
         ids = self._encode(text, special)
         if bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -139,13 +172,13 @@ def _of_gguf(path: Path) -> Tokenizer:
     config = tokenizer_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         _need_tokenizers(path)
-        return JsonTokenizer(read_bpe(metadata), config, path)
+        tok = read_bpe(metadata)
+        with reading(path, "use --prompt_ids"):
+            return JsonTokenizer(tok, config, path)
     model, added = read_sentencepiece(metadata)
-    try:
+    with reading(path, "use --prompt_ids"):
         sp = SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
-        raise ValueError(f"{path} holds no sentencepiece model ({error}); use --prompt_ids") from None
-    return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
+        return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
 
 
 def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer | None:
@@ -229,7 +262,7 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, tok: Any, config: dict, path: Path):
         """path: where it comes from, for error messages"""
-        self._tok = tok
+        self._tok, self._path = tok, path
         tok.no_truncation()  # the file may hold the limits of the last training run
         tok.no_padding()
         names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
@@ -245,7 +278,12 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, special: bool) -> list[int]:
         self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
-        return self._tok.encode(text, add_special_tokens=False).ids
+        with reading(self._path, "use --prompt_ids"):
+            # a batch, since only its call lets other threads run
+            batch = _within(
+                SPLIT_S + len(text) / 10_000, lambda: self._tok.encode_batch([text], add_special_tokens=False)
+            )
+        return batch[0].ids
 
     def _piece(self, id: int) -> bytes:
         token = self._tok.id_to_token(id) or ""
@@ -258,6 +296,7 @@ class JsonTokenizer(Tokenizer):
 
 def _need_tokenizers(path: Path) -> Any:
     """The package `tokenizers`. path: the file that needs it. Raises: ValueError when it is missing."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is one text at a time; and no warning after a fork
     try:
         import tokenizers
     except ImportError:
@@ -265,12 +304,25 @@ def _need_tokenizers(path: Path) -> Any:
     return tokenizers
 
 
-def _read_json_tokenizer(path: Path) -> Any:
-    package = _need_tokenizers(path)
-    try:
-        return package.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing more specific
-        raise ValueError(f"{path} is corrupt ({error}); download it again") from None
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Do some work that lets other threads run, but no longer than this: a file's regular expression can be endless."""
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append((work(), None))
+        except BaseException as error:  # a panic too
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        raise TimeoutError(f"it takes more than {seconds:.0f} s to split the text")
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -311,6 +363,8 @@ def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
     try:
         extra = {text: Added(int(i), True) for text, i in added.items()}
         extra |= {t["content"]: Added(int(i), t.get("special", True)) for i, t in decoder.items()}
+        if not all(type(text) is str and 0 <= token.id < 2**24 for text, token in extra.items()):
+            raise ValueError("a text and an id from 0 to 2^24 are needed")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: the added tokens are malformed ({error!r}); download it again") from None
     return {text: token for text, token in extra.items() if text}

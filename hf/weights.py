@@ -15,6 +15,7 @@ import ctypes
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from checkpoint import TensorSource, is_gguf
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, fit_group, saved_quantization, scale_name
+from stats import check_memory
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -97,6 +99,7 @@ def load_weights(
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
         inputs = {name: params[name].shape[-1] for name in names if name in linear}
         storage = storage._replace(quant=fit_group(storage.quant, inputs))
+    _check_memory(files.path, params, linear, storage)
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
@@ -120,6 +123,19 @@ def load_weights(
     return storage.quant
 
 
+def _check_memory(path: Path, params: dict[str, Tensor], linear: set[str], storage: Storage) -> None:
+    """Raises: ValueError when the weights, in the shapes that config.json says, do not fit the memory."""
+    need = 0
+    for name, parameter in params.items():
+        width = parameter.shape[-1]
+        if name in linear and storage.quant is not None:
+            rows = torch.Size((parameter.numel() // width, width))
+            need += FORMATS[storage.quant.format].stored_bytes(rows, storage.quant.group_size)
+        else:
+            need += parameter.numel() * storage.dtype.itemsize
+    check_memory({f"the weights of {path}, by its config,": need}, storage.device, "use a smaller model or --quant")
+
+
 @dataclass(frozen=True)
 class _Loading:
     """Reads tensors, and makes parameters and quantized layers of them."""
@@ -131,9 +147,11 @@ class _Loading:
         """A parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
         if len(shape) < 3:
             return self._join(names, shape, self.storage.dtype)
-        value = torch.empty(shape, dtype=self.storage.dtype, device=self.storage.device)
-        for expert, part in zip(value, _by_expert(names, shape[0])):
-            expert.copy_(self._join(part, shape[1:], self.storage.dtype))
+        parts = (self._join(part, shape[1:], self.storage.dtype) for part in _by_expert(names, shape[0]))
+        first = next(parts)
+        value = first.new_empty(shape)
+        for expert, part in zip(value, chain((first,), parts)):
+            expert.copy_(part)
         return value
 
     def quantized(
@@ -225,6 +243,9 @@ def load_model(
     if saved is not None and quant is not None:
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
     quant = saved or quant
+    if config.n_layers > len(files.readers):
+        held = f"and the weights are {len(files.readers)} tensors; does config.json fit?"
+        raise ValueError(f"{path}: the config says num_hidden_layers {config.n_layers}, {held}")
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)

@@ -55,7 +55,7 @@ class BenchConfig:
     checkpoint: str = option(DEMO, "Hugging Face directory of the target")
     eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
     tasks: str = option("demo,gsm8k,humaneval", "names in data/eval, or JSONL files of id, task and turns")
-    limit: int = option(20, "prompts per task; 0: all")
+    limit: int = option(20, "prompts per task; 0: all", least=0)
     methods: str = option("none,eagle:chain:tree_depth=5,eagle:static,eagle:dynamic", "who drafts, and how; see above")
     temperatures: str = option("0", "0 is greedy")
     batch_sizes: str = option("1", "sequences decoded together")
@@ -63,14 +63,18 @@ class BenchConfig:
     options: str = option("", "further options of generate.py for all methods, as top_p=0.9,context=1024,ignore_eos")
     chat: str | None = option(None, "apply a chat template: the model's, or the one named", optional=True)
     max_new_tokens: int = option(128, "tokens per turn")
-    max_prompt: int = option(0, "longer prompts are left out, and counted; 0: those that leave no room to answer")
-    traced: int = option(4, "prompts per task that are first decoded untimed, to warm up and for the calibration")
-    repeats: int = option(1, "timed runs of every prompt; acceptance is counted in the first")
+    max_prompt: int = option(
+        0, "longer prompts are left out, and counted; 0: those that leave no room to answer", least=0
+    )
+    traced: int = option(
+        4, "prompts per task that are first decoded untimed, to warm up and for the calibration", least=1
+    )
+    repeats: int = option(1, "timed runs of every prompt; acceptance is counted in the first", least=1)
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     seed: int = option(0, "of the sampling noise")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write one line per task and method; what this file holds already is not measured again")
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
@@ -78,9 +82,6 @@ class BenchConfig:
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work."""
-        for name, least in (("limit", 0), ("max_prompt", 0), ("traced", 1), ("repeats", 1), ("threads", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
         for name in ("tasks", "methods", "temperatures", "batch_sizes", "quant"):
             parts = getattr(self, name).split(",")
             if len(set(parts)) < len(parts) or "" in parts:

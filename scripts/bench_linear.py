@@ -88,7 +88,7 @@ class LinearConfig:
     shapes: str = option("5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas")
     tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
     kinds: str = option(",".join(KINDS), "contestants")
-    rounds: int = option(9, "measurements of each")
+    rounds: int = option(9, "measurements of each", least=1)
     threads: int = option(0, "CPU threads; 0 leaves torch's default")
     json: str = option("", "write the results to this file")
 
@@ -97,8 +97,6 @@ class LinearConfig:
         unknown = set(self.kinds.split(",")) - set(KINDS)
         if unknown:
             raise ValueError(f"--kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
-        if self.rounds < 1:
-            raise ValueError(f"--rounds must be at least 1; it is {self.rounds}")
         for shape in self.shapes.split(","):
             parts = shape.split("x")
             if len(parts) != 2 or not all(p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts):

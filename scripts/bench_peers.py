@@ -74,9 +74,9 @@ class PeersConfig:
     peers: str = option("transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}")
     assistant: str = option("", "Hugging Face directory of the draft model of transformers:assistant")
     tasks: str = option("demo", "names in data/eval, or JSONL files of id, task and turns; first turns are used")
-    limit: int = option(5, "prompts per task")
-    max_new_tokens: int = option(64, "tokens per prompt, the first one included")
-    rounds: int = option(1, "timed rounds over all prompts; with the prompts they must make 5 runs or more")
+    limit: int = option(5, "prompts per task", least=1)
+    max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
+    rounds: int = option(1, "timed rounds over all prompts; with the prompts they must make 5 runs or more", least=1)
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
     gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
     options: str = option("", "further options of generate.py for our methods")
@@ -84,15 +84,12 @@ class PeersConfig:
     compile: bool = option(False, "compile our steps")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
-    threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
     seed: int = option(0, "of nothing here but our engine's noise")
     json: str = option("", "write the result to this file")
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work, or a peer that is not installed."""
-        for name, least in (("limit", 1), ("max_new_tokens", 2), ("rounds", 1), ("threads", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
         for peer in self.peer_list:
             if peer not in PEERS:
                 raise ValueError(f"--peers: there is no {peer}; use none, or of {', '.join(PEERS)}")

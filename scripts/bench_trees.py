@@ -40,7 +40,7 @@ import measure
 from decode import Engine, Session
 from generate import Batch, load
 from hf.config import resolve_draft
-from options import DEMO, one_line_errors, option, parse, pick_device, read_jsonl
+from options import DEMO, check_ranges, one_line_errors, option, parse, pick_device, read_jsonl
 from profile_cycle import busy_us, one_replay, replay_table
 from runtime import WARM_UPS, leaves
 from stats import Stats
@@ -59,20 +59,18 @@ class TreesConfig:
     static: bool = option(False, "also EAGLE-1's static tree")
     random_twin: bool = option(False, "random weights instead; vanilla only")
     prompts: str = option(str(_path.ROOT / "data" / "eval" / "demo.jsonl"), "JSONL with `turns`")
-    limit: int = option(5, "prompts")
-    max_new_tokens: int = option(128, "tokens per prompt")
+    limit: int = option(5, "prompts", least=1)
+    max_new_tokens: int = option(128, "tokens per prompt", least=2)
     temperature: float = option(0.0, "0 is greedy")
     profile: bool = option(False, "list the kernels of one cycle")
-    replays: int = option(0, "cycles from one state whose results are compared")
+    replays: int = option(0, "cycles from one state whose results are compared", least=0)
     threads: int = option(0, "CPU threads; 0 leaves torch's default")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     json: str = option("", "JSON lines are appended here, one per method")
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work."""
-        for name, least in (("limit", 1), ("max_new_tokens", 2), ("replays", 0)):  # the first token is not timed
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
+        check_ranges(self)
         if self.tree and not re.fullmatch(r"\d+/\d+/\d+", self.tree):
             raise ValueError(f"--tree must be depth/top-k/size, as 6/8/32; it is {self.tree}")
         for name in ("tree", "static", "quant_draft"):

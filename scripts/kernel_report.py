@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """Another: attention, add_norm, rotary, compact, lists; block, row (of top-k); level, best_nodes, relate (of trees)."""
+    """Another: attention, add_norm, rotary, compact, lists, block, row (top-k), level, best_nodes, relate (trees)."""
 
     target: str
     kernel: str

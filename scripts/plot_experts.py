@@ -51,20 +51,17 @@ class ExpertsConfig:
     dynamic: str = option("2,4,6,8,16,26,32,48,60", "nodes of dynamic trees, root included")
     chains: str = option("2,4,6,8", "nodes of chains, root included")
     tasks: str = option("demo,gsm8k,humaneval", "names in data/eval, or JSONL files of id, task and turns")
-    limit: int = option(5, "prompts per task; 0: all")
-    max_new_tokens: int = option(96, "tokens per prompt")
+    limit: int = option(5, "prompts per task; 0: all", least=0)
+    max_new_tokens: int = option(96, "tokens per prompt", least=2)
     temperature: float = option(0.0, "0 is greedy")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     device: str = option("", "cpu or cuda; default: cuda if there is one")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write the numbers to this file")
     out: str = option("", "write the picture to this PNG file")
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work."""
-        for name, least in (("limit", 0), ("max_new_tokens", 2), ("threads", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
         for name in ("json", "out"):
             if not Path(getattr(self, name)).parent.is_dir():
                 raise ValueError(f"--{name}: cannot write {getattr(self, name)}; its directory does not exist")

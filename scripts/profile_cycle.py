@@ -83,16 +83,13 @@ class ProfileConfig(GenerateConfig):
     """What to decode, and how long."""
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
-    cycles: int = option(32, "decode cycles per round")
-    rounds: int = option(5, "times that these cycles run without and with the profiler")
+    cycles: int = option(32, "decode cycles per round", least=1)
+    rounds: int = option(5, "times that these cycles run without and with the profiler", least=1)
     threads: int = option(0, "CPU threads; 0 leaves torch's default")
 
     def check(self) -> None:
         """Raises: ValueError for a value or a combination that cannot work."""
         super().check()
-        for name in ("cycles", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
         for name in ("compare", "interactive", "trace", "profile"):
             if getattr(self, name):
                 raise ValueError(f"--{name} does nothing here; drop it, or run generate.py")

@@ -59,32 +59,29 @@ class TrainConfig:
     sums: str = option("data/train/gsm8k_train_clean.jsonl", "worked sums, JSONL with `turns` and `answers`")
     resume: bool = option(False, "go on from the last saved step")
     dim: int = option(256, "width")
-    n_layers: int = option(8, "layers")
+    n_layers: int = option(8, "layers", least=1)
     ffn_dim: int = option(768, "width of the feed-forward; with --moe, of every expert")
     moe: bool = option(False, "a mixture of experts: every token goes through the best two of each layer")
     n_experts: int = option(8, "experts of a layer, with --moe")
     balance: float = option(0.02, "weight of the load-balancing loss, with --moe")
     vocab_size: int = option(4096, "pieces")
-    tokens: float = option(20e6, "training tokens in all")
-    batch_tokens: int = option(4096, "tokens per step")
-    seq_len: int = option(512, "tokens per sequence at first")
-    long_seq_len: int = option(2048, "tokens per sequence in the last part")
+    tokens: float = option(20e6, "training tokens in all", most=10**15)
+    batch_tokens: int = option(4096, "tokens per step", least=1)
+    seq_len: int = option(512, "tokens per sequence at first", least=1)
+    long_seq_len: int = option(2048, "tokens per sequence in the last part", least=1)
     long_share: float = option(0.12, "share of the steps trained on long sequences")
     optimizer: str = option("muon", "muon or adamw, for the layers' matrices", ("muon", "adamw"))
     lr: float = option(2e-3, "peak learning rate of AdamW's part; Muon's is matched to its update size")
     muon_lr: float = option(4e-3, "peak learning rate of Muon's part")
     weight_decay: float = option(0.1, "AdamW")
     warmup: int = option(100, "steps")
-    eval_every: int = option(400, "steps between held-out losses and saved states")
+    eval_every: int = option(400, "steps between held-out losses and saved states", least=1)
     seed: int = option(0, "of initialisation, order and noise")
     threads: int = option(0, "CPU threads; 0 leaves torch's default")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work."""
-        for name in ("eval_every", "batch_tokens", "seq_len", "long_seq_len", "n_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
         if self.tokens < self.batch_tokens or self.batch_tokens % self.long_seq_len or self.batch_tokens % self.seq_len:
             raise ValueError("--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths")
         if self.dim % 64:

@@ -128,18 +128,23 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
 # -------------------------------------------------------------------------------------------- rotary
 
 
+def check_rotary(heads, E, dtype=torch.float32, near=1e-6):
+    """Two rows of the batch, in slots that lie apart; everything else in the cache stays."""
+    (H, kv_heads), (B, T, S) = HEADS[heads], (2, 3, 11)
+    qkv = torch.randn(B, T, H + 2 * kv_heads, E).to(dtype)
+    slots, rope = torch.tensor([[0, 5, 2], [10, 1, 4]]), rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T)))
+    cache = torch.randn(2, B, kv_heads, S, E).to(dtype)
+    ours, theirs = (tuple(cache.clone()) for _ in range(2))
+    got = ops.cuda.rotary.rotary_cache(qkv, *rope, *ours, slots, DEVICE)
+    want = ops.attention.rotary_cache_plainly(qkv, rope, *theirs, slots)
+    torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=near)
+    assert torch.equal(ours[1], theirs[1])  # values are moved as they are
+
+
 @pytest.mark.parametrize("E", [16, 80, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_rotary_cache(heads, E):
-    """Two rows of the batch, in slots that lie apart; everything else in the cache stays."""
-    (H, kv_heads), (B, T, S) = HEADS[heads], (2, 3, 11)
-    qkv, slots = torch.randn(B, T, H + 2 * kv_heads, E), torch.tensor([[0, 5, 2], [10, 1, 4]])
-    rope = rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T)))
-    ours, theirs = ([torch.randn(B, kv_heads, S, E, generator=torch.manual_seed(1)) for _ in "kv"] for _ in range(2))
-    got = ops.cuda.rotary.rotary_cache(qkv, *rope, *ours, slots, DEVICE)
-    want = ops.attention.rotary_cache_plainly(qkv, rope, *theirs, slots)
-    torch.testing.assert_close([got, *ours], [want, *theirs], atol=1e-6, rtol=1e-6)
-    assert torch.equal(ours[1], theirs[1])  # values are moved as they are
+    check_rotary(heads, E)
 
 
 # --------------------------------------------------------------------------------------------- top-k

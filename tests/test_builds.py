@@ -163,8 +163,36 @@ def test_a_cache_that_is_a_file(calls, tmp_path, capsys):
     assert "cannot write" in why(capsys)
 
 
-def test_a_damaged_library_is_not_fatal(calls, capsys):
-    """The cache holds a file of the right name that is no library."""
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "another's"])
+def test_a_damaged_library_is_built_again(calls, damage):
+    """A cut library would crash the process that loads it."""
     library = build.build()
-    library.write_bytes(b"\x7fELF")
-    assert library.name in why(capsys) and len(calls()) == 1
+    whole = library.read_bytes()
+    contents = {"cut": whole[:-5], "empty": b"", "changed": b"x" + whole[1:], "another's": b"\x7fELF" * 1000}
+    library.write_bytes(contents[damage])
+    assert build.build() == library and library.read_bytes() == whole and len(calls()) == 2
+
+
+def test_a_build_that_was_killed_is_cleaned_up(calls, tmp_path):
+    folder = tmp_path / "cache/gpt-eagle"
+    (folder / "build.killed").mkdir(parents=True)
+    assert list(folder.iterdir()) == [folder / "build.killed"]
+    library = build.build()
+    assert list(folder.iterdir()) == [library] and len(calls()) == 1
+
+
+def test_the_cache_is_the_users_own(calls, tmp_path, capsys, monkeypatch):
+    library = build.build()
+    folder = library.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o770, 0o707, 0o720, 0o702):
+        folder.chmod(mode)
+        assert f"others may write to {folder}" in why(capsys) and "chmod 700" in why(capsys)
+    folder.chmod(0o755)
+    assert build.build() == library
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert f"others may write to {folder}" in why(capsys) and len(calls()) == 1
+
+
+def test_a_library_that_does_not_load_is_not_fatal(calls, capsys):
+    assert build.build().name in why(capsys) and len(calls()) == 1

@@ -11,6 +11,7 @@ import torch
 from model import rope_angles
 from ops.library import has_cpu_operators
 from ops.rows import best, best_reference, rms_norm, rms_norm_reference
+from runtime import compiled
 from sampling import NoiseKey, Sampling, gumbel, process
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
@@ -181,6 +182,17 @@ def test_norm(width):
     assert (ours == theirs).float().mean() > 0.99  # sums in another order
     torch.testing.assert_close(ours, theirs, atol=0, rtol=2**-7)
     assert torch.equal(rms_norm(x[1:2, 3:4], weight, 1e-5)[0, 0], ours[1, 3])
+
+
+@pytest.mark.parametrize("steps", ["eager", "compiled"])
+def test_a_norm_of_7b_width_is_the_same_in_any_number_of_rows(steps):
+    """A tree verifies the same bits as a single token, in every step: torch's own mean splits its sums by the rows."""
+    all_rows, one_row = (rms_norm if steps == "eager" else compiled(rms_norm) for _ in range(2))
+    x = torch.randn(60, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(4096, generator=torch.Generator().manual_seed(1)).bfloat16()
+    together = all_rows(x, weight, 1e-5)
+    assert torch.equal(together, torch.cat([one_row(row, weight, 1e-5) for row in x.split(1)]))
+    assert torch.equal(together, rms_norm(x, weight, 1e-5))
 
 
 def test_norm_keeps_its_gradient():

@@ -499,7 +499,7 @@ def test_tree_file(tmp_path):
     "text, message",
     [
         ("[[0], [1]", "tree.json is not valid JSON"),
-        (b"\xff\xfe[[0]]", "tree.json is not valid JSON"),
+        (b"\xff\xfe[[0]]", "tree.json is not UTF-8 text"),
         ("[]", "must be a list of rank paths"),
         ("{}", "must be a list of rank paths"),
         ("[0, 1]", "must be a list of rank paths"),

@@ -413,9 +413,9 @@ def commands(directory, out):
 @pytest.mark.parametrize("change, words", [
     ({"num_local_experts": 8}, "num_local_experts 8, and the weights hold 4; set it to 4 in config.json"),
     ({"num_local_experts": 2}, "num_local_experts 2, and the weights hold 4; set it to 4 in config.json"),
-    ({"num_local_experts": "4"}, "config.json: num_local_experts must be a whole number; it is '4'; correct it"),
-    ({"num_experts_per_tok": None}, "num_experts_per_tok must be a whole number; it is None"),
-    ({"num_experts_per_tok": 2.0}, "num_experts_per_tok must be a whole number; it is 2.0"),
+    ({"num_local_experts": "4"}, "config.json: num_local_experts must be a whole number from 1 to 4096; it is '4'; correct it"),
+    ({"num_experts_per_tok": None}, "config.json: the key 'num_experts_per_tok' is missing; correct it"),
+    ({"num_experts_per_tok": 2.0}, "num_experts_per_tok must be a whole number from 1 to 4096; it is 2.0"),
     ({"num_experts_per_tok": 9}, "1 to num_local_experts (4); it is 9"),
     ({"num_experts_per_tok": 0}, "it is 0"),
     ({"architectures": ["LlamaForCausalLM"]}, "model.layers.0.mlp.down_proj.weight"),

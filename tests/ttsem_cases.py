@@ -15,15 +15,15 @@ What cannot be judged so:
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra import cuda
 
 import interpreter_cycle
 import ops.attention
 import ops.cuda.attention
 import ops.cuda.experts
+import ops.cuda.launch
 import ops.cuda.products
+import ops.cuda.rows
+import ops.rows
 from helpers import quantized, quantized_experts
 from interpreter_experts import ROUTINGS
 from ops.cuda.products import Device
@@ -36,8 +36,9 @@ ROUNDED = {BF16: 2**-8, FP16: 2**-11}  # of a result, relative
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(ops.cuda.launch, "device_of", lambda index: DEVICE)  # tensors say that they are on CUDA
 
 
 def close(got, want, dtype, sums=1e-3):
@@ -73,6 +74,28 @@ def test_a_row_has_the_same_bits_beside_any_others(form, K):
         assert torch.equal(some, whole[-rows:]), rows
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rows", [1, 26, 60])
+def test_what_follows_a_product(form, rows):
+    """Sums of splits in front of a norm; scores in fp32; SwiGLU. As launched where kernels overlap."""
+    K, early = DEEP[form], DEVICE._replace(overlaps=True)
+    weights, x = quantized(form, 70, K), torch.randn(rows, K, dtype=BF16)
+    product = weights.reference(x.float())
+    stream, scale = torch.randn(rows, 70, dtype=BF16), torch.rand(70, dtype=BF16)
+    parts = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "partial")
+    assert len(parts) > 1
+    got = ops.cuda.rows.add_norm(stream, parts, scale, 1e-5, early)
+    want = ops.rows.add_norm_reference(stream, product[None], scale, 1e-5)
+    close(got[0], want[0], BF16)
+    close(got[1], want[1], BF16, sums=1e-2)  # where x rounds the other way
+    one = ops.cuda.rows.add_norm(stream[:1], parts[:, :1], scale, 1e-5, early)
+    assert torch.equal(one[0], got[0][:1]) and torch.equal(one[1], got[1][:1])
+    wide = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "wide")
+    torch.testing.assert_close(wide, product, rtol=1e-4, atol=1e-3 * product.abs().max().item())
+    gated = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "gated")
+    close(gated, ops.rows.swiglu(product), BF16)
+
+
 # ------------------------------------------------------------------------------------------- experts
 
 
@@ -102,12 +125,19 @@ ATTENTION = [  # (heads, prefixes, rows, window, head width, dtype)
 def test_attention(heads, starts, rows, window, E, dtype):
     q, k, v, start, mask = interpreter_cycle.inputs(heads, starts, rows, window, E)
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    got = ops.cuda.attention.tree_attention(q, k, v, start, mask, DEVICE)
+    done = torch.zeros(64, dtype=torch.int32)
+    got = ops.cuda.attention.tree_attention(q, k, v, start, mask, DEVICE, done)
+    assert not done.any()
     want = ops.attention.tree_attention_reference(q, k.nan_to_num(), v.nan_to_num(), start, mask)
     close(got, want, dtype, sums=ROUNDED[dtype])  # probabilities are rounded too
 
 
-# ----------------------------------------------------------------------------------- top-k, compaction
+@pytest.mark.parametrize("heads,E,dtype", [("mha", 64, BF16), ("gqa", 80, FP16), ("mqa", 128, BF16)])
+def test_rotary_cache(heads, E, dtype):
+    interpreter_cycle.check_rotary(heads, E, dtype, 2 * ROUNDED[dtype])
+
+
+# ---------------------------------------------------------------------------- top-k, trees, compaction
 
 
 @pytest.mark.parametrize("V,k", [(16, 16), (2049, 10), (32000, 8)])
@@ -115,29 +145,16 @@ def test_topk(V, k):
     interpreter_cycle.check_topk(torch.randn(2, 2, V) * 10, k)
 
 
+def test_level():
+    interpreter_cycle.check_level(torch.randn(1, 5, 2100) * 10, 4, 7)
+
+
+def test_nodes_of_a_tree(monkeypatch):
+    interpreter_cycle.test_best_nodes(2, 100, 30)
+    interpreter_cycle.test_related_nodes(monkeypatch, 2, 100, 30, False)
+
+
 @pytest.mark.xfail(reason="ttsem knows no addresses but those of arguments", strict=True)
 def test_compaction():
     cache = interpreter_cycle.filled_cache(2, 32, 1, 45, BF16)
     interpreter_cycle.check_compaction(cache, [7], [[0, 2, 4, 6, 8]])
-
-
-# ----------------------------------------------------------------------- last block, launch control
-
-
-@triton.jit
-def last_block_kernel(x_ptr, parts_ptr, count_ptr, y_ptr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """Sum x by blocks; the last block to come adds the blocks' sums. Writes: parts, count, y."""
-    cuda.gdc_wait()
-    i = tl.program_id(0)
-    cuda.gdc_launch_dependents()
-    tl.store(parts_ptr + i, tl.sum(tl.load(x_ptr + i * BLOCK + tl.arange(0, BLOCK)), 0))
-    if tl.atomic_add(count_ptr, 1, sem="acq_rel") == PARTS - 1:
-        tl.store(y_ptr, tl.sum(tl.load(parts_ptr + tl.arange(0, PARTS)), 0))
-
-
-def test_a_counter_may_order_blocks():
-    """A kernel that waits for the one before, and whose last block reads what the others wrote, with its line in
-    `ttsem_plugin.ORDERED`."""
-    x, parts, count, y = torch.randn(64), torch.empty(4), torch.zeros(1, dtype=torch.int32), torch.empty(1)
-    last_block_kernel[(4,)](x, parts, count, y, BLOCK=16, PARTS=4)
-    torch.testing.assert_close(y[0], x.sum())

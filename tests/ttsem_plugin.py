@@ -1,7 +1,7 @@
 """pytest plugin for ttsem_cases.py: what ttsem has to be told about our kernels.
 
 1. PTX in inline assembly, executed instruction by instruction. Only what our kernels use: 32-bit integers, pairs of bf16
-   or fp16, and launch control, which does nothing here. Values of 16 bits lie in both halves of a word, since Triton
+   or fp16, and launch control and fetching ahead, which do nothing here. Values of 16 bits lie in both halves of a word, since Triton
    packs any two of them into one; both halves must come out the same.
 2. Buffers in which blocks of threads wait for each other (`ORDERED`): ttsem runs the blocks one after the other and
    cannot see that order, so it is not asked about races in them.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from ttsem import ops
 
-ORDERED = {"last_block_kernel": ("parts_ptr",)}  # by kernel: arguments whose reader waits for an atomic counter
+ORDERED = {"attention_kernel": ("parts_ptr", "stats_ptr")}  # by kernel: what its last block, by a counter, reads
 HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
@@ -64,7 +64,7 @@ def execute(text: str, *operands: np.ndarray) -> list[np.ndarray]:
     registers = {f"${i + 1}": word for i, word in enumerate(words)} | {"$0": np.zeros((), np.uint32)}
     for line in filter(None, (line.strip() for line in text.split("//")[0].split(";"))):
         name, _, rest = line.partition(" ")
-        if name == ".reg" or name.startswith("griddepcontrol."):
+        if name == ".reg" or name.startswith(("griddepcontrol.", "prefetch.")):
             continue
         if name not in INSTRUCTIONS:
             raise NotImplementedError(f"{name} is not among the instructions of ttsem_plugin.py; add it")

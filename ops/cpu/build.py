@@ -2,7 +2,8 @@
 
 `load_operators` compiles them for this processor at the first use (10 s), keeps the library in the user's cache under
 a name made of everything that it depends on, and loads it. Where that fails, it says why; PyTorch's operators and the
-references serve then.
+references serve then. What the cache holds is run, so only the user may write to it, and a library ends with its own
+SHA-256: one that is damaged is built again.
 
 `GPT_EAGLE_MARCH` in the environment replaces `-march=native` (`x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512),
 so that the builds of other processors can be tested on this one.
@@ -117,12 +118,16 @@ def build(march: str = "") -> Path:
     key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources.values(), *command, *link])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
-            if not library.is_file():  # made by another process meanwhile
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(folder)
+        if is_whole(library):
+            return library
+        with alone(folder) as locked, tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary:
+            for leftover in folder.glob("build.*") if locked else ():  # of builds that were killed
+                if leftover != Path(temporary):
+                    shutil.rmtree(leftover, ignore_errors=True)
+            if not is_whole(library):  # made by another process meanwhile
                 made = Path(temporary) / library.name
                 for name, text in sources.items():  # what was read, whatever is edited meanwhile
                     (made.parent / name).write_text(text)
@@ -130,10 +135,27 @@ def build(march: str = "") -> Path:
                 units = [made.parent / name for name in UNITS]
                 _run(*([*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))] for unit in units))
                 _run([command[0], *(str(unit.with_suffix(".o")) for unit in units), *link, "-o", str(made)])
+                made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
                 os.replace(made, library)
     except OSError as error:
         raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
     return library
+
+
+def check_own(folder: Path) -> None:
+    """Raises: RuntimeError when the folder is not the user's own, or others may write to it."""
+    facts = folder.stat()
+    if hasattr(os, "getuid") and (facts.st_uid != os.getuid() or facts.st_mode & 0o022):
+        remedy = f"remove it, or make it yours alone: chmod 700 {folder}"
+        raise RuntimeError(f"others may write to {folder}, from which code would run; {remedy}")
+
+
+def is_whole(library: Path) -> bool:
+    """Whether there is a library that ends with the SHA-256 of what comes before. A loader crashes on a cut one."""
+    if not library.is_file():
+        return False
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 @contextmanager

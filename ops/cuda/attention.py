@@ -155,7 +155,7 @@ def _is_last(done_ptr, blocks):
     tl.debug_barrier()  # all threads of this block have written
     last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
     if last:
-        tl.store(done_ptr, 0)
+        tl.atomic_xchg(done_ptr, 0)
     return last
 
 

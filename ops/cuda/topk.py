@@ -118,6 +118,18 @@ def row_kernel(
         tl.store(index_ptr + row * k + rank, _index(best))
 
 
+@triton.jit
+def _first(keys_ptr, size, count, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """The indices of the `count` best of `size` keys: [COUNT] int64, 0 past them."""
+    i, f = tl.arange(0, SIZE), tl.arange(0, COUNT)
+    keys, order = tl.load(keys_ptr + i, mask=i < size, other=LAST), tl.zeros([COUNT], tl.int64)
+    for rank in range(count):
+        best = tl.max(keys, 0)
+        keys = tl.where(keys == best, LAST, keys)
+        order = tl.where(f == rank, _index(best), order)
+    return order
+
+
 @triton.jit(do_not_specialize=["R", "blocks", "k", "count", "slot", "W"])
 def level_kernel(
     keys_ptr, stats_ptr, ids_ptr, above_ptr, seen_ptr, places_ptr,
@@ -161,14 +173,8 @@ def level_kernel(
     if FRONT > 0:
         tl.debug_barrier()  # other threads have stored what is read now
         f = tl.arange(0, FRONT)
-        order = tl.zeros([FRONT], tl.int64)
         if places_ptr is None:
-            c = tl.arange(0, CHILDREN)
-            keys = tl.load(ranked_ptr + begin + c, mask=c < R * k, other=LAST)
-            for rank in range(count):
-                best = tl.max(keys, 0)
-                keys = tl.where(keys == best, LAST, keys)
-                order = tl.where(f == rank, _index(best), order)
+            order = _first(ranked_ptr + begin, R * k, count, CHILDREN, FRONT)
         else:
             order = tl.load(places_ptr + f, mask=f < count, other=0)
         to = tree * count + f

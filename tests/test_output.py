@@ -1,0 +1,102 @@
+"""What a run leaves behind: a history that is true after Ctrl-C; files, links, devices and queues that were written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+import decode
+from draft_tree import DynamicTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter
+from helpers import engine_for, golden_head, golden_target
+from options import DEMO, GenerateConfig, read_prompts, write_text
+from sampling import Sampling
+
+FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]
+
+
+def interrupt(monkeypatch, chunk: int) -> None:
+    """Ctrl-C before a chunk of the next prefill, counted from 0; prefills after it go through."""
+    run, left = decode.prefill_chunk, [chunk]
+
+    def prefill_chunk(*inputs):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return run(*inputs)
+
+    monkeypatch.setattr(decode, "prefill_chunk", prefill_chunk)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3])
+@pytest.mark.parametrize("drafts", [False, True], ids=["none", "eagle"])
+def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
+    """The next turn is decoded as in a session that was never interrupted."""
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
+    target = golden_target()
+    tree = DynamicTree(depth=3, topk=4, size=12)
+    drafter = EagleDrafter(golden_head(), target, tree, Sampling()) if drafts else RootOnly()
+    engine = engine_for(target, drafter, draft="none", max_new_tokens=12, ignore_eos=True, context=256)
+    fresh, stopped = (decode.Session(engine, [(0, 0)]) for _ in range(2))
+    wanted = list(fresh.run([SECOND]))
+    list(stopped.run([FIRST]))
+    with monkeypatch.context() as patch:
+        interrupt(patch, chunk)
+        with pytest.raises(KeyboardInterrupt):
+            list(stopped.run([SECOND]))
+    assert sum((new[0] for new in stopped.run([SECOND])), []) == sum((new[0] for new in wanted), [])
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):
+    file = tmp_path / "out.json"
+    write_text(str(file), "one")
+    fresh = stat.S_IMODE(file.stat().st_mode)
+    file.chmod(0o640)
+    before = file.stat().st_ino
+    write_text(str(file), "two")
+    assert file.read_text() == "two\n" and file.stat().st_ino != before
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640 != fresh
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
+def test_a_link_stays_a_link(tmp_path, there):
+    file, link = tmp_path / "file", tmp_path / "link"
+    if there:
+        file.write_text("old text that is longer")
+    link.symlink_to("file")
+    write_text(str(link), "new")
+    assert link.is_symlink() and file.read_text() == "new\n" and not file.is_symlink()
+
+
+def test_a_queue_is_written_into(tmp_path):
+    queue, read = tmp_path / "queue", []
+    os.mkfifo(queue)
+    reader = threading.Thread(target=lambda: read.append(queue.read_text()), daemon=True)
+    reader.start()
+    write_text(str(queue), "text")
+    reader.join(10)
+    assert read == ["text\n"] and stat.S_ISFIFO(queue.lstat().st_mode)
+
+
+def test_a_device_stays_a_device(tmp_path, monkeypatch):
+    """`--json /dev/null` as root: nothing is renamed over the device."""
+    monkeypatch.setattr(os, "replace", lambda *names: pytest.fail(f"{names[1]} is replaced"))
+    monkeypatch.setattr(os, "rename", lambda *names: pytest.fail(f"{names[1]} is replaced"))
+    write_text("/dev/null", "text")
+    assert stat.S_ISCHR(os.lstat("/dev/null").st_mode) and not os.path.exists("/dev/null.tmp")
+
+
+def test_the_demo_has_its_prompt_under_any_name(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(DEMO)
+    wanted = read_prompts(GenerateConfig(checkpoint=DEMO))
+    assert read_prompts(GenerateConfig(checkpoint=str(tmp_path / "link"))) == wanted
+    monkeypatch.chdir(tmp_path / "link")
+    assert read_prompts(GenerateConfig(checkpoint=".")) == wanted
