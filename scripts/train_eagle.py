@@ -497,6 +497,7 @@ def prepare(config: TrainConfig, target: Transformer) -> tuple[list[Example], li
 
 def train(config: TrainConfig) -> None:
     """Run the recipe. Writes: `config.out`."""
+    config.check()
     state_file = train_demo.resume_file(Path(config.out), config.resume)
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -93,7 +93,7 @@ def test_taps_of_a_new_head():
 
 COMMON = {
     "checkpoint": str(GOLDEN / TARGET), "version": 3, "batch_size": 4, "seq_len": 24, "lr": 3e-3, "warmup": 2,
-    "draft_vocab": 100, "init": "feature", "weight_decay": 0.0, "dtype": "float32", "device": "cpu",
+    "steps": 1, "draft_vocab": 100, "init": "feature", "weight_decay": 0.0, "dtype": "float32", "device": "cpu",
 }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def prepared(config, target):
 
 
 def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_path):
-    config = TrainConfig(out=str(tmp_path), steps=80, eval_every=40, **COMMON)
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 80, "eval_every": 40})
     torch.manual_seed(0)
     fresh = train_eagle.make_head(config, target(), written()[0])
     before = evaluate(fresh, target(), written()[1], config.inputs)["tau"]
@@ -184,7 +184,7 @@ def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monke
 
 
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
-    config = TrainConfig(out=str(tmp_path), steps=14, cache_features=True, **COMMON)
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 14, "cache_features": True})
     head = golden_head(HEAD, target())
     kept = features.Features(config, target(), head.taps, 8)
     feed = train_eagle.batches(written()[0], config, 0)
@@ -225,7 +225,7 @@ def test_mistakes_are_one_line(options, message, quick, tmp_path):
 
 def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000}))
-    config = TrainConfig(out=str(tmp_path), steps=14, cache_features=True, **COMMON)
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 14, "cache_features": True})
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free .* leave it out"):
         train_eagle.train(config)
     assert "features: 8 x 4 x 24 x 256 in float32" in capsys.readouterr().out
