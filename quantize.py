@@ -29,6 +29,7 @@ from ops.rows import add, swiglu
 from options import GROUP_SIZES, one_line_errors, option, parse, pick_device
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
+AT_ONCE = {"cpu": 2**17, "cuda": 2**24}  # weights to round; a CPU's cache holds so many, a GPU wants few launches
 SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried for code -8, in units of the largest magnitude
 
 
@@ -120,8 +121,7 @@ class QuantLinear(nn.Module):
         """
         codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         scale = weight.new_empty(cls.scale_shape(weight.shape, group_size), dtype=cls.scale_dtype)
-        at_once = 2**24 if weight.is_cuda else 2**17  # weights; a GPU wants few launches, a CPU what its cache holds
-        rows = max(1, at_once // weight.shape[1])
+        rows = max(1, AT_ONCE[weight.device.type] // weight.shape[1])
         for part, part_codes, part_scale in zip(*(t.split(rows) for t in (weight, codes, scale))):
             cls.encode_rows(part.float(), part_codes, part_scale)
         return codes, scale

@@ -32,7 +32,8 @@ from options import one_line_errors, option, parse
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 IMPORTED = ("numpy", "safetensors", "sentencepiece")  # by the project
-EMIT = ("torch==2.11.0", *IMPORTED)
+TESTED = ("pytest", "pytest-xdist", "tokenizers", "gguf", "jinja2", "tqdm")  # and by the tests that run there
+EMIT = ("torch==2.11.0", *IMPORTED, *TESTED)
 TTSEM = ("ttsem[triton]==0.1.0", *IMPORTED)  # brings a torch, a Triton and pytest of its own
 FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
 TREES = {"vanilla": "vanilla", "chain": "chain-5", "26": "dynamic-6-8-26", "60": "dynamic-6-10-60"}

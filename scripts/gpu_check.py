@@ -108,10 +108,12 @@ FIRST = {  # their shares sum up to less than nine minutes, so that none can tak
         kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
     ),
 }  # fmt: skip
+NO_OVERLAP = trees("no-overlap", "--inflate llama2-7b --quant int4 --tree 6/8/32", 80)  # to compare with `int4`
 REST = {
     "tests": (tests("tests", "gpu and not smoke", 300),),
     "formats": tuple(kernels(form, "", 40) for form in ("int8", "tinygemm", "compact", "topk", "experts")),
-    "models": (  # programmatic dependent launch off, once it is there: a line here, to be compared with `auto`
+    "models": (
+        NO_OVERLAP._replace(command=f"env EAGLE_PDL=0 {NO_OVERLAP.command}"),
         trees("auto", "--inflate llama2-7b --quant int4 --static --replays 1000", 240, f"{SMALL} --replays 2"),
         trees("8b", "--inflate llama3-8b --quant int4 --tree 6/8/32", 80),
         trees("twin-int4", "--inflate llama2-7b --quant int4 --random_twin", 60),

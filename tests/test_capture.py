@@ -94,6 +94,16 @@ def test_buffers_stay_where_they_are():
     assert again.history == other.history == history
 
 
+def test_prompts_run_in_passes_of_two_widths():
+    """Which are captured on CUDA; what pads them changes nothing."""
+    engine = sized_engine(0.0, batch_size=2, context=400)
+    prompts = [[i * 7 % 50 + 3 for i in range(300)], PROMPT]
+    want = decode(engine, *prompts).history
+    session = decode(replace(engine, captured=True), *prompts)
+    assert session.history == want
+    assert {key for key in session.work.replays if isinstance(key, tuple)} == {("prefill", 64), ("prefill", 256)}
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     """As on CUDA, by the operator, whose kernel writes where the table says: were it given copies of the buffers, as

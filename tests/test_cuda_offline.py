@@ -31,6 +31,7 @@ LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle 
     "int4/60": (8, 15, 385),
 }
 CASES_OF = {"90": list(LAUNCHES), "80": ["int4/60", "bf16/vanilla"], "89": ["int4/60", "bf16/vanilla"]}  # by GPU
+OLDEST_PASSED = 60  # tests, at least
 TTSEM_PASSED = 81  # cases, at least
 
 
@@ -101,3 +102,13 @@ def test_kernels_on_cpu_tensors():
     result = subprocess.run([*command, "-p", "ttsem_plugin", "tests/ttsem_cases.py"], **options)
     passed = re.search(r"(\d+) passed", result.stdout)
     assert result.returncode == 0 and int(passed[1]) >= TTSEM_PASSED, result.stdout[-5000:] + result.stderr[-2000:]
+
+
+def test_compiled_steps_on_the_oldest_torch():
+    """What the requirements promise is what is run: torch 2.11, whose compiler has limits that later ones do not."""
+    files = ["test_capture.py", "test_layers_cpu.py", "test_quick_start.py", "test_autosize.py"]
+    command = [python_of(0), "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *(f"tests/{f}" for f in files)]
+    options = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
+    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert result.returncode == 0 and int(passed[1]) >= OLDEST_PASSED, result.stdout[-5000:] + result.stderr[-2000:]

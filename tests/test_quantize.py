@@ -742,3 +742,17 @@ def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
 def test_the_quality_of_a_mixture_is_refused():
     with pytest.raises(ValueError, match="is a mixture of experts, and only dense models"):
         quant_quality.run(quant_quality.QualityConfig(checkpoint=str(GOLDEN / "models/target_mixtral")))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_gpu_rounds_a_7b_layer_in_few_steps(form, monkeypatch):
+    """The same codes, in fewer and larger parts: some 200 operators each, 350 of whose parts a layer of 7B has."""
+    weight, kind, parts = torch.randn(300, 4096), FORMATS[form], []
+    want, whole = kind.encode(weight, 128), kind.encode_rows
+    monkeypatch.setattr(
+        kind, "encode_rows", staticmethod(lambda part, *out: parts.append(len(part)) or whole(part, *out))
+    )
+    monkeypatch.setitem(quantize.AT_ONCE, "cpu", quantize.AT_ONCE["cuda"])
+    got = kind.encode(weight, 128)
+    assert all(map(torch.equal, got, want)) and parts == [300]
+    assert 11008 * 4096 / quantize.AT_ONCE["cuda"] < 3
