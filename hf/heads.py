@@ -13,49 +13,69 @@ Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, about, read_fields, read_json
+import checkpoint as rules
+from checkpoint import (
+    Rule,
+    TensorSource,
+    about,
+    key,
+    load_pickle,
+    positive,
+    read_fields,
+    read_json,
+    reading,
+    whole,
+)  # fmt: skip
 from drafters import DraftVocab
-from hf.config import HeadSaid, config_from
+from hf.config import WIDTH, HeadSaid, Named, Said, config_from
 from hf.weights import layer_names
 from model import ModelConfig
 from quantize import FORMATS, Quantization, QuantLinear, fit_group, scale_name
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
-EAGLE3_KEYS: dict[str, tuple[type, Any]] = {  # of config.json: what a value must be, and the default
-    "target_hidden_size": (int, 0),  # 0: as hidden_size
-    "draft_vocab_size": (int, 0),  # 0: as d2t says, or all
-    "use_aux_hidden_state": (bool, True),  # False: the head takes the target's last features, and has no fc
-    "norm_before_residual": (bool, False),
-    "norm_before_fc": (bool, False),
-    "fc_norm": (bool, False),
-    "norm_output": (bool, None),
-    "tie_word_embeddings": (bool, False),
-    "draft_sharpness": (float, 1.0),
-    "target_layer_ids": (list, None),  # layers whose outputs fc takes
-    "eagle_aux_hidden_state_layer_ids": (list, None),  # the same in `eagle_config`; outside of it their inputs
-}
-KINDS = {int: "a positive whole number", float: "a positive number", bool: "true or false", list: "a list"}
-# further keys that are read, and those that say nothing about the function; a note names all others
-KNOWN = {
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "bias", "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling",
-    "rope_parameters", "attention_bias", "mlp_bias", "qkv_bias", "torch_dtype", "dtype", "quantization_config",
-    "draft_inputs", "eagle_config", "transformer_layer_config", *EAGLE3_KEYS,
-    "architectures", "model_type", "auto_map", "transformers_version", "initializer_range", "use_cache",
-    "attention_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window",
-    "max_window_layers", "num_target_layers", "target_model_type", "speculators_config", "speculators_model_type",
-    "speculators_version", "embed_requires_grad", "stand_in", "_name_or_path",
+LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and v and all(type(i) is int for i in v))
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The keys of a version-3 head's config.json with keys of their own."""
+
+    transformer_layer_config: dict | None = key(rules.OBJECT, None)  # speculators: what others have at the top
+    eagle_config: dict | None = key(rules.OBJECT, None)  # its keys are those of `Eagle3Said`
+
+
+@dataclass(frozen=True)
+class Eagle3Said:
+    """Its further keys."""
+
+    target_hidden_size: int | None = key(WIDTH, None)  # as hidden_size
+    draft_vocab_size: int | None = key(whole(1, 2**24), None)  # as d2t says, or all
+    use_aux_hidden_state: bool = key(rules.FLAG, True)  # False: it takes the target's last features, and has no fc
+    norm_before_residual: bool = key(rules.FLAG, False)
+    norm_before_fc: bool = key(rules.FLAG, False)
+    fc_norm: bool = key(rules.FLAG, False)
+    norm_output: bool | None = key(rules.FLAG, None)
+    tie_word_embeddings: bool = key(rules.FLAG, False)
+    draft_sharpness: float = key(positive(1e6), 1.0)
+    target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
+    eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)  # in `eagle_config` the same, else their inputs
+
+
+# keys that say nothing about the function; a note names those that are neither here nor declared
+NEUTRAL = {
+    "auto_map", "transformers_version", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp",
+    "pad_token_id", "max_window_layers", "num_target_layers", "target_model_type", "speculators_config",
+    "speculators_model_type", "speculators_version", "embed_requires_grad", "quantization_config", "_name_or_path",
 }  # fmt: skip
+DECLARED = {f.name for table in (Named, Said, HeadSaid, Nested, Eagle3Said) for f in fields(table)}
 OFF = {  # keys that change nothing with this value
     "use_sliding_window": False,
     "layer_types": ["full_attention"],
@@ -149,8 +169,9 @@ class HeadFiles(TensorSource):
 def _names_in(file: Path) -> list[str]:
     """Tensors of a .bin file that is not loaded; none if it cannot be read."""
     try:
-        return list(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
+        with reading(file):
+            return list(load_pickle(file, mmap=True))
+    except ValueError:
         return []
 
 
@@ -211,7 +232,7 @@ def tell(files: HeadFiles, config: EagleConfig) -> None:
     """Print notes: which keys of config.json nothing here knows, and what was made of `norm_output`."""
     raw, parts = files.config, ("transformer_layer_config", "eagle_config")
     said = [item for part in (raw, *map(raw.get, parts)) if isinstance(part, dict) for item in part.items()]
-    unknown = sorted({k for k, v in said if k not in KNOWN and (k not in OFF or v != OFF[k])})
+    unknown = sorted({k for k, v in said if not (v == OFF[k] if k in OFF else k in DECLARED | NEUTRAL)})
     if unknown:
         print(f"note: {files.path}: keys of config.json without effect here: {', '.join(unknown)}", file=sys.stderr)
     output = dict(said).get("norm_output")
@@ -225,48 +246,30 @@ def tell(files: HeadFiles, config: EagleConfig) -> None:
 def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     """layers: how many the target has"""
     path, raw, has = files.path, files.config, files.readers
-    for key in ("transformer_layer_config", "eagle_config"):
-        _require(raw.get(key) is None or isinstance(raw[key], dict), path, f"{key} must be an object", raw.get(key))
-    inner = raw.get("transformer_layer_config")
-    said = _checked(path, {**raw, **(raw.get("eagle_config") or {})})
+    with about(path / "config.json"):
+        inner, flags = (getattr(read_fields(raw, Nested), f.name) for f in fields(Nested))
+        said = read_fields({**raw, **(flags or {})}, Eagle3Said)
+        wanted = _taps(read_fields(raw, Eagle3Said), read_fields(flags or {}, Eagle3Said), layers)
     model = _layer_config(path, raw if inner is None else inner)
     model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in has)
-    vocab = said["draft_vocab_size"] or (files.read("d2t").numel() if "d2t" in has else model.vocab_size)
-    whole = vocab == model.vocab_size
-    rule = f"draft_vocab_size must be at most the {model.vocab_size} tokens of vocab_size"
-    _require(vocab <= model.vocab_size, path, rule, vocab)
+    vocab = said.draft_vocab_size or (files.read("d2t").numel() if "d2t" in has else model.vocab_size)
+    every = vocab == model.vocab_size
+    if vocab > model.vocab_size:
+        raise ValueError(f"{path}: draft_vocab_size is {vocab}, vocab_size {model.vocab_size}; it can only be less")
     embedding = "embed_tokens.weight" if "embed_tokens.weight" in has else ""
-    tied = embedding if said["tie_word_embeddings"] and whole else ""
+    tied = embedding if said.tie_word_embeddings and every else ""
     three = Eagle3(
-        taps=_taps(path, raw, layers) if said["use_aux_hidden_state"] else (),
-        target_dim=said["target_hidden_size"] or model.dim,
+        taps=wanted if said.use_aux_hidden_state else (),
+        target_dim=said.target_hidden_size or model.dim,
         draft_vocab=vocab,
-        norm_before_fc=said["norm_before_fc"] or "input_norm.weight" in has,
-        fc_norm=said["fc_norm"] or "fc_norm.0.weight" in has,
-        norm_before_residual=said["norm_before_residual"],
-        last_norm=_last_norm(said["norm_output"], inner is not None),
+        norm_before_fc=said.norm_before_fc or "input_norm.weight" in has,
+        fc_norm=said.fc_norm or "fc_norm.0.weight" in has,
+        norm_before_residual=said.norm_before_residual,
+        last_norm=_last_norm(said.norm_output, inner is not None),
         embedding=embedding,
-        lm_head="lm_head.weight" if "lm_head.weight" in has or not whole else tied,
+        lm_head="lm_head.weight" if "lm_head.weight" in has or not every else tied,
     )
-    return EagleConfig(model, "fc.bias" in has, float(said["draft_sharpness"]), three)
-
-
-def _require(holds: bool, path: Path, rule: str, value: Any) -> None:
-    if not holds:
-        raise ValueError(f"{path / 'config.json'}: {rule}; it is {value!r}; correct it")
-
-
-def _checked(path: Path, raw: dict) -> dict[str, Any]:
-    """The values of `EAGLE3_KEYS`. Raises: ValueError for one of another kind."""
-    values = {key: raw.get(key) for key in EAGLE3_KEYS}
-    for key, (kind, default) in EAGLE3_KEYS.items():
-        if values[key] is None:
-            values[key] = default
-            continue
-        known = type(values[key]) in ((int, float) if kind is float else (kind,))
-        known = known and (kind not in (int, float) or values[key] > 0)
-        _require(known, path, f"{key} must be {KINDS[kind]}", values[key])
-    return values
+    return EagleConfig(model, "fc.bias" in has, said.draft_sharpness, three)
 
 
 def _last_norm(output: bool | None, speculators: bool) -> str:
@@ -276,24 +279,21 @@ def _last_norm(output: bool | None, speculators: bool) -> str:
     return "none" if output is False else "logits"
 
 
-def _taps(path: Path, raw: dict, layers: int) -> tuple[int, ...]:
+def _taps(top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple[int, ...]:
     """Layers of the target whose inputs a head takes. Raises: ValueError for some that the target does not have."""
-    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
-    said = [  # the ids, and how far the layer whose input is meant lies behind
-        (raw.get(key), 0), (nested.get(key), 1), (raw.get("target_layer_ids"), 1), (nested.get("target_layer_ids"), 1),
+    said = [  # the ids, and how far behind them the layer is whose input is meant
+        (top.eagle_aux_hidden_state_layer_ids, 0), (nested.eagle_aux_hidden_state_layer_ids, 1),
+        (top.target_layer_ids, 1), (nested.target_layer_ids, 1),
     ]  # fmt: skip
-    given = [(ids, shift) for ids, shift in said if ids is not None]
-    for ids, _ in given:
-        numbers = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
-        _require(numbers, path, "the target's layers must be whole numbers", ids)
-    found = [tuple(sorted(i + shift for i in ids)) for ids, shift in given] or [(2, layers // 2, layers - 3)]
-    _require(len(set(found)) == 1, path, "the target's layers are named twice, and not the same", given)
-    taps = tuple(sorted(found[0]))
+    found = {tuple(sorted(i + shift for i in ids)) for ids, shift in said if ids is not None}
+    if len(found) > 1:
+        raise ValueError(f"the target's layers are named twice, as inputs {' and '.join(map(str, found))}")
+    taps = tuple(sorted(*(found or [(2, layers // 2, layers - 3)])))
     if len(set(taps)) < len(taps) or not 0 <= taps[0] <= taps[-1] <= layers:
-        what = "" if given else "; config.json names none, and these are the default"
+        which = "" if found else " (the default, since none are named)"
         raise ValueError(
-            f"{path}: the head takes the inputs of layers {', '.join(map(str, taps))} of a target that has {layers} "
-            f"(0 to {layers - 1}; {layers}: the last one's output){what}; use the head made for this target"
+            f"the head takes the inputs of the target's layers {', '.join(map(str, taps))}{which}, which must be "
+            f"different ones from 0 to {layers} ({layers}: the last one's output)"
         )
     return taps
 

@@ -26,7 +26,7 @@ from eagle_draft import EagleDrafter, load_head
 from extras.stand_in import head_config
 from generate import generate, load, main
 from helpers import GOLDEN, decode, engine_for, golden_target, record
-from hf.heads import Eagle3, EagleConfig, head_names
+from hf.heads import Eagle3, Eagle3Said, EagleConfig, Nested, head_names
 from hf.weights import load_model
 from model import KVCache, causal_window
 from options import DEMO
@@ -79,6 +79,11 @@ def inputs(width: int = 64, taps: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(1, 6, (1 + taps) * width, generator=g), torch.randint(0, 128, (1, 6), generator=g)
 
 
+def notes(capsys, path: Path) -> list[str]:
+    """What was said about files below a path."""
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"note: {path}")]
+
+
 # --------------------------------------------------------------------------------------------- layouts
 
 
@@ -121,8 +126,10 @@ def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     assert head.taps == plain.taps == (2, 4, 5) and torch.equal(head.vocab.ids, plain.vocab.ids)
     assert head.embedding is None, "an embedding like the target's is the target's"
     assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
-    said = capsys.readouterr().err
-    assert ("norm_output is false; in speculators' layout" in said) if name == "speculators" else said == ""
+    said = notes(capsys, tmp_path)
+    assert len(said) == (name == "speculators") and all(
+        "norm_output is false; in speculators' layout" in x for x in said
+    )
 
 
 def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
@@ -236,8 +243,8 @@ def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
     given = inputs(taps=len(head.taps))
     want = reference(tensors, *given, **{"normed_residual": False, "last": "logits", **told})
     torch.testing.assert_close(run(head, *given), want, atol=2e-4, rtol=1e-4)
-    err = capsys.readouterr().err
-    assert err.startswith("note: ") == ("norm_output" in name) and err.count("\n") == ("norm_output" in name)
+    said = notes(capsys, tmp_path)
+    assert len(said) == ("norm_output" in name) and all("norm_output is" in line for line in said)
 
 
 def test_the_reference_sees_every_flag():
@@ -387,15 +394,15 @@ def failure(capsys, head: Path, *more: str) -> str:
 IDS = "eagle_aux_hidden_state_layer_ids"
 D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
-    ({IDS: [2, 4, 9]}, {}, "takes the inputs of layers 2, 4, 9 of a target that has 8"),
-    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of layers 3, 5, 9 of a target that has 8"),
-    ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of layers -1, 2, 4"),
-    ({IDS: [2, 2, 5]}, {}, "takes the inputs of layers 2, 2, 5"),
-    ({IDS: []}, {}, "the target's layers must be whole numbers; it is []"),
-    ({IDS: ["2"]}, {}, "the target's layers must be whole numbers"),
-    ({IDS: 3}, {}, f"{IDS} must be a list; it is 3"),
-    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, "the target's layers must be whole numbers; it is 3"),
-    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "named twice, and not the same"),
+    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must be different ones from 0 to 8"),
+    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
+    ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of the target's layers -1, 2, 4"),
+    ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
+    ({IDS: []}, {}, f"{IDS} must be a list of whole numbers; it is []"),
+    ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
+    ({IDS: 3}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
+    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
+    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
     ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
     ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
     ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
@@ -405,18 +412,18 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({}, {"d2t": None}, "the weight d2t is missing"),
     ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must be 1 whole numbers"),
     ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
-    ({"draft_vocab_size": 129}, {}, "draft_vocab_size must be at most the 128 tokens of vocab_size; it is 129"),
+    ({"draft_vocab_size": 129}, {}, "draft_vocab_size is 129, vocab_size 128; it can only be less"),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
     ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
     ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
     ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
-    ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a positive whole number; it is True"),
-    ({"target_hidden_size": 0}, {}, "target_hidden_size must be a positive whole number; it is 0"),
-    ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a positive number; it is -1.0"),
+    ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a whole number from 1"),
+    ({"target_hidden_size": 0}, {}, "target_hidden_size must be a whole number from 1"),
+    ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a number above 0"),
     ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
-    ({"transformer_layer_config": {}}, {}, "the key 'num_attention_heads' is missing"),
+    ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
     ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
     ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
 ]
@@ -453,7 +460,7 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
     )
     head = str(write(tmp_path / "head", config, tensors))
     message = failure(capsys, Path(head), "--checkpoint", str(tmp_path / "small"))
-    assert "inputs of layers 2, 2, 2 of a target that has 5" in message and "config.json names none" in message
+    assert "layers 2, 2, 2 (the default, since none are named), which must be different ones" in message
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
@@ -470,10 +477,27 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         + COMMAND
     )
     note = "keys of config.json without effect here: new, use_mtp_layernorm, use_sliding_window"
-    assert capsys.readouterr().err == f"note: {tmp_path / 'h'}: {note}\n"
+    assert notes(capsys, tmp_path) == [f"note: {tmp_path / 'h'}: {note}"]
     older = GOLDEN / "models/head_eagle12_mha"
     load_head(older, golden_target())
-    assert capsys.readouterr().err == "", "the official heads have no such keys"
+    assert not notes(capsys, older), "the official heads have no such keys"
     config = json.loads((older / "config.json").read_text()) | {"residual": "true,norm"}
     load_head(write(tmp_path / "older", config, load_file(older / "model.safetensors")), golden_target())
-    assert "without effect here: residual" in capsys.readouterr().err
+    assert "without effect here: residual" in notes(capsys, tmp_path)[0]
+
+
+JUNK = ["x", -1, 0, 0.5, 2**70, True, [], {}, [None], [2**70], {"a": 1}]
+
+
+def test_any_value_is_read_or_refused(tmp_path):
+    """A key of the wrong kind is one line that names it; nothing else is ever raised."""
+    config, tensors = official()
+    head, refused = write(tmp_path / "head", config, tensors), 0
+    for key, value in itertools.product((*Eagle3Said.__dataclass_fields__, *Nested.__dataclass_fields__), JUNK):
+        (head / "config.json").write_text(json.dumps(config | {key: value}))
+        try:
+            load_head(head, target())
+        except ValueError as error:
+            refused += 1
+            assert len(str(error).splitlines()) == 1 and str(head) in str(error), (key, value)
+    assert refused > 60
