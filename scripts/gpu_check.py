@@ -95,6 +95,8 @@ CPU, SMALL = "--device cpu", "--device cpu --inflate '' --limit 1 --max_new_toke
 TREE = "--inflate llama2-7b --tree 6/8/32 --profile"
 MIXTRAL = "--inflate mixtral-8x7b --quant int4 --checkpoint checkpoints/demo-moe"
 LOOKUP = "python generate.py --checkpoint checkpoints/demo --device cuda --dtype bfloat16 --compile --compare --draft"
+EAGLE3 = "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda --dtype bfloat16"
+EAGLE3 += " --eagle tests/golden/models/head_eagle3"
 FIRST = {  # their shares sum up to less than nine minutes, so that none can take another's time
     "environment": (
         probe("facts", 15, CPU), probe("product", 15), probe("compiling", 20, CPU), probe("capture", 15, CPU),
@@ -126,6 +128,7 @@ REST = {
     "demo": (
         *(trees(f"{quant}-{t}", f"--quant {quant} --temperature {t} --static", 90)
           for quant in ("none", "int8", "int4") for t in (0, 1)),
+        Step("eagle-3", f"{EAGLE3} --compile --compare --prompt_ids 5,17,3,40 --ignore_eos", 60),
         Step("ngram", f"{LOOKUP} ngram", 40),
         Step("eagle+ngram", f"{LOOKUP} eagle+ngram", 60),
     ),
