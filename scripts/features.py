@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +19,15 @@ from torch import Tensor
 import _path  # noqa: F401  (finds the project)
 from model import DTYPES, Transformer
 
-if TYPE_CHECKING:
-    from train_eagle import TrainConfig
-
 
 class Features:
     """The target's features of every batch, with the head's taps, from the disk if it keeps them."""
 
-    def __init__(self, config: TrainConfig, target: Transformer, taps: tuple[int, ...], count: int):
-        """taps: the head's; count: batches of an epoch. Raises: ValueError for features that cannot be kept."""
+    def __init__(self, config: Any, target: Transformer, taps: tuple[int, ...], count: int):
+        """config: train_eagle.TrainConfig; taps: the head's; count: batches of an epoch
+
+        Raises: ValueError for features that cannot be kept.
+        """
         self.look = torch.compile(lambda tokens, steps: target(tokens, steps, taps=taps))
         self.steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
         self.kept = None  # [count, B, T, (1 + taps) F]; batches that were not computed yet are 0
@@ -45,7 +45,7 @@ class Features:
         self.kept = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
     @staticmethod
-    def file(config: TrainConfig) -> Path:
+    def file(config: Any) -> Path:
         """Where they are kept; the file goes at the end of training."""
         return Path(config.out) / "features.bin"
 
