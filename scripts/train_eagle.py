@@ -366,7 +366,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
     model = replace(model, n_experts=0, experts_per_token=0, rope_scaling=None, qk_norm=False)
     if config.version == 3:
-        ids = torch.tensor([i for e in examples for i, marked in zip(e.ids, e.mask) if marked])
+        ids = torch.tensor([i for e in examples for i, marked in zip(e.ids, e.mask) if marked], dtype=torch.long)
         vocab = eagle3_training.frequent_tokens(ids, c.vocab_size, config.draft_vocab)
         if vocab:
             share = torch.isin(ids, vocab.ids).float().mean().item()
@@ -394,11 +394,14 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
         raise ValueError(f"--draft_vocab: {config.init} has a draft vocabulary already; leave it out")
     if three and three.last_norm == "fed":
         raise ValueError(f"--init: {config.init} feeds back its normed output, which the official layout cannot say")
-    if three and three.lm_head:  # one that was tied to an embedding is trained, and written, by itself
-        head.config = replace(head.config, three=replace(three, lm_head="lm_head.weight"))
     head.requires_grad_(True)
-    if head.embedding is not None:
-        head.embedding.requires_grad_(False)
+    if three:  # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
+        names = {"lm_head": "lm_head.weight" if three.lm_head else ""}
+        if head.embedding is None:  # it is the target's
+            names["embedding"] = ""
+        else:
+            head.embedding.requires_grad_(False)
+        head.config = replace(head.config, three=replace(three, **names))
     return head
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import eagle3_training
@@ -181,6 +181,32 @@ def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monke
     assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
         "config.json", "curve.png", "model.safetensors", "training.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("embedding", ["target's", "own", "tied"])
+def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, monkeypatch):
+    """It is written again if it is another than the target's, and it is not trained."""
+    raw, tensors = (
+        json.loads((GOLDEN / HEAD / "config.json").read_text()),
+        load_file(GOLDEN / HEAD / "model.safetensors"),
+    )
+    table = target().embedding.weight * (1 if embedding == "target's" else 1.5)
+    tensors["embed_tokens.weight"] = table
+    if embedding == "tied":
+        raw |= {"draft_vocab_size": 128, "tie_word_embeddings": True}
+        tensors = {name: t for name, t in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = TrainConfig(**COMMON | {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 32000})
+    head = train_eagle.make_head(config, target(), [])
+    (tmp_path / "new").mkdir()
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    train_eagle.save_head(head, config, {"curve": []})
+    again = load_head(tmp_path / "new", target())
+    assert (again.embedding is None) == (embedding == "target's")
+    for name, value in head.named_parameters():
+        assert torch.equal(again.get_parameter(name), value), name
+        assert value.requires_grad == (name != "embedding.weight"), name
 
 
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
