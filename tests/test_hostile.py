@@ -46,6 +46,7 @@ HANG_S = 60  # of the clock, on a busy machine
 LIMIT_BYTES = 300 * 10**6  # by which the memory of the process may grow
 MODELS = GOLDEN / "models"
 DENSE, MOE, HEAD = (MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha"))
+TARGET3, HEAD3 = MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"
 IDS = ["--prompt_ids", "5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
 TEXT = ["--prompt", "def read_lines(path):", "--max_new_tokens", "3", "--device", "cpu", "--draft", "none"]
 JUNK = [
@@ -61,6 +62,10 @@ MODEL_KEYS = (
     "rope_parameters", "stand_in",
 )  # fmt: skip
 HEAD_KEYS = (*MODEL_KEYS, "bias", "qkv_bias", "draft_inputs", "draft_sharpness")
+HEAD3_KEYS = (
+    "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "eagle_config", "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids",
+)  # fmt: skip
 ROPE_KEYS = ("rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 TOKENIZER_KEYS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "legacy", "added_tokens_decoder",
@@ -212,11 +217,14 @@ def generation_config(r: random.Random, folder: Path) -> Case:
 
 
 def head_value(r: random.Random, folder: Path) -> Case:
-    path = linked(HEAD, folder / "head")
-    raw = json.loads((HEAD / "config.json").read_text())
-    key, value = r.choice(HEAD_KEYS), r.choice(JUNK)
+    head, target, keys = r.choice([(HEAD, DENSE, HEAD_KEYS), (HEAD3, TARGET3, (*HEAD_KEYS, *HEAD3_KEYS))])
+    path = linked(head, folder / "head")
+    raw = json.loads((head / "config.json").read_text())
+    key, value = r.choice(keys), r.choice(JUNK)
     put(path / "config.json", raw | {key: value})
-    return Case(f"head {key} = {said(value)}", ids(DENSE, "--eagle", str(path), "--tree", "chain", "--tree_depth", "2"))
+    return Case(
+        f"head {key} = {said(value)}", ids(target, "--eagle", str(path), "--tree", "chain", "--tree_depth", "2")
+    )
 
 
 def draft_value(r: random.Random, folder: Path) -> Case:
