@@ -20,6 +20,7 @@ import reprlib
 import shutil
 import stat
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -87,17 +88,24 @@ def reading(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop warnings, and what C++ and Rust print on standard error."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    """Drop warnings, and what C++ and Rust print on standard error. One thread at a time: it is the whole process's."""
+    with _of_the_process, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            sys.stderr.flush()
+            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        except (AttributeError, OSError, ValueError):  # there is no standard error
             yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept), os.close(nowhere)
+            return
+        try:
+            os.dup2(nowhere, 2)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept), os.close(nowhere)
+
+
+_of_the_process = threading.RLock()  # standard error, warnings and limits, while they are changed
 
 
 @contextmanager
@@ -169,13 +177,16 @@ def limited_memory(more_bytes: int) -> Iterator[None]:
     except (ImportError, OSError):
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [pages * resource.getpagesize() + more_bytes, *(each for each in before if each != resource.RLIM_INFINITY)]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    with _of_the_process:
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        finite = [each for each in before if each != resource.RLIM_INFINITY]
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (min([pages * resource.getpagesize() + more_bytes, *finite]), before[1])
+        )
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 class Rule(NamedTuple):

@@ -1,6 +1,7 @@
 """What checkpoints say: `config.json` as a `ModelConfig`, and which draft goes with a target.
 
 A checkpoint is a Hugging Face directory or a GGUF file; `open_source` and `read_raw` take both.
+The dataclasses here declare each key that is read once, with its type, range and default (`read_fields`).
 An unknown architecture, activation or RoPE type is an error, not a guess.
 Not here: how the files hold quantized weights (quantize.py).
 """

@@ -176,7 +176,7 @@ def _of_gguf(path: Path) -> Tokenizer:
         with reading(path, "use --prompt_ids"):
             return JsonTokenizer(tok, config, path)
     model, added = read_sentencepiece(metadata)
-    with reading(path, "use --prompt_ids"):
+    with reading(path, "use --prompt_ids", "holds no sentencepiece model"):
         sp = SentencePieceProcessor(model_proto=model)
         return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
 

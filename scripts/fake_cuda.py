@@ -62,6 +62,7 @@ def install(gpu: Gpu) -> None:
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": False, "_lazy_init": None,
         "synchronize": None, "set_device": None, "empty_cache": None, "get_device_name": gpu.name,
         "get_device_capability": gpu.capability, "get_device_properties": facts, "is_bf16_supported": True,
+        "mem_get_info": (80 << 30, 80 << 30),
         "is_triton_capable": True, "raise_if_triton_unavailable": None, "get_compute_capability": 10 * major + minor,
         "get_raw_stream": 0, "exchange_device": 0, "maybe_exchange_device": 0, "_exchange_device": 0,
         "_maybe_exchange_device": 0, "is_current_stream_capturing": False, "get_rng_state": torch.zeros(16).byte(),

@@ -17,6 +17,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -35,7 +36,7 @@ from safetensors.torch import load_file
 
 import generate
 import hf.tokenizer
-from checkpoint import FLAG, key, load_pickle, positive, read_fields, reading, whole
+from checkpoint import FLAG, key, limited_memory, load_pickle, positive, quiet, read_fields, reading, whole
 from helpers import GOLDEN
 from hf.tokenizer import Tokenizer
 from options import DEMO
@@ -45,6 +46,7 @@ HANG_S = 60  # of the clock, on a busy machine
 LIMIT_BYTES = 300 * 10**6  # by which the memory of the process may grow
 MODELS = GOLDEN / "models"
 DENSE, MOE, HEAD = (MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha"))
+TARGET3, HEAD3 = MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"
 IDS = ["--prompt_ids", "5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
 TEXT = ["--prompt", "def read_lines(path):", "--max_new_tokens", "3", "--device", "cpu", "--draft", "none"]
 JUNK = [
@@ -60,6 +62,10 @@ MODEL_KEYS = (
     "rope_parameters", "stand_in",
 )  # fmt: skip
 HEAD_KEYS = (*MODEL_KEYS, "bias", "qkv_bias", "draft_inputs", "draft_sharpness")
+HEAD3_KEYS = (
+    "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "eagle_config", "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids",
+)  # fmt: skip
 ROPE_KEYS = ("rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 TOKENIZER_KEYS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "legacy", "added_tokens_decoder",
@@ -142,12 +148,23 @@ def tokenizer_json() -> str:
 
 @cache
 def gguf_bytes() -> bytes:
-    from test_gguf import hf_model, write_model
+    """The dense model's tensors under llama.cpp's names."""
+    import gguf
 
-    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"hostile-gguf-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
-    content = write_model(folder / "m.gguf", hf_model()).read_bytes()
-    shutil.rmtree(folder)
+    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"hostile-{os.getpid()}.gguf"
+    raw, writer = json.loads((DENSE / "config.json").read_text()), gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, raw["num_hidden_layers"])
+    for name, tensor in load_file(DENSE / "model.safetensors").items():
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy())
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    content = file.read_bytes()
+    file.unlink()
     return content
 
 
@@ -200,11 +217,14 @@ def generation_config(r: random.Random, folder: Path) -> Case:
 
 
 def head_value(r: random.Random, folder: Path) -> Case:
-    path = linked(HEAD, folder / "head")
-    raw = json.loads((HEAD / "config.json").read_text())
-    key, value = r.choice(HEAD_KEYS), r.choice(JUNK)
+    head, target, keys = r.choice([(HEAD, DENSE, HEAD_KEYS), (HEAD3, TARGET3, (*HEAD_KEYS, *HEAD3_KEYS))])
+    path = linked(head, folder / "head")
+    raw = json.loads((head / "config.json").read_text())
+    key, value = r.choice(keys), r.choice(JUNK)
     put(path / "config.json", raw | {key: value})
-    return Case(f"head {key} = {said(value)}", ids(DENSE, "--eagle", str(path), "--tree", "chain", "--tree_depth", "2"))
+    return Case(
+        f"head {key} = {said(value)}", ids(target, "--eagle", str(path), "--tree", "chain", "--tree_depth", "2")
+    )
 
 
 def draft_value(r: random.Random, folder: Path) -> Case:
@@ -534,6 +554,7 @@ def apart(case: Case, folder: Path) -> Outcome:
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_DATA, (8 * 10**9, 8 * 10**9))
+        os.chdir(folder)
         for number, file in enumerate(said[:2], 1):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
         said[2].write_bytes(pickle.dumps(attempt(case)))
@@ -553,6 +574,7 @@ def check(number: int, folder: Path, capfd) -> None:
     """Make a case and run it here."""
     folder.mkdir()
     made = case(number, folder)
+    os.chdir(folder)  # some name files to write
     capfd.readouterr()
     status, seconds, grown = attempt(made)
     outcome = Outcome(status, *capfd.readouterr(), seconds, grown)
@@ -560,14 +582,16 @@ def check(number: int, folder: Path, capfd) -> None:
 
 
 @pytest.mark.parametrize("tenth", range(10))
-def test_broken_inputs_end_in_one_line(tenth, tmp_path, capfd):
+def test_broken_inputs_end_in_one_line(tenth, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # and back at the end
     for number in range(tenth, 300, 10):
         check(number, tmp_path / str(number), capfd)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(30))
-def test_thousands_of_broken_inputs_end_in_one_line(part, tmp_path, capfd):
+def test_thousands_of_broken_inputs_end_in_one_line(part, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for number in range(300 + part, 3300, 30):
         check(number, tmp_path / str(number), capfd)
 
@@ -602,6 +626,23 @@ def test_what_a_library_does_is_one_line(tmp_path, capfd):
         assert caught.value is error
     os.write(2, b"heard again")
     assert capfd.readouterr() == ("", "heard again")
+
+
+def test_threads_leave_standard_error_and_the_limits_as_they_were(capfd):
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def work() -> None:
+        for _ in range(50):
+            with quiet(), limited_memory(10**9):
+                os.write(2, b"noise")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again" and resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 @dataclass(frozen=True)
