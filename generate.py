@@ -92,7 +92,8 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     config = replace(config, device=pick_device(config.device))
     if config.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(config.device).index or 0)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums stay in fp32
+        products = torch.backends.cuda.matmul  # whose partial sums stay in fp32
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
@@ -197,6 +198,8 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
     for _ in range(1 + WARM_UPS if engine.captured else 1):
+        if engine.captured:  # both widths of passes over prompts
+            next(Session(engine, [(0, 0)]).run([[0]]))
         time_cycles(engine, say_what_compiles if engine.config.compile else None)
     return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
 

@@ -168,7 +168,7 @@ class QuantLinear(nn.Module):
         return cls(*cls.encode(weight, group_size), bias, wide)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        if self.product.partial and self.bias is not None:  # what adds the sums adds the bias
+        if self.product.partial and self.bias is not None and not self.wide:  # what adds the sums adds the bias
             return add(self.bias, self.product.partial(x, self.packed, self.scale))
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.wide)
         return y if self.bias is None else y + self.bias

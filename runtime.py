@@ -47,14 +47,15 @@ OPTIONS = {
 class Replay:
     """A step over fixed buffers: captured as a CUDA graph once it is warm, elsewhere run as it is."""
 
+    captures = True  # until a capture fails: its stream and its memory may stay as they were then
+
     def __init__(self, body: Callable[[], Any], device: torch.device):
         self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
-        self.captures = device.type == "cuda"  # until a capture fails
 
     def __call__(self) -> Any:
         """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
         self.runs += 1
-        if self.captures and self.graph is None and self.runs > WARM_UPS:
+        if self.device.type == "cuda" and Replay.captures and self.graph is None and self.runs > WARM_UPS:
             self._capture()
         if self.graph is None:
             return self.body()
@@ -72,7 +73,7 @@ class Replay:
                 self.result = self.body()
             self.graph = graph
         except Exception as error:  # of the body; or of the end of a capture that the body's own error has broken
-            self.captures, self.result = False, None
+            Replay.captures, self.result = False, None
             error = error.__context__ or error
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             print(f"note: cycles are not captured and are slower, since a capture failed: {reason}", file=sys.stderr)

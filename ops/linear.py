@@ -22,7 +22,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = F
     """
     if has_own_product(x, weight):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, wide)
-    if wide and bias is None and x.is_cuda and x.dtype != torch.float32 and not torch.is_grad_enabled():
+    halves = x.dtype == weight.dtype != torch.float32
+    if wide and bias is None and x.is_cuda and halves and not torch.is_grad_enabled():
         return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     y = F.linear(x, weight, bias)  # not an operator of ours, so that the compiler may fuse it
     return y.float() if wide else y

@@ -40,8 +40,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x, weight, eps)
 
 
-def _trained(x: Tensor, weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)  # the operators have no gradients
+def _trained(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # the operators have no gradients
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,7 +58,7 @@ def add(x: Tensor, delta: Tensor) -> Tensor:
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`add`, and the `rms_norm` of that; weight: [F]. Returns both, [..., F] each."""
-    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, weight):
+    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, delta, weight):
         return torch.ops.gpt_eagle.add_norm(x, delta, weight, eps)
     x = add(x, delta)
     return x, rms_norm(x, weight, eps)

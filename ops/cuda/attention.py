@@ -160,7 +160,7 @@ def _is_last(done_ptr, blocks):
 
 
 @triton.jit
-def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr, STAGES: tl.constexpr):
+def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
     """Add the chunks in use, first chunk first.
 
     parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first chunk; size: rows of a chunk
@@ -171,7 +171,7 @@ def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr, ST
         top = tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
         highest = tl.maximum(highest, top)
     weight, total = tl.full(live.shape, 0.0, tl.float32), tl.full(inside.shape, 0.0, tl.float32)
-    for i in tl.range(used, num_stages=STAGES):
+    for i in range(used):
         share = tl.exp2(tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg") - highest)
         own = tl.load(stats_ptr + (tl.num_programs(2) + i) * size, mask=live, other=0.0, cache_modifier=".cg")
         weight = tl.fma(own, share, weight)
@@ -203,7 +203,7 @@ def attention_kernel(
     first, last, used = 0, start + W, 1
     if SPLIT:
         chunk = _chunk(start, CHUNK, SPLITS)
-        used = tl.cdiv(last, chunk)
+        used = tl.minimum(tl.cdiv(last, chunk), tl.num_programs(2))
         first = split * chunk
         last = tl.minimum(first + chunk, last)
         if first >= last:
@@ -234,7 +234,7 @@ def attention_kernel(
         if not _is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
             return
         weight, total = _combine(
-            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E, STAGES
+            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E
         )
     y = total / weight[:, None]
     tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)

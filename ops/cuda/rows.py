@@ -28,8 +28,8 @@ def add_norm_kernel(
     """
     i = tl.arange(0, WIDTH)
     live = i < F
-    weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
     after_others(OVERLAPS)
+    weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * F + i
     dtype = y_ptr.dtype.element_ty
     x = tl.load(x_ptr + at, mask=live, other=0.0)
