@@ -28,6 +28,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+}  # fmt: skip
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
     "gqa": ("Llama", {}),
@@ -38,6 +42,10 @@ CASES = {
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 8}),
     "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True, "attention_bias": True}),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"truncate": False}}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "one of many": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1}),
 }
