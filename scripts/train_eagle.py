@@ -406,7 +406,7 @@ def make_head(config: TrainConfig, target: Transformer) -> EagleHead:
     ffn, kv = config.ffn_dim or c.ffn_dim, config.kv_heads or c.n_kv_heads
     model = replace(c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False)
     # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
-    head = EagleHead(EagleConfig(replace(model, n_experts=0, experts_per_token=0, rope_scaling=None)))
+    head = EagleHead(EagleConfig(replace(model, n_experts=0, experts_per_token=0, qk_norm=False, rope_scaling=None)))
     if config.init == "feature":
         with torch.no_grad():
             head.fc.weight.normal_(std=0.02)

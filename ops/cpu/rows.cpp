@@ -103,8 +103,8 @@ std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tenso
   return {q, k};
 }
 
-// `rope_angles` of ops/attention.py: cosines and sines of positions [B, T] int64 times freq [E/2] fp32, times factor, both
-// [B, T, 1, E] fp32.
+// `rope_angles` of ops/attention.py: cosines and sines of positions [B, T] int64 times freq [E/2] fp32, times factor;
+// both [B, T, 1, E] fp32.
 std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions, double factor) {
   const at::Tensor at_row = positions.contiguous(), of = freq.contiguous();
   const int64_t rows = at_row.numel(), half = of.numel();
