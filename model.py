@@ -47,7 +47,7 @@ class ModelConfig:
     norm_eps: float = 1e-5  # rms_norm_eps
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
-    max_context: int = 2048  # max_position_embeddings, or the sliding window where that is smaller
+    max_context: int = 2048  # max_position_embeddings or what YaRN makes of it; the sliding window where that is less
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
