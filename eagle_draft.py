@@ -79,7 +79,8 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
         x, h = self.first(embedded, features)
-        return self.layers(x, rope_angles(self.rope_freq, positions), self.norm, cache, window, h=h)
+        rope = rope_angles(self.rope_freq, positions, self.config.model.rope_factor)
+        return self.layers(x, rope, self.norm, cache, window, h=h)
 
 
 class Eagle3Head(EagleHead):

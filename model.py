@@ -1,4 +1,4 @@
-"""A minimal LLaMA or Mixtral with a static key-value cache.
+"""A minimal LLaMA, Qwen or Mixtral with a static key-value cache.
 
 1. `Transformer.forward` turns tokens into features (the hidden state after the final norm); `Transformer.logits`
    applies the LM head to the rows that need it.
@@ -46,12 +46,12 @@ class ModelConfig:
     vocab_size: int
     norm_eps: float = 1e-5  # rms_norm_eps
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", ...}
-    max_context: int = 2048  # max_position_embeddings, or the sliding window where that is smaller
+    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
+    max_context: int = 2048  # max_position_embeddings or what YaRN makes of it; the sliding window where that is less
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # (no key: the weights show it) a norm on each query and key
+    qk_norm: bool = False  # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
     n_experts: int = 0  # num_local_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
     tie_embeddings: bool = False  # tie_word_embeddings
@@ -59,6 +59,11 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: how the weights are stored
     stand_in: str = ""  # (ours) what an inflated model stands for; it is printed with every result
+
+    @property
+    def rope_factor(self) -> float:
+        """What RoPE's cosines and sines are multiplied by."""
+        return (self.rope_scaling or {}).get("attention_factor", 1.0)
 
 
 # ---------------------------------------------------------------------------------------------- cache
@@ -109,7 +114,8 @@ def causal_window(start: Tensor, rows: int) -> Window:
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Inverse wavelengths, [E/2] fp32 (radians per position), with the config's scaling applied.
 
-    Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code.
+    Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code; `yarn`: arXiv 2309.00071,
+    3.2, with transformers' rounding of the bounds.
     """
     exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     freq = 1.0 / config.rope_theta**exponent  # [E/2]
@@ -119,9 +125,18 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
     if scaling["rope_type"] == "linear":
         return freq / scaling["factor"]
     original = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = original * freq / (2 * math.pi)  # rotations within the original context
-    blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: long wave, slowed down; 1: short wave, kept
+    if scaling["rope_type"] == "yarn":
+        # the places of the waves that rotate so often within the original context
+        base, turns = 2 * math.log(config.rope_theta), (scaling["beta_fast"], scaling["beta_slow"])
+        low, high = (config.head_dim * math.log(original / (2 * math.pi * t)) / base for t in turns)
+        low, high = (math.floor(low), math.ceil(high)) if scaling["truncate"] else (low, high)
+        low, high = max(float(low), 0.0), min(float(high), config.head_dim - 1.0)
+        blend = 1 - ((torch.arange(len(freq), device=device) - low) / (high - low or 0.001)).clamp(0, 1)
+    else:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = original * freq / (2 * math.pi)  # rotations within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+    # 0: long wave, slowed down; 1: short wave, kept
     return blend * freq + (1 - blend) * freq / scaling["factor"]
 
 
@@ -383,7 +398,7 @@ class Transformer(nn.Module):
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""
-        return self.embedding(tokens), rope_angles(self.rope_freq, positions)
+        return self.embedding(tokens), rope_angles(self.rope_freq, positions, self.config.rope_factor)
 
     def logits(self, features: Tensor) -> Tensor:  # [..., F], or with taps behind them -> [..., V] fp32
         return self.lm_head(features[..., : self.config.dim])

@@ -100,6 +100,8 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
         raise ValueError(
             f"{where} has biases in its layers, and only layers without can be inflated; use another model"
         )
+    if small.qk_norm or (small.rope_scaling or {}).get("rope_type") == "yarn":
+        raise ValueError(f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; use another model")
     _check_mixture(small, shape, where)
     if shape.n_heads % shape.n_kv_heads:
         raise ValueError(

@@ -8,6 +8,7 @@ Not here: how the files hold quantized weights (quantize.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ ARCHITECTURES = {
     "LlamaForCausalLM": (None, None),
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
+    "Qwen3ForCausalLM": (None, None),
     "MixtralForCausalLM": (False, False),
 }
 ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),  # `_yarn` fills in the others
 }
 
 
@@ -107,6 +110,12 @@ class Rope:
     low_freq_factor: float | None = key(positive(1e6), None)
     high_freq_factor: float | None = key(positive(1e6), None)
     original_max_position_embeddings: int | None = key(POSITIONS, None)
+    attention_factor: float | None = key(positive(1e6), None)
+    mscale: float | None = key(positive(1e6), None)
+    mscale_all_dim: float | None = key(positive(1e6), None)
+    beta_fast: float | None = key(positive(1e6), None)
+    beta_slow: float | None = key(positive(1e6), None)
+    truncate: bool = key(rules.FLAG, True)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -155,6 +164,9 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
     theta, scaling = rope_parameters(said)
     experts, chosen = expert_counts(raw) if architecture == "MixtralForCausalLM" else (0, 0)
     window = said.sliding_window if said.use_sliding_window else None
+    longest = said.max_position_embeddings
+    if scaling and scaling["rope_type"] == "yarn":  # it is set on models whose other keys still say the original
+        longest = min(max(longest, int(scaling["factor"] * scaling["original_max_position_embeddings"])), 2**31 - 1)
     return ModelConfig(
         dim=said.hidden_size,
         n_layers=said.num_hidden_layers,
@@ -166,10 +178,11 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
         norm_eps=said.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        max_context=min(said.max_position_embeddings, window or said.max_position_embeddings),
+        max_context=min(longest, window or longest),
         qkv_bias=said.attention_bias if qkv_bias is None else qkv_bias,
         o_bias=said.attention_bias if o_bias is None else o_bias,
         mlp_bias=said.mlp_bias,
+        qk_norm=architecture == "Qwen3ForCausalLM",
         n_experts=experts,
         experts_per_token=chosen,
         tie_embeddings=said.tie_word_embeddings,
@@ -215,7 +228,34 @@ def rope_parameters(said: Said) -> tuple[float, dict | None]:
     if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ValueError(f"low_freq_factor must be below high_freq_factor; they are {list(scaling.values())[1:3]}")
     theta = float(rope.rope_theta or said.rope_theta or 10000.0)
+    if kind == "yarn":
+        scaling |= _yarn(rope, theta, said.max_position_embeddings)
     return theta, {"rope_type": kind, **scaling} if scaling else None
+
+
+def _yarn(rope: Rope, theta: float, longest: int) -> dict:
+    """The further keys of YaRN, with transformers' defaults. longest: max_position_embeddings
+
+    Raises: ValueError for values that contradict each other. Source: YaRN (arXiv 2309.00071), 3.2 and 3.4.
+    """
+    fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
+    if theta <= 1:
+        raise ValueError(f"rope_theta must be above 1 for RoPE scaling of the type yarn; it is {theta}")
+    if not 1e-6 <= slow <= fast:
+        raise ValueError(f"beta_slow must be 1e-6 to beta_fast ({fast}); it is {slow}")
+
+    def grown(by: float) -> float:  # with the logarithm of the context
+        return 0.1 * by * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+
+    both = rope.mscale and rope.mscale_all_dim
+    derived = grown(rope.mscale) / grown(rope.mscale_all_dim) if both else grown(1)
+    return {
+        "original_max_position_embeddings": rope.original_max_position_embeddings or longest,
+        "attention_factor": float(rope.attention_factor or derived),
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "truncate": rope.truncate,
+    }
 
 
 # ---------------------------------------------------------------------------------------- beside a target

@@ -56,7 +56,7 @@ LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_inp": "block_sparse_moe.gate", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
 }  # fmt: skip
 EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
 ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # they end an answer whatever their type and the metadata; so in llama.cpp
@@ -230,8 +230,9 @@ class GgufFile(TensorSource):
         self.path, self._gguf = path, gguf
         self._header = header = read_header(path)
         architecture = header.metadata.read("general.architecture", str)
-        if architecture not in ("llama", "qwen2"):
-            raise ValueError(f"{path}: the architecture {architecture} is not supported; supported are llama, qwen2")
+        if architecture not in ("llama", "qwen2", "qwen3"):
+            known = "supported are llama, qwen2, qwen3"
+            raise ValueError(f"{path}: the architecture {architecture} is not supported; {known}")
         if header.metadata.read("split.count", int, 0) > 1:
             raise ValueError(f"{path} is one of several parts; join them first: llama-gguf-split --merge")
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
@@ -274,7 +275,7 @@ class GgufFile(TensorSource):
                 yield f"{moe}{part[3][1:]}.{EXPERT[part[2]]}.{leaf}", partial(self._tensor, name)
         elif part and not part[3] and part[2] in LAYER:
             heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part[2])
-            llama = self.config["architectures"] != ["Qwen2ForCausalLM"]
+            llama = not self.config["architectures"][0].startswith("Qwen")
             read = partial(self._tensor, name, heads=self.config[heads] if heads and llama else 0)
             yield f"{layer}{LAYER[part[2]]}.{leaf}", read
         elif name != "rope_freqs.weight":
@@ -401,8 +402,8 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
 
 
 def _architecture(name: str, has_experts: bool) -> str:
-    if name == "qwen2":
-        return "Qwen2ForCausalLM"
+    if name in ("qwen2", "qwen3"):
+        return f"Qwen{name[-1]}ForCausalLM"
     return "MixtralForCausalLM" if has_experts else "LlamaForCausalLM"
 
 

@@ -27,13 +27,13 @@ lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor
 # --------------------------------------------------------------------------------------------- rotary
 
 
-def rope_angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
+def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `rotate`, times a factor. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
     if freq.dtype == torch.float32 and served_in_cpp(freq):
-        return torch.ops.gpt_eagle.angles(freq, positions)
+        return torch.ops.gpt_eagle.angles(freq, positions, factor)
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
-    return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

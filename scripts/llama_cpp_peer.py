@@ -57,8 +57,9 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     import gguf
 
     config, files = read_config(checkpoint), open_source(checkpoint)
-    if config.qkv_bias or config.o_bias or config.mlp_bias or config.rope_scaling:
-        raise ValueError(f"{checkpoint}: biases and scaled RoPE are not written to GGUF; leave llama.cpp out")
+    if config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.rope_scaling:
+        kinds = "biases, norms of queries and scaled RoPE"
+        raise ValueError(f"{checkpoint}: {kinds} are not written to GGUF; leave llama.cpp out")
     partial = Path(f"{file}.tmp")
     writer = gguf.GGUFWriter(partial, "llama", use_temp_file=True)
     writer.add_context_length(config.max_context)

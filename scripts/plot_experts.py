@@ -97,7 +97,8 @@ class Routes(NamedTuple):
 def routes_of(target: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache, window: Window) -> Routes:
     """Run rows through the target and ask every router. tokens, positions: [1, N]. Writes: `cache` at the slots."""
     _, inputs = block_inputs(target, tokens, positions, cache, window)
-    rope, experts, margins = rope_angles(target.rope_freq, positions), [], []
+    rope = rope_angles(target.rope_freq, positions, target.config.rope_factor)
+    experts, margins = [], []
     for layer, x, kv in zip(target.layers, inputs, zip(cache.k, cache.v)):
         # the layer's first half once more: it writes what is in the cache already
         given = layer.ffn_norm(x + layer.attention(layer.attention_norm(x), rope, kv, window))  # [1, N, F]

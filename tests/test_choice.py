@@ -204,6 +204,8 @@ def test_norm_keeps_its_gradient():
 def test_angles(plain):
     freq = 1.0 / 10000.0 ** (torch.arange(0, 64, 2) / 64)
     positions = torch.tensor([[0, 1, 17], [4095, 131071, 8191]])
-    for ours, theirs in zip(rope_angles(freq, positions), plain(rope_angles, freq, positions)):
+    for ours, theirs in zip(rope_angles(freq, positions, 1.3), plain(rope_angles, freq, positions, 1.3)):
         assert ours.shape == (2, 3, 1, 64)
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    for ours, plain_ones in zip(rope_angles(freq, positions, 1.3), rope_angles(freq, positions)):
+        assert torch.equal(ours, plain_ones * 1.3)

@@ -56,12 +56,13 @@ CASES = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "older mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
 }  # fmt: skip
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def permuted(weight, heads):
 
 def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
     config, tensors = model.config, {}
-    llama = config.model_type != "qwen2"
+    llama = not config.model_type.startswith("qwen")
     for name, value in model.state_dict().items():
         stem, _, kind = name.rpartition(".")
         layer = re.match(r"model\.layers\.(\d+)\.(.*)", stem)
@@ -116,7 +117,7 @@ def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
 
 def metadata_of(model) -> dict:
     c = model.config
-    name = "qwen2" if c.model_type == "qwen2" else "llama"
+    name = c.model_type if c.model_type.startswith("qwen") else "llama"
     rope = c.rope_parameters
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     keys = {
@@ -550,7 +551,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 
 NAN = float("nan")
 METADATA = {
-    "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2"),
+    "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2, qwen3"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
     "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a whole number, not \[4, 4\]"),

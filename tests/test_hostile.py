@@ -66,7 +66,10 @@ HEAD3_KEYS = (
     "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
     "eagle_config", "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
-ROPE_KEYS = ("rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_KEYS = (
+    "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate",
+)  # fmt: skip
 TOKENIZER_KEYS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "legacy", "added_tokens_decoder",
     "chat_template",
@@ -193,7 +196,7 @@ def config_shape(r: random.Random, folder: Path) -> Case:
 
 def config_rope(r: random.Random, folder: Path) -> Case:
     path, raw = model(folder)
-    kind = r.choice(["linear", "llama3", "default"])
+    kind = r.choice(["linear", "llama3", "yarn", "default"])
     whole = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     block = {"rope_type": kind} | whole | {"rope_theta": 1e4}
     key, value = r.choice([*ROPE_KEYS, "rope_theta"]), r.choice([*JUNK, 1.0, 4.0])

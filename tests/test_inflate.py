@@ -27,7 +27,7 @@ import checkpoint
 import inflate as script
 from checkpoint import WeightFiles
 from eagle_draft import EagleHead, load_head
-from extras.stand_in import SHAPES, InflatedFiles, Placement, Shape, inflate_head, inflate_target
+from extras.stand_in import SHAPES, InflatedFiles, Placement, Shape, check_fit, inflate_head, inflate_target
 from generate import generate, load, main
 from helpers import GOLDEN, record
 from hf.config import read_config
@@ -614,6 +614,17 @@ def test_a_config_that_contradicts_the_weights(monkeypatch, capsys, tmp_path, ke
     )
     assert re.search(rf"{tensor}.weight is \[.*\], config.json says \[.*\]; correct it", error), error
     assert [p.name for p in tmp_path.iterdir()] == ["small"]
+
+
+def test_what_depends_on_head_dim_is_not_inflated():
+    small = read_config(TARGET)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for other in (replace(small, qk_norm=True), replace(small, rope_scaling=yarn)):
+        with pytest.raises(
+            ValueError, match="norms of queries and keys, or YaRN, which depend on head_dim; use another"
+        ):
+            check_fit(other, SHAPES["tiny-0.5b"], TARGET)
+    check_fit(small, SHAPES["tiny-0.5b"], TARGET)
 
 
 def test_shape_texts():

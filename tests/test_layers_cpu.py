@@ -39,6 +39,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 CONFIG = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=50)
 BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_bias=True)
 MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
+QWEN3 = replace(CONFIG, qk_norm=True, norm_eps=1e-6)
 BF16 = torch.bfloat16
 
 
@@ -115,7 +116,7 @@ def test_as_the_modules(config, quant, batch):
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN3, MIXTURE], ids=["dense", "qwen3", "mixture"])
 def test_a_row_alone_has_the_same_bits(config, quant):
     target = model(config, quant)
     fuse(target.layers)
@@ -211,8 +212,20 @@ def test_a_first_attention_that_reads_twice_the_width(quant):
     assert torch.equal(run(embedded, hidden), want) and not torch.equal(run(hidden, embedded), want)
 
 
-def test_norms_of_queries_and_keys_are_left_to_the_modules():
-    assert not FusedLayers.fits(model(replace(CONFIG, qk_norm=True)).layers)
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_norms_of_queries_and_keys_are_those_of_the_loop(quant):
+    """Bit for bit, in heads of 16 and of 48, which is no multiple of the sums that run side by side."""
+    for config in (QWEN3, replace(QWEN3, head_dim=48)):
+        target = model(config, quant)
+        want, want_cache = two_passes(target, 2)
+        plain = deepcopy(target)
+        for layer in plain.layers:
+            layer.attention.qk_norm = False
+        assert not torch.equal(two_passes(plain, 2)[0], want)
+        fuse(target.layers)
+        got, got_cache = two_passes(target, 2)
+        assert torch.equal(got, want)
+        assert all(map(torch.equal, (*got_cache.k, *got_cache.v), (*want_cache.k, *want_cache.v)))
 
 
 @pytest.mark.usefixtures("traced")

@@ -31,7 +31,7 @@ from extras.ngram_draft import Ngram, NgramDrafter
 from generate import generate, load
 from helpers import chi_square, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from hf.heads import draft_lm_head
-from model import Router
+from model import ModelConfig, Router, Transformer, rope_frequencies
 from options import DEMO
 from runtime import compiled
 from sampling import Sampling
@@ -244,6 +244,34 @@ def check_compiled(model: str, name: str, temperature: float, batch: int) -> Non
             assert len(want) == 60, number
             assert_same(vanilla, prompt, new_tokens(tree, row, prompt), want, (row, 0))
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["eager", "traced"])
+def test_qwen3_trees_equal_vanilla(dtype):
+    """Norms of queries and keys, and YaRN; in bf16 compiled, by the one C++ call over all layers where it is built."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.14}
+    scaling |= {"beta_fast": 4.0, "beta_slow": 1.0, "truncate": True}
+    target = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 97, qk_norm=True, rope_scaling=scaling))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in target.parameters():
+        norm = parameter.dim() == 1
+        parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if norm else 0.2) + norm
+    target = target.to(dtype).requires_grad_(False).eval()
+    target.rope_freq = rope_frequencies(target.config)
+    drafter = ModelDrafter(noisy_copy(target, 0.02), target, TREES["twigs"], Sampling(1.0))
+    options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    vanilla = engine_for(target, RootOnly(), **options)
+    plain = decode(vanilla, PROMPTS[0])
+    compile = dtype == torch.bfloat16
+    tree = decode(engine_for(target, drafter, compile=compile, **options), PROMPTS[0])
+    want, got = (new_tokens(session, 0, PROMPTS[0]) for session in (plain, tree))
+    assert len(want) == 40
+    if compile:
+        assert got == want
+    assert_same(vanilla, PROMPTS[0], got, want)
+    lengths = tree.stats.accept_lengths
+    assert sum(lengths) / len(lengths) > 0.3
 
 
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]

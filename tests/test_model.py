@@ -13,12 +13,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoint import WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from measure import block_inputs
-from model import KVCache, Window, causal_window
+from model import KVCache, Window, causal_window, rope_frequencies
 
 TOKENS = 24  # per test sequence
 
@@ -28,6 +29,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+}  # fmt: skip
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
     "gqa": ("Llama", {}),
@@ -38,6 +43,10 @@ CASES = {
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 8}),
     "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True, "attention_bias": True}),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"truncate": False}}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "one of many": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1}),
 }
@@ -194,6 +203,40 @@ def test_older_configs():
     assert c.rope_scaling["rope_type"] == "linear" and c.rope_scaling["factor"] == 4.0
     c = config_from(OLD | {"num_key_value_heads": None, "head_dim": None}, "LlamaForCausalLM")
     assert (c.n_kv_heads, c.head_dim) == (4, 16)
+
+
+YARNS = {  # changes of a plain block
+    "plain": {},
+    "from max_position_embeddings": {"original_max_position_embeddings": None},
+    "exact bounds": {"truncate": False, "beta_fast": 20, "beta_slow": 2},
+    "given": {"attention_factor": 0.8},
+    "mscale": {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "half of mscale": {"mscale": 0.7},
+    "less than one": {"factor": 0.5},
+    "one bound": {"original_max_position_embeddings": 4},
+    "one place": {"truncate": False, "beta_fast": 2.0, "beta_slow": 2.0},
+}
+
+
+@pytest.mark.parametrize("change", YARNS)
+def test_yarn_is_that_of_transformers(change):
+    """Frequencies and factor, of heads of 128 over 4096 positions."""
+    block = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+    block = {name: value for name, value in (block | YARNS[change]).items() if value is not None}
+    sizes = OLD | {"head_dim": 128, "max_position_embeddings": 8192}
+    theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(block))
+    want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    ours = config_from(sizes | {"rope_parameters": block}, "LlamaForCausalLM")
+    torch.testing.assert_close(rope_frequencies(ours), want, rtol=1e-6, atol=0)
+    assert ours.rope_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_yarn_extends_the_context():
+    """Of a config that says the original or the extended one, as people write it."""
+    for said, longest in ((512, 2048), (4096, 4096)):
+        block = YARN | {"original_max_position_embeddings": 512}
+        config = OLD | {"max_position_embeddings": said, "rope_scaling": block}
+        assert config_from(config, "Qwen3ForCausalLM").max_context == longest
 
 
 def test_sliding_windows_bound_the_context():
@@ -369,8 +412,11 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_CONFIGS = {
     "architecture": ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
     "model_type": ({"architectures": None, "model_type": "gpt_neox"}, "gpt_neox"),
-    "rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    "rope": ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
     "old rope": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "yarn key": ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+    "yarn turns": ({"rope_parameters": YARN | {"beta_fast": 0.5}}, "beta_slow must be 1e-6 to beta_fast (0.5)"),
+    "yarn base": ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be above 1"),
     "rope key": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "activation": ({"hidden_act": "gelu"}, "gelu"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

@@ -50,7 +50,7 @@ def _rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) ->
     return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
 
 
-def _angles(freq: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+def _angles(freq: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, ...]:
     return tuple(freq.new_empty(*positions.shape, 1, 2 * len(freq)) for _ in range(2))
 
 
@@ -67,7 +67,7 @@ OPERATORS: dict[str, Callable | None] = {
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
     "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)": _rotary,
     "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": lambda buffers, start, path: None,
-    "angles(Tensor freq, Tensor positions) -> (Tensor, Tensor)": _angles,
+    "angles(Tensor freq, Tensor positions, float factor) -> (Tensor, Tensor)": _angles,
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": lambda x, weight, eps: x.new_empty(x.shape),
     "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor draws, int vocab, int domain) -> Tensor":
         lambda seed, prompt, sample, draws, vocab, domain: draws.new_empty(*draws.shape, vocab, dtype=torch.float32),

@@ -41,7 +41,8 @@ struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it 
 struct Layer {
   std::optional<at::Tensor> attention_norm;  // the first layer of a draft head has none
   at::Tensor ffn_norm;
-  std::optional<at::Tensor> router;  // of a mixture of experts, whose w13 and w2 are stacks
+  std::optional<at::Tensor> q_norm, k_norm;  // of every query and key, where the model has them
+  std::optional<at::Tensor> router;          // of a mixture of experts, whose w13 and w2 are stacks
   Matrix wqkv, wo, w13, w2;
 };
 struct Prepared {
@@ -51,7 +52,7 @@ struct Prepared {
   double eps;
 };
 
-constexpr int64_t PER_LAYER = 15;  // tensors, in this order
+constexpr int64_t PER_LAYER = 17;  // tensors, in this order
 Layer layer_of(const Weights& weights, int64_t i) {
   const auto next = [&] { return weights.get(i++); };
   const auto matrix = [&] {
@@ -59,7 +60,8 @@ Layer layer_of(const Weights& weights, int64_t i) {
     return Matrix{*weight, scale, bias};
   };
   Layer layer;
-  layer.attention_norm = next(), layer.wqkv = matrix(), layer.wo = matrix();
+  layer.attention_norm = next(), layer.wqkv = matrix(), layer.q_norm = next(), layer.k_norm = next();
+  layer.wo = matrix();
   layer.ffn_norm = *next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix();
   return layer;
 }
@@ -100,29 +102,31 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std:
 
 // --------------------------------------------------------------------------------------------------- rows
 
+// row [width] -> to [width], which may be the row itself
+void norm_row(const Value* row, const Value* w, int64_t width, double eps, Value* to) {
+  constexpr int64_t SUMS = 32;  // side by side, whatever the processor
+  float sums[SUMS] = {}, total = 0;
+  int64_t i = 0;
+  for (; i + SUMS <= width; i += SUMS)
+    for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(row[i + s]) * widen(row[i + s]);
+  for (; i < width; i++) sums[0] += widen(row[i]) * widen(row[i]);
+  for (float sum : sums) total += sum;
+  const float scale = 1.0f / std::sqrt(total / float(width) + float(eps));
+  for (i = 0; i < width; i++) {
+    Value normed;
+    put(&normed, widen(row[i]) * scale);
+    put(to + i, widen(normed) * widen(w[i]));
+  }
+}
+
 // x [..., F] -> the same
 at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
-  constexpr int64_t SUMS = 32;  // side by side, whatever the processor
   const int64_t width = x.size(-1);
   const at::Tensor y = empty_rows(x, width, at::kBFloat16);
   const Value *from = data(x), *w = data(weight);
   Value* to = y.mutable_data_ptr<Value>();
-  each_row(x.numel() / width, width, [&](int64_t r) {
-    const Value* row = from + r * width;
-    float sums[SUMS] = {}, total = 0;
-    int64_t i = 0;
-    for (; i + SUMS <= width; i += SUMS)
-      for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(row[i + s]) * widen(row[i + s]);
-    for (; i < width; i++) sums[0] += widen(row[i]) * widen(row[i]);
-    for (float sum : sums) total += sum;
-    const float scale = 1.0f / std::sqrt(total / float(width) + float(eps));
-    for (i = 0; i < width; i++) {
-      Value normed;
-      put(&normed, widen(row[i]) * scale);
-      put(to + r * width + i, widen(normed) * widen(w[i]));
-    }
-  });
+  each_row(x.numel() / width, width, [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
   return y;
 }
 
@@ -232,6 +236,21 @@ struct Rows {  // what is the same for all layers
   const at::Tensor &cos, &sin, &slots, &start, &mask;
 };
 
+// In place: the norms of the queries and keys of qkv [B, T, H + 2 Hkv, E], where the layer has any.
+void norm_heads(at::Tensor& qkv, const Layer& layer, int64_t heads, int64_t kv_heads, double eps) {
+  if (!layer.q_norm) return;
+  RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
+  const int64_t all = heads + 2 * kv_heads, e = qkv.size(3);
+  const Value *q_weight = data(*layer.q_norm), *k_weight = data(*layer.k_norm);
+  Value* to = qkv.mutable_data_ptr<Value>();
+  each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      Value* head = to + (r * all + h) * e;
+      norm_row(head, h < heads ? q_weight : k_weight, e, eps, head);
+    }
+  });
+}
+
 // Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values to their slots.
 // Returns: the queries.
 at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
@@ -266,8 +285,9 @@ at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Ten
                      const std::optional<at::Tensor>& h, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
   const at::Tensor normed = h ? *h : layer.attention_norm ? norm(x, *layer.attention_norm, prepared.eps) : x;
-  const at::Tensor qkv = multiply(normed, layer.wqkv, all * e);
-  const at::Tensor q = rotate_and_store(qkv.view({B, T, all, e}), k, v, rows);
+  at::Tensor qkv = multiply(normed, layer.wqkv, all * e).view({B, T, all, e});
+  norm_heads(qkv, layer, prepared.heads, k.size(1), prepared.eps);
+  const at::Tensor q = rotate_and_store(qkv, k, v, rows);
   at::Tensor attended = multiply(attend(q, k, v, rows), layer.wo, F);
   add_to(x, attended);
   at::Tensor y = feed_forward(prepared, layer, norm(attended, layer.ffn_norm, prepared.eps));

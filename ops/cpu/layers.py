@@ -37,8 +37,7 @@ class FusedLayers:
         weight, head_dim = layers[0].ffn_norm.weight, layers[0].attention.head_dim
         on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         known = all(getattr(layer.attention.wo, "format", "none") in ("none", "int8", "int4") for layer in layers)
-        plain = not layers[0].attention.qk_norm
-        return on_cpu and known and plain and head_dim % 16 == 0 and has_cpu_operators()
+        return on_cpu and known and head_dim % 16 == 0 and has_cpu_operators()
 
     def takes(self, x: Tensor) -> bool:
         """Whether these rows can be served. x: [B, T, F]."""
@@ -61,8 +60,9 @@ def _weights_of(layer: nn.Module) -> list[Tensor | None]:
     """In the order of `layer_of` in layers.cpp."""
     attention, ffn = layer.attention, layer.ffn
     norm = getattr(layer.attention_norm, "weight", None)  # the first layer of a draft head has none
+    heads = (attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else (None, None)
     router = ffn.router.weight if hasattr(ffn, "router") else None
     return [
-        norm, *attention.wqkv.operands(), *attention.wo.operands(),
+        norm, *attention.wqkv.operands(), *heads, *attention.wo.operands(),
         layer.ffn_norm.weight, router, *ffn.w13.operands(), *ffn.w2.operands(),
     ]  # fmt: skip

@@ -103,8 +103,9 @@ std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tenso
   return {q, k};
 }
 
-// `rope_angles` of model.py: cosines and sines of positions [B, T] int64 times freq [E/2] fp32, both [B, T, 1, E] fp32.
-std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions) {
+// `rope_angles` of ops/attention.py: cosines and sines of positions [B, T] int64 times freq [E/2] fp32, times factor;
+// both [B, T, 1, E] fp32.
+std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions, double factor) {
   const at::Tensor at_row = positions.contiguous(), of = freq.contiguous();
   const int64_t rows = at_row.numel(), half = of.numel();
   const at::Tensor cos = at::empty({positions.size(0), positions.size(1), 1, 2 * half}, of.options());
@@ -116,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tens
     for (int64_t i = begin * half; i < end * half; i++) {
       const int64_t r = i / half, j = i % half, to = 2 * r * half + j;
       const float angle = float(position[r]) * f[j];
-      c[to] = c[to + half] = std::cos(angle), s[to] = s[to + half] = std::sin(angle);
+      c[to] = c[to + half] = std::cos(angle) * float(factor), s[to] = s[to + half] = std::sin(angle) * float(factor);
     }
   });
   return {cos, sin};
