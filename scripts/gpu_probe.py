@@ -32,6 +32,7 @@ from torch import Tensor
 import _path  # noqa: F401  (finds the project)
 import kernel_bench
 import measure
+import ops.rows
 from draft_tree import changed
 from options import one_line_errors, option, parse, pick_device
 from runtime import WARM_UPS, Replay, compiled, stamp, store
@@ -131,8 +132,15 @@ def bandwidth(device: str) -> dict[str, Any]:
     return {"bytes_per_s": read, "text": f"reads {read.text(1e-9, 0)} GB/s"}
 
 
+def norm_error(device: str) -> float:
+    """Of the norm that adds partial sums. Relative, at most."""
+    x, delta, weight = (torch.randn(*shape, device=device) for shape in ((7, 96), (3, 7, 96), (96,)))
+    got, want = ops.rows.add_norm(x, delta, weight, 1e-5), ops.rows.add_norm_reference(x, delta, weight, 1e-5)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
+
+
 def small_kernels(device: str) -> dict[str, Any]:
-    """Check products, attention, compaction and top-k."""
+    """Check products, attention, compaction, top-k and norms."""
     for form in kernel_bench.PRODUCTS:
         checked = kernel_bench.check_layer(kernel_bench.make_layer(form, *SMALL, 128), SMALL[1], [1, 17, 33])
         assert checked["correct"] and checked["same_bits"], (form, checked)
@@ -140,6 +148,7 @@ def small_kernels(device: str) -> dict[str, Any]:
         "attention": kernel_bench.attention_contest("8b", 40, 7, 0).error(),
         "compaction": kernel_bench.compact_contest(1).error(),
         "topk": kernel_bench.topk_contest(3000, 3, 0).error(),
+        "norm": norm_error(device),
     }
     wrong = {name: error for name, error in errors.items() if not error < kernel_bench.TOLERANCE}
     assert not wrong, wrong

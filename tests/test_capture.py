@@ -171,6 +171,7 @@ def restored(stream):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_capture_that_fails_is_told_and_not_replayed(monkeypatch, capsys, fails):
+    monkeypatch.setattr(Replay, "captures", True)  # for the whole process
     replayed, runs = [], []
     graph = SimpleNamespace(replay=lambda: replayed.append(len(runs)))
     fakes = {"CUDAGraph": lambda: graph, "graph": Capture, "stream": restored, "current_stream": lambda device: "main"}

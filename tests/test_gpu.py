@@ -15,6 +15,7 @@ import experts_gradient  # noqa: F401  (registers the gradients)
 import lost_device
 import ops.attention
 import ops.experts
+import ops.quantized
 import ops.rows
 import sampling
 from decode import Engine, Session, with_cycles
@@ -26,6 +27,7 @@ from generate import generate, load, warm_up
 from helpers import GOLDEN, decode, quantized, quantized_experts
 from hf.weights import load_model
 from model import KVCache, ModelConfig, MoEFeedForward
+from ops.library import triton_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
@@ -58,6 +60,8 @@ test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-409
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-11008]
 test_a_row_has_the_same_bits_beside_any_others[int8-torch.bfloat16-4096-4096]
 test_a_captured_product_is_equal_100_times[int4-128-26]
+test_a_layers_kernels_one_after_the_other[int4-128-26]
+test_rotary_cache[heads1]
 test_a_captured_product_is_equal_100_times[int8-1]
 test_a_compiled_product[int4-128]
 test_lists_of_experts[8]
@@ -336,6 +340,59 @@ def test_a_compiled_product(form):
     x = torch.randn(5, 1024, device="cuda").bfloat16()
     step = torch.compile(lambda x: weights.operator(x * 2) + 1, fullgraph=True)
     torch.testing.assert_close(step(x), weights.operator(x * 2) + 1)
+
+
+@pytest.mark.parametrize("rows", [1, 26, 60])
+@pytest.mark.parametrize("form", ["int4-128", "int8"])
+def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
+    """A product in partial sums, the norm that adds them, one with SwiGLU, scores in fp32: beside the references; and
+    a hundred replays, in which a kernel may start before the one in front is over, give the bits of kernels in turn."""
+    options, close = {"device": "cuda", "dtype": torch.bfloat16}, {"rtol": 2e-2, "atol": 2e-2}
+    narrow, wide = quantized(form, 4096, 4096, "cuda"), quantized(form, 8192, 4096, "cuda")
+    x, stream, scale = (
+        torch.randn(rows, 4096, **options),
+        torch.randn(rows, 4096, **options),
+        torch.rand(4096, **options),
+    )
+    w = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
+
+    def layer() -> tuple[torch.Tensor, ...]:
+        total, y = ops.rows.add_norm(stream, w(x, *narrow[1:3], form="partial"), scale, 1e-5)
+        gated = w(y, *wide[1:3], form="gated")
+        return total, y, gated, w(gated, *narrow[1:3], form="wide")
+
+    got = layer()
+    want = ops.rows.add_norm_reference(stream, narrow.reference(x.float()), scale, 1e-5)
+    for ours, theirs in zip(got, (*want, ops.rows.swiglu(wide.reference(got[1].float())))):
+        torch.testing.assert_close(ours / theirs.abs().max(), theirs.to(ours.dtype) / theirs.abs().max(), **close)
+    scores = narrow.reference(got[2].float())
+    assert got[3].dtype == torch.float32 and (got[3] - scores).norm() < 1e-4 * scores.norm()
+    products = triton_products()
+    device = products.device_of(torch.cuda.current_device())
+    monkeypatch.setattr(products, "device_of", lambda index: device._replace(overlaps=False))
+    in_turn = layer()
+    monkeypatch.undo()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = [layer() for _ in range(4)]
+    for _ in range(100):
+        graph.replay()
+        assert all(map(torch.equal, sum(replayed, ()), in_turn * 4))
+
+
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8)])
+def test_rotary_cache(heads):
+    (H, kv_heads), (B, T, S, E) = heads, (2, 26, 300, 128)
+    qkv = torch.randn(B, T, H + 2 * kv_heads, E, device="cuda").bfloat16()
+    slots = torch.randperm(S, device="cuda")[:T].expand(B, -1)
+    positions = torch.randint(0, 4000, (B, T), device="cuda")
+    rope = ops.attention.rope_angles(torch.rand(E // 2, device="cuda"), positions)
+    cache = torch.randn(2, B, kv_heads, S, E, device="cuda").bfloat16()
+    ours, theirs = (tuple(cache.clone()) for _ in range(2))
+    got = ops.attention.rotary_cache(qkv, rope, *ours, slots)
+    want = ops.attention.rotary_cache_plainly(qkv, rope, *theirs, slots)
+    torch.testing.assert_close([got, *ours], [want, *theirs], atol=2e-2, rtol=1e-2)
+    assert torch.equal(ours[1], theirs[1])  # values are moved as they are
 
 
 # ------------------------------------------------------------------------------------------------ experts

@@ -233,9 +233,7 @@ def attention_kernel(
         tl.store(parts_ptr + mine * E + place, total, mask=inside)
         if not _is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
             return
-        weight, total = _combine(
-            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E
-        )
+        weight, total = _combine(parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E)
     y = total / weight[:, None]
     tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
