@@ -11,8 +11,9 @@ A `Session` prefills the prompts of a turn, which decides a root for each row, t
 reports until every row is done: on CUDA one cycle late, so that the device never waits for the host. Finished rows
 still run, but change no state. The output is a function of (weights, prompt, seed) alone; sampling.py says why.
 
-Trade-off: prefill is not compiled. Its chunks are bound by matrix products; static shapes would cost a short prompt
-its padding. Not here: how a step is compiled and captured (runtime.py), loading, the command line (generate.py).
+Trade-off: prefill is not compiled. Its chunks are bound by matrix products, but for a GPU, which eager code cannot keep
+busy: there they are padded to two widths, and captured. Not here: how a step is compiled and captured (runtime.py),
+loading, the command line (generate.py).
 """
 
 from __future__ import annotations
@@ -328,13 +329,13 @@ class Workspace:
 
     def prefill(self, engine: Engine, start: Tensor, width: int) -> None:
         """`prefill_chunk` over these buffers. Without a graph the host would be slower than a GPU."""
-        if not engine.captured:
-            return self.put(engine, prefill_chunk(engine, self.cache, self.state, start, width))
-        self.start.copy_(start)
-        width = next(w for w in PREFILL_CAPTURED if w >= width)
-        self._replay(("prefill", width), lambda: self.put(
-            engine, prefill_chunk(engine, self.cache, self.state, self.start, width)
-        ))  # fmt: skip
+        if engine.captured:
+            start, width = self.start.copy_(start), next(w for w in PREFILL_CAPTURED if w >= width)
+
+        def body() -> None:
+            self.put(engine, prefill_chunk(engine, self.cache, self.state, start, width))
+
+        return self._replay(("prefill", width), body) if engine.captured else body()
 
     def replay(self, engine: Engine, preset: int) -> Outcome:
         """Run a cycle over these buffers, captured the first time."""

@@ -174,14 +174,12 @@ class QuantLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def partial(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
-        if self.product.partial is None or self.bias is not None:
-            return self(x)
-        return self.product.partial(x, self.packed, self.scale)
+        whole = self.product.partial is None or self.bias is not None
+        return self(x) if whole else self.product.partial(x, self.packed, self.scale)
 
     def gated(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
-        if self.product.gated is None or self.bias is not None:
-            return swiglu(self(x))
-        return self.product.gated(x, self.packed, self.scale)
+        apart = self.product.gated is None or self.bias is not None
+        return swiglu(self(x)) if apart else self.product.gated(x, self.packed, self.scale)
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """The codes and scales that were packed."""
