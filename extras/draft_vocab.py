@@ -24,6 +24,7 @@ from torch import Tensor
 
 from checkpoint import WeightFiles, load_pickle, parse_json, read_text, reading
 from drafters import DraftVocab
+from hf.heads import HeadFiles, read_head
 from model import Transformer
 from options import GenerateConfig
 
@@ -37,7 +38,8 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     short or of another vocabulary.
     """
     count, size, head = config.draft_vocab, target.config.vocab_size, Path(config.eagle)
-    if "d2t" in WeightFiles(head).readers:
+    files = HeadFiles(head, WeightFiles(head))
+    if "d2t" in files.readers and read_head(files, target.config).three.draft_vocab < size:
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
     if count > size:
         raise ValueError(f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it")

@@ -75,16 +75,6 @@ class Said:
 
 
 @dataclass(frozen=True)
-class HeadSaid:
-    """The keys of a draft head's config.json besides."""
-
-    bias: bool = key(rules.FLAG, True)  # of its fc
-    qkv_bias: bool = key(rules.FLAG, False)
-    draft_inputs: str = key(rules.TEXT, "feature&shifted")  # (ours) what a row sees, as EAGLE-1 figure 8 names it
-    draft_sharpness: float = key(positive(1e6), 1.0)  # (ours) c in log softmax(c z)
-
-
-@dataclass(frozen=True)
 class Generation:
     """The keys of generation_config.json that are read."""
 
@@ -287,7 +277,9 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
     if saved is None:
         # a head changes no output, and reading its weights is most of its time on a GPU
         halves = config.device.startswith("cuda") and config.dtype != "float32" and bool(config.eagle)
-        fits = all(isinstance(raw.get(key), int) and raw[key] % 32 == 0 for key in ("hidden_size", "intermediate_size"))
+        layer = raw.get("transformer_layer_config")  # speculators' layout of a head
+        sizes = [(layer if isinstance(layer, dict) else raw).get(key) for key in ("hidden_size", "intermediate_size")]
+        fits = all(isinstance(size, int) and size % 32 == 0 for size in sizes)
         own = "int4" if config.quant == "none" and halves and fits else config.quant
         return config.quant_draft or own
     if config.quant_draft not in ("", saved.format):

@@ -35,13 +35,29 @@ from checkpoint import (
     whole,
 )  # fmt: skip
 from drafters import DraftVocab
-from hf.config import WIDTH, HeadSaid, Named, Said, config_from
-from hf.weights import layer_names
+from hf.config import WIDTH, Named, Said, config_from
+from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from quantize import FORMATS, Quantization, QuantLinear, fit_group, scale_name
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
-LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and v and all(type(i) is int for i in v))
+LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v))
+
+
+@dataclass(frozen=True)
+class HeadSaid:
+    """The further keys of a head's config.json (ours)."""
+
+    draft_inputs: str = key(rules.TEXT, DRAFT_INPUTS)
+    draft_sharpness: float = key(positive(1e6), 1.0)  # c in log softmax(c z), see drafters.py
+
+
+@dataclass(frozen=True)
+class Eagle2Said(HeadSaid):
+    """Those of versions 1 and 2."""
+
+    bias: bool = key(rules.FLAG, True)  # of its fc
+    qkv_bias: bool = key(rules.FLAG, False)
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,8 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class Eagle3Said:
-    """Its further keys."""
+class Eagle3Said(HeadSaid):
+    """Its further keys. An empty list of layers is none."""
 
     target_hidden_size: int | None = key(WIDTH, None)  # as hidden_size
     draft_vocab_size: int | None = key(whole(1, 2**24), None)  # as d2t says, or all
@@ -63,19 +79,17 @@ class Eagle3Said:
     norm_before_fc: bool = key(rules.FLAG, False)
     fc_norm: bool = key(rules.FLAG, False)
     norm_output: bool | None = key(rules.FLAG, None)
-    tie_word_embeddings: bool = key(rules.FLAG, False)
-    draft_sharpness: float = key(positive(1e6), 1.0)
     target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
     eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)  # in `eagle_config` the same, else their inputs
 
 
-# keys that say nothing about the function; a note names those that are neither here nor declared
+# keys that say nothing about the function; a note names those that are neither here nor read
 NEUTRAL = {
     "auto_map", "transformers_version", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp",
     "pad_token_id", "max_window_layers", "num_target_layers", "target_model_type", "speculators_config",
     "speculators_model_type", "speculators_version", "embed_requires_grad", "quantization_config", "_name_or_path",
+    "torch_dtype", "dtype",  # a head has its target's
 }  # fmt: skip
-DECLARED = {f.name for table in (Named, Said, HeadSaid, Nested, Eagle3Said) for f in fields(table)}
 OFF = {  # keys that change nothing with this value
     "use_sliding_window": False,
     "layer_types": ["full_attention"],
@@ -83,6 +97,8 @@ OFF = {  # keys that change nothing with this value
     "use_input_layernorm_in_first_layer": True,
     "use_mtp_layernorm": False,
 }
+BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
+FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")  # vLLM's and NeMo's names, see `_last_norm`
 
 
 @dataclass(frozen=True)
@@ -118,9 +134,8 @@ class EagleConfig:
         raw = raw or read_json(path / "config.json")
         model = _layer_config(path, raw)
         with about(path / "config.json"):
-            said = read_fields(raw, HeadSaid)
-        if said.draft_inputs != DRAFT_INPUTS:
-            raise ValueError(f"{path}: the head was trained on {said.draft_inputs}; only {DRAFT_INPUTS} can draft here")
+            said = read_fields(raw, Eagle2Said)
+        _check_inputs(path, said)
         model = replace(model, qkv_bias=said.qkv_bias, o_bias=False, mlp_bias=False)
         return EagleConfig(model, fc_bias=said.bias, sharpness=said.draft_sharpness)
 
@@ -129,6 +144,11 @@ def _layer_config(path: Path, raw: dict) -> ModelConfig:
     with about(path / "config.json"):
         # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
         return config_from(raw, "LlamaForCausalLM")
+
+
+def _check_inputs(path: Path, said: HeadSaid) -> None:
+    if said.draft_inputs != DRAFT_INPUTS:
+        raise ValueError(f"{path}: the head was trained on {said.draft_inputs}; only {DRAFT_INPUTS} can draft here")
 
 
 # --------------------------------------------------------------------------------------------- layouts
@@ -149,11 +169,12 @@ class HeadFiles(TensorSource):
         self.path, self.config, self.version = path, config, version_of(names)
         self.readers = {self._official(name): reader for name, reader in source.readers.items()}
         mixes, layers = f"{path} mixes versions:", ("layers.0.", "model.layers.0.")
-        both = any(n.startswith("midlayer.") for n in names) and any(n.startswith(layers) for n in names)
-        if both or len(self.readers) < len(names):
+        self.midlayer = any(n.startswith("midlayer.") for n in names)  # as SafeAILab and SpecForge name the first layer
+        if self.midlayer and any(n.startswith(layers) for n in names) or len(self.readers) < len(names):
             raise ValueError(f"{mixes} it has tensors of two layouts, as midlayer. and layers.0.; keep those of one")
         other = path / "pytorch_model.bin"
-        if (path / "model.safetensors").is_file() and other.is_file() and version_of(_names_in(other)) != self.version:
+        others = _names_in(other) if (path / "model.safetensors").is_file() and other.is_file() else []
+        if others and version_of(others) != self.version:
             raise ValueError(f"{mixes} model.safetensors and pytorch_model.bin hold two heads; remove one")
         said = f"{config.get('architectures')} {config.get('speculators_model_type')}"
         if self.version < 3 and "eagle3" in said.lower():
@@ -170,7 +191,7 @@ def _names_in(file: Path) -> list[str]:
     """Tensors of a .bin file that is not loaded; none if it cannot be read."""
     try:
         with reading(file):
-            return list(load_pickle(file, mmap=True))
+            return [*map(str, load_pickle(file, mmap=True))]
     except ValueError:
         return []
 
@@ -200,8 +221,7 @@ def is_unused(name: str, config: EagleConfig) -> bool:
     # official files of versions 1 and 2 repeat the target's embedding; t2d says which tokens d2t reaches; speculators
     # may hold the norm and the LM head of their target
     named = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight") if config.three else ()
-    switched_off = config.three is not None and config.three.last_norm == "none" and name == "norm.weight"
-    return switched_off or name.endswith((*named, "embed_tokens.weight", "rotary_emb.inv_freq"))
+    return name.endswith((*named, "embed_tokens.weight", "rotary_emb.inv_freq"))
 
 
 # ------------------------------------------------------------------------------------- what a head says
@@ -214,6 +234,7 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     """
     path = files.path
     config = EagleConfig.from_dir(path, files.config) if files.version < 3 else _read_eagle3(files, target.n_layers)
+    check_layers(config.model, files)
     dim, three = config.model.dim, config.three
     width = three.target_dim if three else dim
     for what, ours, theirs in (
@@ -229,17 +250,25 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
 
 
 def tell(files: HeadFiles, config: EagleConfig) -> None:
-    """Print notes: which keys of config.json nothing here knows, and what was made of `norm_output`."""
-    raw, parts = files.config, ("transformer_layer_config", "eagle_config")
-    said = [item for part in (raw, *map(raw.get, parts)) if isinstance(part, dict) for item in part.items()]
-    unknown = sorted({k for k, v in said if not (v == OFF[k] if k in OFF else k in DECLARED | NEUTRAL)})
+    """Print notes: which keys of config.json have no effect here, and what was made of `norm_output`."""
+    raw, model = files.config, config.model
+    parts: list[tuple[dict, tuple[type, ...]]] = [(raw, (Named, Said, Eagle2Said))]
+    if config.three:
+        layer, flags = (raw.get(f.name) for f in fields(Nested))
+        top = (Named, Nested, Eagle3Said) if layer else (Named, Nested, Eagle3Said, Said)
+        parts = [(raw, top), (layer or {}, (Named, Said)), (flags or {}, (Eagle3Said,))]
+    agrees = OFF | {"bias": config.fc_bias, "attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
+    agrees["tie_word_embeddings"], unknown = model.tie_embeddings, set()
+    for part, tables in parts:
+        known = NEUTRAL | {f.name for table in tables for f in fields(table)}
+        unknown |= {k for k, v in part.items() if not (v in (agrees[k], None) if k in agrees else k in known)}
     if unknown:
-        print(f"note: {files.path}: keys of config.json without effect here: {', '.join(unknown)}", file=sys.stderr)
-    output = dict(said).get("norm_output")
+        listed = ", ".join(sorted(unknown))
+        print(f"note: {files.path}: keys of config.json without effect here: {listed}", file=sys.stderr)
+    output = (raw | flags if config.three and flags else raw).get("norm_output")
     if config.three and output is not None:
-        layout = "SpecForge's" if raw.get(parts[0]) is None else "speculators'"
         taken = {"fed": "is fed back, normed", "logits": "is normed before the LM head only", "none": "is not normed"}
-        meaning = f"in {layout} layout the output {taken[config.three.last_norm]}"
+        meaning = f"here the output {taken[config.three.last_norm]}"
         print(f"note: {files.path}: norm_output is {str(output).lower()}; {meaning}", file=sys.stderr)
 
 
@@ -249,51 +278,71 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     with about(path / "config.json"):
         inner, flags = (getattr(read_fields(raw, Nested), f.name) for f in fields(Nested))
         said = read_fields({**raw, **(flags or {})}, Eagle3Said)
-        wanted = _taps(read_fields(raw, Eagle3Said), read_fields(flags or {}, Eagle3Said), layers)
+        top, nested = read_fields(raw, Eagle3Said), read_fields(flags or {}, Eagle3Said)
+    _check_inputs(path, said)
     model = _layer_config(path, raw if inner is None else inner)
-    model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in has)
+    biases = {kind: f"midlayer.{name}.bias" in has for kind, name in BIASES.items()}
+    model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in has, **biases)
     vocab = said.draft_vocab_size or (files.read("d2t").numel() if "d2t" in has else model.vocab_size)
     every = vocab == model.vocab_size
     if vocab > model.vocab_size:
-        raise ValueError(f"{path}: draft_vocab_size is {vocab}, vocab_size {model.vocab_size}; it can only be less")
+        too_many = f"draft_vocab_size, or the length of d2t, is {vocab}, and vocab_size {model.vocab_size}"
+        raise ValueError(f"{path}: {too_many}; it must be at most that: correct config.json")
     embedding = "embed_tokens.weight" if "embed_tokens.weight" in has else ""
-    tied = embedding if said.tie_word_embeddings and every else ""
+    tied = embedding if model.tie_embeddings and every else ""
+    norms = {
+        "norm_before_fc": said.norm_before_fc or "input_norm.weight" in has,
+        "fc_norm": said.fc_norm or "fc_norm.0.weight" in has,
+    }
+    for name in norms if not said.use_aux_hidden_state else ():
+        if norms[name]:
+            raise ValueError(f"{path}: {name} norms what fc takes, and use_aux_hidden_state is false; correct one")
     three = Eagle3(
-        taps=wanted if said.use_aux_hidden_state else (),
+        taps=_taps(path, top, nested, layers) if said.use_aux_hidden_state else (),
         target_dim=said.target_hidden_size or model.dim,
         draft_vocab=vocab,
-        norm_before_fc=said.norm_before_fc or "input_norm.weight" in has,
-        fc_norm=said.fc_norm or "fc_norm.0.weight" in has,
         norm_before_residual=said.norm_before_residual,
-        last_norm=_last_norm(said.norm_output, inner is not None),
+        last_norm=_last_norm(files, said.norm_output, inner is not None or norms["fc_norm"]),
         embedding=embedding,
         lm_head="lm_head.weight" if "lm_head.weight" in has or not every else tied,
+        **norms,
     )
     return EagleConfig(model, "fc.bias" in has, said.draft_sharpness, three)
 
 
-def _last_norm(output: bool | None, speculators: bool) -> str:
-    """What `norm_output` means: in speculators' layout what is fed back, in the others what the LM head gets."""
-    if speculators:
-        return "fed" if output else "logits"
-    return "none" if output is False else "logits"
+def _last_norm(files: HeadFiles, output: bool | None, newer: bool) -> str:
+    """What `norm_output` means. newer: the layout is speculators', or the head has fc_norm
+
+    True: the normed output is fed back, as in vLLM, NeMo and speculators; SpecForge norms it before the LM head only.
+    False or absent: it is normed before the LM head only; SpecForge leaves out the norm where it is false.
+    """
+    if output is False and "norm.weight" not in files.readers:
+        return "none"
+    named = any(name in str(files.config.get("architectures")) for name in FEEDS_NORMED)
+    return "fed" if output and (newer or named or not files.midlayer) else "logits"
 
 
-def _taps(top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple[int, ...]:
-    """Layers of the target whose inputs a head takes. Raises: ValueError for some that the target does not have."""
+def _taps(path: Path, top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple[int, ...]:
+    """Layers of the target whose inputs a head takes.
+
+    Raises: ValueError for some that the target does not have, and for a list that does not ascend: vLLM puts the layers
+    in ascending order, others take them as they are listed.
+    """
     said = [  # the ids, and how far behind them the layer is whose input is meant
         (top.eagle_aux_hidden_state_layer_ids, 0), (nested.eagle_aux_hidden_state_layer_ids, 1),
         (top.target_layer_ids, 1), (nested.target_layer_ids, 1),
     ]  # fmt: skip
-    found = {tuple(sorted(i + shift for i in ids)) for ids, shift in said if ids is not None}
+    found = {tuple(i + shift for i in ids) for ids, shift in said if ids}
     if len(found) > 1:
-        raise ValueError(f"the target's layers are named twice, as inputs {' and '.join(map(str, found))}")
-    taps = tuple(sorted(*(found or [(2, layers // 2, layers - 3)])))
-    if len(set(taps)) < len(taps) or not 0 <= taps[0] <= taps[-1] <= layers:
-        which = "" if found else " (the default, since none are named)"
+        twice = " and ".join(map(str, sorted(found)))
+        raise ValueError(f"{path}: the target's layers are named twice, as inputs {twice}; keep one list")
+    taps = found.pop() if found else (2, layers // 2, layers - 3)
+    if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= layers:
+        which = "" if any(ids for ids, _ in said) else " (the default, since none are named)"
         raise ValueError(
-            f"the head takes the inputs of the target's layers {', '.join(map(str, taps))}{which}, which must be "
-            f"different ones from 0 to {layers} ({layers}: the last one's output)"
+            f"{path}: the head takes the inputs of the target's layers {', '.join(map(str, taps))}{which}, which must "
+            f"ascend from 0 to {layers} ({layers}: the last one's output); use its own target, or name others in "
+            "eagle_aux_hidden_state_layer_ids"
         )
     return taps
 
@@ -310,7 +359,8 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     differences = files.read("d2t")
     if differences.shape != (three.draft_vocab,) or differences.dtype not in (torch.int64, torch.int32):
         found = f"{differences.dtype} of shape {list(differences.shape)}"
-        raise ValueError(f"{path}: d2t must be {three.draft_vocab} whole numbers (draft_vocab_size); it is {found}")
+        rule = f"d2t must hold draft_vocab_size ({three.draft_vocab}) whole numbers; it is {found}"
+        raise ValueError(f"{path}: {rule}; correct the key, or download the head again")
     ids, order = (torch.arange(three.draft_vocab) + differences.long()).sort()
     for bad in (int(ids[0]), int(ids[-1])):
         if not 0 <= bad < size:

@@ -243,9 +243,7 @@ def load_model(
     if saved is not None and quant is not None:
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
     quant = saved or quant
-    if config.n_layers > len(files.readers):
-        held = f"and the weights are {len(files.readers)} tensors; does config.json fit?"
-        raise ValueError(f"{path}: the config says num_hidden_layers {config.n_layers}, {held}")
+    check_layers(config, files)
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)
@@ -258,6 +256,13 @@ def load_model(
             model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
     model.rope_freq = rope_frequencies(config, device)
     return model.eval()
+
+
+def check_layers(config: ModelConfig, files: TensorSource) -> None:
+    """Check the number of layers, before they are made. Raises: ValueError for more layers than tensors."""
+    if config.n_layers > len(files.readers):
+        held = f"and the weights are {len(files.readers)} tensors; does config.json fit?"
+        raise ValueError(f"{files.path}: the config says num_hidden_layers {config.n_layers}, {held}")
 
 
 def check_experts(config: ModelConfig, files: TensorSource) -> None:

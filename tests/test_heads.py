@@ -26,14 +26,16 @@ from eagle_draft import EagleDrafter, load_head
 from extras.stand_in import head_config
 from generate import generate, load, main
 from helpers import GOLDEN, decode, engine_for, golden_target, record
+from hf.config import resolve_draft
 from hf.heads import Eagle3, Eagle3Said, EagleConfig, Nested, head_names
 from hf.weights import load_model
 from model import KVCache, causal_window
-from options import DEMO
+from options import DEMO, GenerateConfig
 from quantize import Quantization, quantize_directory
 from sampling import Sampling
 
 TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
+IDS = "eagle_aux_hidden_state_layer_ids"
 Tensors = dict[str, Tensor]
 
 
@@ -93,25 +95,36 @@ def speculators(config: dict, **flags: Any) -> dict:
     return known | {"draft_vocab_size": config["draft_vocab_size"], "transformer_layer_config": inner, **flags}
 
 
+def merged(config: dict, changes: dict) -> dict:
+    """What speculators say at the top is all that they say there."""
+    return changes if "transformer_layer_config" in changes else config | changes
+
+
 def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
     config, tensors = official()
     embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
-    ids, shifted = "eagle_aux_hidden_state_layer_ids", {"use_aux_hidden_state": True, "norm_before_residual": False}
+    shifted = {"use_aux_hidden_state": True, "norm_before_residual": False}
     nemo = renamed(
         tensors | embedding, "model.layers.0", fc="model.fc", norm="model.norm", embed_tokens="model.embed_tokens"
     )
     return {
         "SafeAILab": (config, tensors, True),
         "SpecForge": (
-            config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {ids: [1, 3, 4], **shifted}},
+            config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [1, 3, 4], **shifted}},
             tensors, False,
         ),
-        "vLLM": (config | {"architectures": ["Eagle3LlamaForCausalLM"]}, renamed(tensors, "layers.0") | embedding, False),
+        "vLLM": (
+            config | {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": False, IDS: []},
+            renamed(tensors, "layers.0") | embedding, False,
+        ),
         "speculators": (
-            speculators(config, norm_output=False, norm_before_residual=False, **{ids: [2, 4, 5]}),
+            speculators(config, norm_output=False, norm_before_residual=False, **{IDS: [2, 4, 5]}),
             renamed(tensors, "layers.0"), False,
         ),
-        "NeMo": (config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64}, nemo, False),
+        "NeMo": (
+            config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, nemo,
+            False,
+        ),
         "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
             config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
             False,
@@ -126,10 +139,8 @@ def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     assert head.taps == plain.taps == (2, 4, 5) and torch.equal(head.vocab.ids, plain.vocab.ids)
     assert head.embedding is None, "an embedding like the target's is the target's"
     assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
-    said = notes(capsys, tmp_path)
-    assert len(said) == (name == "speculators") and all(
-        "norm_output is false; in speculators' layout" in x for x in said
-    )
+    note = f"note: {tmp_path / 'head'}: norm_output is false; here the output is normed before the LM head only"
+    assert notes(capsys, tmp_path) == [note] * ("norm_output" in config)
 
 
 def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
@@ -221,7 +232,7 @@ FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, what the refer
     "fc bias": ({"bias": True}, {"fc.bias": fresh(64)}, {}),
     "no fc": ({"eagle_config": {"use_aux_hidden_state": False}}, {"fc.weight": None}, {}),
     "norm_output true": ({"norm_output": True}, {}, {}),
-    "norm_output false": ({"norm_output": False}, {}, {"last": "none"}),
+    "norm_output false, no norm": ({"norm_output": False}, {"norm.weight": None}, {"last": "none"}),
     "speculators' norm_output": (speculators(official()[0], norm_output=True), {}, {"last": "fed"}),
     "whole vocabulary": ({"draft_vocab_size": 128}, WHOLE, {}),
     "own whole LM head": ({"draft_vocab_size": 128}, WHOLE | {"lm_head.weight": fresh(128, 64)}, {}),
@@ -239,12 +250,48 @@ def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
     config, tensors = official()
     changes, weights, told = FLAGS[name]
     tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
-    head = load_head(write(tmp_path / "head", config | changes, tensors), target())
+    head = load_head(write(tmp_path / "head", merged(config, changes), tensors), target())
     given = inputs(taps=len(head.taps))
     want = reference(tensors, *given, **{"normed_residual": False, "last": "logits", **told})
     torch.testing.assert_close(run(head, *given), want, atol=2e-4, rtol=1e-4)
     said = notes(capsys, tmp_path)
     assert len(said) == ("norm_output" in name) and all("norm_output is" in line for line in said)
+
+
+FED = {  # config, prefix of the layer, further tensors
+    "vLLM's prefix": ({}, "layers.0", {}),
+    "NeMo's prefix": ({}, "model.layers.0", {}),
+    "vLLM's name": ({"architectures": ["Eagle3LlamaForCausalLM"]}, "midlayer", {}),
+    "fc_norm": ({}, "midlayer", FLAGS["fc_norm"][1]),
+}
+
+
+@pytest.mark.parametrize("name", FED)
+def test_norm_output_true_feeds_the_normed_output_back(name, tmp_path, capsys):
+    config, tensors = official()
+    changes, prefix, more = FED[name]
+    path = write(tmp_path / "head", config | changes | {"norm_output": True}, renamed(tensors | more, prefix))
+    want = reference(tensors | more, *inputs(), normed_residual=False, last="fed")
+    torch.testing.assert_close(run(load_head(path, target()), *inputs()), want, atol=2e-4, rtol=1e-4)
+    assert notes(capsys, tmp_path) == [f"note: {path}: norm_output is true; here the output is fed back, normed"]
+
+
+def test_biases_are_those_of_the_weights(tmp_path, capsys):
+    """Whatever the config says; what it says otherwise is named."""
+    config, tensors = official()
+    rows = {"self_attn.q": 64, "self_attn.k": 32, "self_attn.v": 32, "self_attn.o": 64}
+    rows |= {"mlp.gate": 112, "mlp.up": 112, "mlp.down": 64}
+    biases = {f"midlayer.{name}_proj.bias": fresh(n) for name, n in rows.items()}
+    head = load_head(write(tmp_path / "all", config, tensors | biases), target())
+    held = dict(head.named_parameters())
+    for name, theirs in head_names(head.config).items():
+        if name.endswith("bias"):
+            assert torch.equal(held[name], torch.cat([biases.pop(part) for part in theirs]))
+    assert not biases
+    said = {"attention_bias": True, "mlp_bias": True, "bias": True}
+    head = load_head(write(tmp_path / "none", config | said, tensors), target())
+    assert not any(name.endswith("bias") for name, _ in head.named_parameters())
+    assert "without effect here: attention_bias, bias, mlp_bias" in notes(capsys, tmp_path / "none")[0]
 
 
 def test_the_reference_sees_every_flag():
@@ -391,14 +438,22 @@ def failure(capsys, head: Path, *more: str) -> str:
     return err
 
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
-    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must be different ones from 0 to 8"),
+    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
     ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
     ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of the target's layers -1, 2, 4"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
-    ({IDS: []}, {}, f"{IDS} must be a list of whole numbers; it is []"),
+    ({IDS: [4, 2, 5]}, {}, "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8"),
+    ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
+    (
+        {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}},
+        {},
+        "norm_before_fc norms what fc takes",
+    ),
+    ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
+    ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
+    ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
     ({IDS: 3}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
     ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
@@ -407,12 +462,16 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
     ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
     ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
-    ({}, {"d2t": D2T.float()}, "d2t must be 80 whole numbers (draft_vocab_size); it is torch.float32 of shape [80]"),
-    ({}, {"d2t": D2T[:70].clone()}, "d2t must be 80 whole numbers"),
+    (
+        {},
+        {"d2t": D2T.float()},
+        "d2t must hold draft_vocab_size (80) whole numbers; it is torch.float32 of shape [80]; correct",
+    ),
+    ({}, {"d2t": D2T[:70].clone()}, "d2t must hold draft_vocab_size (80) whole numbers"),
     ({}, {"d2t": None}, "the weight d2t is missing"),
-    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must be 1 whole numbers"),
+    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must hold draft_vocab_size (1) whole numbers"),
     ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
-    ({"draft_vocab_size": 129}, {}, "draft_vocab_size is 129, vocab_size 128; it can only be less"),
+    ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
     ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
@@ -446,6 +505,8 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
     assert "model.safetensors and pytorch_model.bin hold two heads" in failure(capsys, tmp_path / "head")
     torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
     assert load_head(tmp_path / "head", target()).taps == (2, 4, 5)
+    (tmp_path / "head" / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert load_head(tmp_path / "head", target()).taps == (2, 4, 5), "what cannot be read says nothing"
 
 
 def test_default_layers_of_a_small_target(tmp_path, capsys):
@@ -460,13 +521,57 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
     )
     head = str(write(tmp_path / "head", config, tensors))
     message = failure(capsys, Path(head), "--checkpoint", str(tmp_path / "small"))
-    assert "layers 2, 2, 2 (the default, since none are named), which must be different ones" in message
+    assert "layers 2, 2, 2 (the default, since none are named), which must ascend" in message
+    no_fc = {n: t for n, t in tensors.items() if n != "fc.weight"}
+    write(tmp_path / "no_fc", config | {"use_aux_hidden_state": False}, no_fc)
+    assert load_head(tmp_path / "no_fc", load_model(tmp_path / "small")).taps == ()
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
     assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in failure(capsys, HEAD, "--draft_vocab", "5")
     with pytest.raises(ValueError, match="--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"):
         head_config(HEAD)
+
+
+def test_a_draft_vocabulary_for_a_head_that_drafts_all_tokens(tmp_path):
+    """Also where its files hold a d2t, which nothing uses."""
+    config, tensors = official()
+    held = {n: t for n, t in tensors.items() if n != "lm_head.weight"}
+    head = write(tmp_path / "head", config | {"draft_vocab_size": 128}, held)
+    (head / "token_ranks.json").write_text("[5, 17, 3]")
+    engine = load(checkpoint=str(TARGET), eagle=str(head), device="cpu", draft_vocab=2, tree="chain", compile=False)
+    assert engine.drafter.vocab.ids.tolist() == [5, 17]
+
+
+def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path):
+    config, _ = official()
+    for layer, form in ((config | {"intermediate_size": 128}, "int4"), (config | {"intermediate_size": 100}, "none")):
+        (tmp_path / "config.json").write_text(json.dumps(speculators(layer)))
+        options = GenerateConfig(draft="eagle", eagle=str(tmp_path), device="cuda", dtype="bfloat16")
+        assert resolve_draft(options, TARGET).quant_draft == form
+
+
+NAMED = {  # version, config, what the note names
+    "of version 3 in version 2": (
+        2, {"norm_before_residual": True, "draft_vocab_size": 5, "fc_norm": True, "norm_output": False},
+        "draft_vocab_size, fc_norm, norm_before_residual, norm_output",
+    ),
+    "of version 2 in version 3": (3, {"qkv_bias": True, "bias": True}, "bias, qkv_bias"),
+    "of the head in its layer": (
+        3, speculators(official()[0] | {"norm_before_residual": True}), "norm_before_residual",
+    ),
+    "of the layer in eagle_config": (3, {"eagle_config": {"rope_theta": 5e5}}, "rope_theta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_keys_in_another_place_are_named(name, tmp_path, capsys):
+    version, changes, named = NAMED[name]
+    source, of = (HEAD, target()) if version == 3 else (GOLDEN / "models/head_eagle12_mha", golden_target())
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    head = write(tmp_path / "head", merged(config, changes), tensors)
+    load_head(head, of)
+    assert notes(capsys, tmp_path) == [f"note: {head}: keys of config.json without effect here: {named}"]
 
 
 def test_unknown_keys_are_named(tmp_path, capsys):
