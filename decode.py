@@ -40,8 +40,7 @@ from sampling import NoiseKey
 from stats import Stats, check_memory, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
-PREFILL_CHUNK = 256  # tokens per prefill pass
-PREFILL_CAPTURED = (64, PREFILL_CHUNK)  # and where passes are captured, to which they are padded
+PREFILL_WIDTHS = (64, PREFILL_CHUNK := 256)  # tokens of a prefill pass: at most; where it is captured, just so many
 
 
 class DecodeState(NamedTuple):
@@ -330,7 +329,7 @@ class Workspace:
     def prefill(self, engine: Engine, start: Tensor, width: int) -> None:
         """`prefill_chunk` over these buffers. Without a graph the host would be slower than a GPU."""
         if engine.captured:
-            start, width = self.start.copy_(start), next(w for w in PREFILL_CAPTURED if w >= width)
+            start, width = self.start.copy_(start), next(w for w in PREFILL_WIDTHS if w >= width)
 
         def body() -> None:
             self.put(engine, prefill_chunk(engine, self.cache, self.state, start, width))
