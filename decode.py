@@ -11,9 +11,8 @@ A `Session` prefills the prompts of a turn, which decides a root for each row, t
 reports until every row is done: on CUDA one cycle late, so that the device never waits for the host. Finished rows
 still run, but change no state. The output is a function of (weights, prompt, seed) alone; sampling.py says why.
 
-Trade-off: prefill is not compiled. Its chunks are bound by matrix products, but for a GPU, which eager code cannot keep
-busy: there they are padded to two widths, and captured. Not here: how a step is compiled and captured (runtime.py),
-loading, the command line (generate.py).
+Trade-off: prefill is not compiled: it is bound by matrix products, and on CUDA captured in two widths. Not here: how a
+step is compiled and captured (runtime.py), loading, the command line (generate.py).
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ from sampling import NoiseKey
 from stats import Stats, check_memory, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
-PREFILL_WIDTHS = (64, PREFILL_CHUNK := 256)  # tokens of a prefill pass: at most; where it is captured, just so many
+PREFILL_CHUNK = 256  # tokens per prefill pass
+PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # to which passes are padded where they are captured
 
 
 class DecodeState(NamedTuple):
