@@ -187,11 +187,34 @@ def test_the_cache_is_the_users_own(calls, tmp_path, capsys, monkeypatch):
     assert folder.stat().st_mode & 0o777 == 0o700
     for mode in (0o770, 0o707, 0o720, 0o702):
         folder.chmod(mode)
-        assert f"others may write to {folder}" in why(capsys) and "chmod 700" in why(capsys)
+        assert f"run from {folder}, and others may write to it (mode {mode:o}); remove it" in why(capsys)
     folder.chmod(0o755)
     assert build.build() == library
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    assert f"others may write to {folder}" in why(capsys) and len(calls()) == 1
+    moved = folder.rename(folder.with_name("moved"))
+    folder.symlink_to(moved)
+    assert f"run from {folder}, and it is a link; remove it" in why(capsys)
+    folder.unlink(), moved.rename(folder)
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    assert f"{folder}, and it belongs to another user ({folder.stat().st_uid}); remove it" in why(capsys)
+    assert len(calls()) == 1
+
+
+@pytest.mark.parametrize("planted", ["writable", "another's", "link"])
+def test_a_library_that_was_planted_is_built_again(calls, planted, monkeypatch):
+    """While the folder was open to others; a SHA-256 is no proof of origin."""
+    library = build.build()
+    if planted == "writable":
+        library.chmod(0o720)
+    if planted == "link":
+        library.symlink_to(library.rename(library.with_suffix(".elsewhere")))
+    facts, plant = library.lstat(), Path.lstat
+    if planted == "another's":
+        there = os.stat_result([*facts[:4], facts.st_uid + 1, *facts[5:]])
+        monkeypatch.setattr(Path, "lstat", lambda p: there if plant(p).st_ino == facts.st_ino else plant(p))
+    assert build.build() == library and len(calls()) == 2
+    made = plant(library)
+    assert made.st_ino != facts.st_ino and made.st_uid == os.geteuid() and made.st_mode & 0o777 == 0o700
+    assert build.build() == library and len(calls()) == 2
 
 
 def test_a_library_that_does_not_load_is_not_fatal(calls, capsys):

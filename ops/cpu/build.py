@@ -17,6 +17,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -136,6 +137,7 @@ def build(march: str = "") -> Path:
                 _run(*([*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))] for unit in units))
                 _run([command[0], *(str(unit.with_suffix(".o")) for unit in units), *link, "-o", str(made)])
                 made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
+                made.chmod(0o700)  # whatever the umask says
                 os.replace(made, library)
     except OSError as error:
         raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
@@ -144,15 +146,28 @@ def build(march: str = "") -> Path:
 
 def check_own(folder: Path) -> None:
     """Raises: RuntimeError when the folder is not the user's own, or others may write to it."""
-    facts = folder.stat()
-    if hasattr(os, "getuid") and (facts.st_uid != os.getuid() or facts.st_mode & 0o022):
-        remedy = f"remove it, or make it yours alone: chmod 700 {folder}"
-        raise RuntimeError(f"others may write to {folder}, from which code would run; {remedy}")
+    fault = _not_own(folder) or ("" if stat.S_ISDIR(folder.lstat().st_mode) else "it is a link")
+    if fault:
+        raise RuntimeError(f"code would run from {folder}, and {fault}; remove it")
+
+
+def _not_own(path: Path) -> str:
+    """Why a file or folder is not the user's alone, or nothing."""
+    facts = path.lstat()
+    if not hasattr(os, "geteuid"):
+        return ""
+    if facts.st_uid != os.geteuid():
+        return f"it belongs to another user ({facts.st_uid})"
+    shared = facts.st_mode & 0o022 and not stat.S_ISLNK(facts.st_mode)  # a link has no mode of its own
+    return f"others may write to it (mode {stat.S_IMODE(facts.st_mode):o})" if shared else ""
 
 
 def is_whole(library: Path) -> bool:
-    """Whether there is a library that ends with the SHA-256 of what comes before. A loader crashes on a cut one."""
-    if not library.is_file():
+    """Whether there is a library of the user's alone that ends with the SHA-256 of what comes before.
+
+    A loader crashes on a cut one. Another user's was put there while others could write to the folder.
+    """
+    if not library.is_file() or library.is_symlink() or _not_own(library):
         return False
     content = library.read_bytes()
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
