@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -491,18 +492,25 @@ def pick_device(name: str) -> str:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write under a temporary name, then rename, so that a kill leaves the old file whole. It keeps its mode.
+    """Write under a temporary name, then rename, so that a kill or a full disk leaves the old file whole.
 
-    What is no regular file stays: a link is followed, a device or a queue written into.
+    It keeps its mode. A link stays, and what it names is replaced; a device or a queue is written into.
     """
-    if path.is_symlink() or path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():
         write(path)
         return
-    temporary = path.with_name(path.name + TEMPORARY)
-    write(temporary)
-    if path.exists():
-        shutil.copymode(path, temporary)
-    os.replace(temporary, path)
+    real = Path(os.path.realpath(path))
+    temporary = real.with_name(real.name + TEMPORARY)
+    try:
+        temporary.unlink(missing_ok=True)
+        if real.exists():
+            temporary.touch(stat.S_IMODE(real.stat().st_mode) | stat.S_IWUSR)  # who may not read the old may not now
+        write(temporary)
+        if real.exists():
+            shutil.copymode(real, temporary)
+        os.replace(temporary, real)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(where: str, text: str) -> None:

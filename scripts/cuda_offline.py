@@ -28,7 +28,7 @@ from typing import Any
 
 import _path
 from fake_cuda import GPUS
-from options import one_line_errors, option, parse
+from options import one_line_errors, option, parse, write_text
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 IMPORTED = ("numpy", "safetensors", "sentencepiece")  # by the project
@@ -198,7 +198,7 @@ def run(config: OfflineConfig) -> None:
         tables += [steps_table(*case) for case in chosen]
         print("", f"## {GPUS[gpu].name}", *tables, summary(gpu, found[gpu]), sep="\n\n", flush=True)
         if config.json:
-            Path(config.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write_text(config.json, json.dumps(found, indent=1))
 
 
 def main() -> None:

@@ -419,6 +419,7 @@ def main() -> None:
     replace_launches(recorder)
     replace_compiler(recorder)
     from draft_tree import DynamicTree, StaticTree
+    from options import write_text
 
     for text in options.cases:
         target, draft, tree = text.split("/")
@@ -427,7 +428,7 @@ def main() -> None:
         found[text] = run_case(Case(target, draft, make(*map(int, sizes))), recorder)
         print(f"{text}: {found[text]['per_cycle']} launches a cycle", file=sys.stderr, flush=True)
     kernels = [*own_kernels(recorder), *inductor_kernels(recorder)]
-    Path(options.json).write_text(json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1))
+    write_text(options.json, json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -13,7 +14,7 @@ from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from helpers import engine_for, golden_head, golden_target
-from options import DEMO, GenerateConfig, read_prompts, write_text
+from options import DEMO, GenerateConfig, read_prompts, replace_file, write_text
 from sampling import Sampling
 
 FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]
@@ -74,6 +75,27 @@ def test_a_link_stays_a_link(tmp_path, there):
     link.symlink_to("file")
     write_text(str(link), "new")
     assert link.is_symlink() and file.read_text() == "new\n" and not file.is_symlink()
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["link", "file"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, linked):
+    """As on a full disk; and from its first byte on the new one may be read by those who may read the old one."""
+    (tmp_path / "other").mkdir()
+    file, link = tmp_path / "other/file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o600)
+    link.symlink_to("other/file")
+    modes = []
+
+    def write(path):
+        with path.open("w") as out:
+            modes.append(stat.S_IMODE(path.stat().st_mode))
+            out.write("half of the te")
+        raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(OSError, match="no space"):
+        replace_file(link if linked else file, write)
+    assert file.read_text() == "old" and link.is_symlink() and os.listdir(file.parent) == ["file"] and modes == [0o600]
 
 
 def test_a_queue_is_written_into(tmp_path):
