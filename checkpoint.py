@@ -82,8 +82,16 @@ def reading(
     except BaseException as error:
         if isinstance(error, ValueError) and str(file) in str(error):
             raise
+        if lacks_memory(error):
+            raise ValueError(f"{file} needs more memory than there is; free some, or use a smaller file") from None
         reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
         raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which torch reports as a RuntimeError."""
+    words = "allocate memory", "tried to allocate"
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
 
 
 @contextmanager
@@ -94,7 +102,9 @@ def quiet() -> Iterator[None]:
         try:
             sys.stderr.flush()
             kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        except (AttributeError, OSError, ValueError):  # there is no standard error
+        except (AttributeError, OSError, ValueError):  # there is none, as after 2>&-; 2 may be another file
+            kept = None
+        if kept is None:
             yield
             return
         try:
@@ -108,11 +118,17 @@ def quiet() -> Iterator[None]:
 _of_the_process = threading.RLock()  # standard error, warnings and limits, while they are changed
 
 
+class NotSupported(ValueError):
+    """A file that may be right but is of no use here: no correction of it would help."""
+
+
 @contextmanager
 def about(file: Path) -> Iterator[None]:
-    """Put the file's name before a refusal of what it holds, and the remedy behind."""
+    """Put the file's name before a refusal of what it holds, and the remedy behind. Read the file outside."""
     try:
         yield
+    except NotSupported as error:
+        raise ValueError(f"{file}: {error}; use another checkpoint") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}") from None
 
@@ -120,7 +136,8 @@ def about(file: Path) -> Iterator[None]:
 def read_text(path: Path) -> str:
     """A file's text. Raises: ValueError when it cannot be read, is no UTF-8, or never ends."""
     try:
-        if stat.S_ISCHR(path.stat().st_mode) and not os.path.samefile(path, "/dev/stdin"):
+        mode = path.stat().st_mode
+        if stat.S_ISBLK(mode) or stat.S_ISCHR(mode) and not os.path.samefile(path, "/dev/stdin"):
             raise ValueError(f"{path} is a device; name a file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -165,6 +182,10 @@ def load_pickle(file: Path, mmap: bool) -> Any:
             return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError:  # its own message advises to turn weights_only off
         raise ValueError("its pickle holds more than tensors") from None
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        raise ValueError("its pickle asks for more memory than its tensors need") from None
 
 
 @contextmanager
@@ -270,8 +291,7 @@ class WeightFiles(TensorSource):
             if not os.path.isfile(file):  # False too for a name that no file can have
                 raise ValueError(f"{path}: the index names {file.name}, which is missing; download it again")
             open_file = self._open_safetensors if file.suffix == ".safetensors" else self._open_bin
-            with reading(file):
-                open_file(file)
+            open_file(file)
 
     def _shards(self) -> list[Path]:
         for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
@@ -286,23 +306,27 @@ class WeightFiles(TensorSource):
         raise ValueError(f"{self.path} has neither model.safetensors nor pytorch_model.bin (single or sharded)")
 
     def _open_safetensors(self, file: Path) -> None:
-        handle = safe_open(file, framework="pt")
+        with reading(file):
+            handle = safe_open(file, framework="pt")
+            names = list(handle.keys())
 
         def read(name: str) -> Tensor:
             with reading(file):
                 return handle.get_tensor(name)
 
-        for name in handle.keys():  # noqa: SIM118  (not a dict)
+        for name in names:
             self.readers[name] = partial(read, name)
 
     def _open_bin(self, file: Path) -> None:
-        content = load_pickle(file, mmap=True)
+        with reading(file):
+            content = load_pickle(file, mmap=True)
         if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
-            raise ValueError("it does not hold tensors by name")
+            raise ValueError(f"{file} does not hold tensors by name; use a model's own weights")
         for name, tensor in content.items():
             special = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_complex()
             if type(name) is not str or special or tensor.is_meta:
-                raise ValueError(f"{name!r} is not the name of a dense tensor")
+                called = one_line(repr(name), 100)
+                raise ValueError(f"{file}: {called} is not the name of a dense tensor; use other weights")
             self.readers[name] = tensor.detach  # of a parameter, the tensor
 
 

@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import checkpoint as rules
-from checkpoint import TensorSource, WeightFiles, about, is_gguf, key, positive, read_fields, read_json, whole
+from checkpoint import (
+    NotSupported,
+    TensorSource,
+    WeightFiles,
+    about,
+    is_gguf,
+    key,
+    positive,
+    read_fields,
+    read_json,
+    whole,
+)  # fmt: skip
 from model import ModelConfig
 from options import GenerateConfig
 from quantize import saved_quantization
@@ -60,14 +71,14 @@ class Said:
     rms_norm_eps: float = key(positive(1), 1e-6)
     max_position_embeddings: int = key(POSITIONS, 2048)
     sliding_window: int | None = key(whole(0, 2**31 - 1), None)  # 0: none
-    use_sliding_window: bool = key(rules.FLAG, True)
+    use_sliding_window: bool | None = key(rules.FLAG, None)  # false for Qwen, as in transformers; else true
     attention_bias: bool = key(rules.FLAG, False)
     mlp_bias: bool = key(rules.FLAG, False)
     tie_word_embeddings: bool = key(rules.FLAG, False)
     rope_parameters: dict | None = key(rules.OBJECT, None)
     rope_scaling: dict | None = key(rules.OBJECT, None)  # the same in older files
     rope_theta: float | None = key(positive(1e30), None)
-    bos_token_id: int | None = key(rules.TOKEN_ID, None)
+    bos_token_id: int | None = key(whole(-1, 2**32 - 1), None)  # -1: none
     eos_token_id: int | list | None = key(rules.TOKEN_IDS, None)
     torch_dtype: str | None = key(rules.TEXT, None)
     dtype: str = key(rules.TEXT, "float32")  # the same in newer files
@@ -131,8 +142,9 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
     raw, generation = raw or read_raw(path), path / "generation_config.json"
     extra_eos = None
     if generation.exists():
+        ends = read_json(generation)
         with about(generation):
-            extra_eos = read_fields(read_json(generation), Generation).eos_token_id
+            extra_eos = read_fields(ends, Generation).eos_token_id
     with about(path if is_gguf(path) else path / "config.json"):
         named = read_fields(raw, Named)
         name = (named.architectures or [named.model_type])[0]
@@ -153,7 +165,8 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
     qkv_bias, o_bias = ARCHITECTURES[architecture]
     theta, scaling = rope_parameters(said)
     experts, chosen = expert_counts(raw) if architecture == "MixtralForCausalLM" else (0, 0)
-    window = said.sliding_window if said.use_sliding_window else None
+    qwen = architecture.startswith("Qwen")
+    window = said.sliding_window if (not qwen if said.use_sliding_window is None else said.use_sliding_window) else None
     longest = said.max_position_embeddings
     if scaling and scaling["rope_type"] == "yarn":  # it is set on models whose other keys still say the original
         longest = min(max(longest, int(scaling["factor"] * scaling["original_max_position_embeddings"])), 2**31 - 1)
@@ -176,7 +189,7 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
         n_experts=experts,
         experts_per_token=chosen,
         tie_embeddings=said.tie_word_embeddings,
-        bos_id=said.bos_token_id,
+        bos_id=None if said.bos_token_id == -1 else said.bos_token_id,
         eos_ids=_ids(said.eos_token_id, extra_eos),
         dtype=(said.torch_dtype or said.dtype).removeprefix("torch."),
         stand_in=said.stand_in,
@@ -210,7 +223,7 @@ def rope_parameters(said: Said) -> tuple[float, dict | None]:
     rope = read_fields(said.rope_parameters or said.rope_scaling or {}, Rope)
     kind = rope.rope_type or rope.type
     if kind not in ROPE_TYPES:
-        raise ValueError(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; it is {kind}")
+        raise NotSupported(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; it is {kind}")
     scaling = {name: getattr(rope, name) for name in ROPE_TYPES[kind]}
     missing = next((name for name, value in scaling.items() if value is None), None)
     if missing:

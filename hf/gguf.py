@@ -356,6 +356,7 @@ def _config(header: Header, type_names: dict[str, str]) -> dict:
         "architectures": [_architecture(architecture, "num_local_experts" in sizes)],
         "max_position_embeddings": metadata.size(key("context_length"), most=MAX_COUNT),
         "sliding_window": metadata.size(key("attention.sliding_window"), None, MAX_COUNT) if windowed else None,
+        "use_sliding_window": windowed,
         "rms_norm_eps": metadata.positive(key("attention.layer_norm_rms_epsilon"), 1e-6),
         "rope_theta": metadata.positive(key("rope.freq_base"), 10000.0),
         "rope_scaling": _rope_scaling(metadata, key),

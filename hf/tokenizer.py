@@ -94,23 +94,26 @@ class Tokenizer:
             return _of_gguf(path)
         model, fast = path / "tokenizer.model", path / "tokenizer.json"
         # null means "the default" in this file
+        raw = optional_json(path / "tokenizer_config.json")
         with about(path / "tokenizer_config.json"):
-            said = read_fields(optional_json(path / "tokenizer_config.json"), TokenizerSaid)
+            said = read_fields(raw, TokenizerSaid)
         config = {k: v for k, v in vars(said).items() if v is not None}
         if model.is_file():
             added = _added_tokens(path, config)
             try:
                 with reading(model, "download it again, or use --prompt_ids", "is not a sentencepiece model"):
-                    sp = SentencePieceProcessor(model_proto=model.read_bytes())
-                    return SentencePieceTokenizer(sp, config, added)
+                    sp = _open_sentencepiece(model.read_bytes())
             except ValueError as error:
                 if not fast.is_file():
                     raise
                 print(f"{error}; using {fast.name}", file=sys.stderr)
+            else:
+                return SentencePieceTokenizer(sp, config, added)
         if fast.is_file():
             package = _need_tokenizers(fast)
             with reading(fast, "download it again, or use --prompt_ids"):
-                return JsonTokenizer(package.Tokenizer.from_file(str(fast)), config, fast)
+                tok = package.Tokenizer.from_file(str(fast))
+            return JsonTokenizer(tok, config, fast)
         raise ValueError(
             f"{path} has neither {model.name} nor {fast.name}; add the tokenizer's files, or use --prompt_ids"
         )
@@ -172,13 +175,18 @@ def _of_gguf(path: Path) -> Tokenizer:
     config = tokenizer_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         _need_tokenizers(path)
-        tok = read_bpe(metadata)
-        with reading(path, "use --prompt_ids"):
-            return JsonTokenizer(tok, config, path)
+        return JsonTokenizer(read_bpe(metadata), config, path)
     model, added = read_sentencepiece(metadata)
     with reading(path, "use --prompt_ids", "holds no sentencepiece model"):
-        sp = SentencePieceProcessor(model_proto=model)
-        return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
+        sp = _open_sentencepiece(model)
+    return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
+
+
+def _open_sentencepiece(content: bytes) -> SentencePieceProcessor:
+    """A model that has done once what is asked of it later, which a damaged one may fail at. Call it in `reading`."""
+    sp = SentencePieceProcessor(model_proto=content)
+    sp.id_to_piece(list(range(len(sp)))), sp.encode("a", out_type=str)
+    return sp
 
 
 def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer | None:
@@ -231,7 +239,7 @@ class SentencePieceTokenizer(Tokenizer):
         added = {sp.id_to_piece(i): Added(i, True) for i in controls} | added
         named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
         defaults = {key: sp.id_to_piece(i) for key, i in named.items() if i >= 0}
-        prefixed = sp.encode("a", out_type=str)[0].startswith("▁")
+        prefixed = "".join(sp.encode("a", out_type=str)).startswith("▁")
         super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)
         self._sp = self._sp_inside = sp
         if not config.get("legacy", True):  # a space at the start of the text only
@@ -263,17 +271,20 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, tok: Any, config: dict, path: Path):
         """path: where it comes from, for error messages"""
         self._tok, self._path = tok, path
-        tok.no_truncation()  # the file may hold the limits of the last training run
-        tok.no_padding()
         names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
-        tok.add_special_tokens([name for name in names if name and tok.token_to_id(name) is not None])
-        added = {token.content: Added(i, token.special) for i, token in tok.get_added_tokens_decoder().items()}
-        probe = tok.encode("a")  # with the tokens that the post-processor adds
+        with reading(path, "use --prompt_ids"):
+            tok.no_truncation()  # the file may hold the limits of the last training run
+            tok.no_padding()
+            tok.add_special_tokens([name for name in names if name and tok.token_to_id(name) is not None])
+            decoder = tok.get_added_tokens_decoder()
+            probe = tok.encode("a")  # with the tokens that the post-processor adds
+            plain = tok.encode("a", add_special_tokens=False).tokens
+        added = {token.content: Added(i, token.special) for i, token in decoder.items()}
         has_bos = probe.special_tokens_mask[:1] == [1]
         defaults = {"bos_token": probe.tokens[0] if has_bos else None, "add_bos_token": has_bos}
         self._byte_level = _is_byte_level(tok, path)
         # never true of byte-level BPE: its alphabet has no U+2581
-        prefixed = any(token.startswith("▁") for token in tok.encode("a", add_special_tokens=False).tokens[:1])
+        prefixed = any(token.startswith("▁") for token in plain[:1])
         super().__init__(added, tok.get_vocab_size(), {**defaults, **config}, prefixed)
 
     def _encode(self, text: str, special: bool) -> list[int]:

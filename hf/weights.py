@@ -133,7 +133,8 @@ def _check_memory(path: Path, params: dict[str, Tensor], linear: set[str], stora
             need += FORMATS[storage.quant.format].stored_bytes(rows, storage.quant.group_size)
         else:
             need += parameter.numel() * storage.dtype.itemsize
-    check_memory({f"the weights of {path}, by its config,": need}, storage.device, "use a smaller model or --quant")
+    remedy = "use a smaller model" + (" or --quant" if storage.quant is None else "")
+    check_memory({f"the weights of {path}, by its config,": need}, storage.device, remedy)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import checkpoint
 import generate
 import hf.tokenizer
 from checkpoint import FLAG, key, limited_memory, load_pickle, positive, quiet, read_fields, reading, whole
 from helpers import GOLDEN
+from hf.config import config_from, read_config
 from hf.tokenizer import Tokenizer
 from options import DEMO
 
@@ -616,19 +618,66 @@ def test_what_a_library_does_is_one_line(tmp_path, capfd):
         pass
 
     file = tmp_path / "file.bin"
-    errors = (Panic("a\nb"), MemoryError(), KeyError("x"), RecursionError("deep"), ValueError("\x1b[31m" + "x" * 5000))
+    errors = (Panic("a\nb"), KeyError("x"), RecursionError("deep"), ValueError("\x1b[31m" + "x" * 5000))
     for error in errors:
         with pytest.raises(ValueError) as caught, reading(file, "make it again"):
             os.write(2, b"thread panicked at lib.rs\n")
             warnings.warn("this will change", stacklevel=1)
             raise error
         assert re.fullmatch(rf"{file} is corrupt, .* \([^\n\x1b]{{1,350}}\); make it again", str(caught.value))
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(ValueError, match="file.bin needs more memory than there is; free some"), reading(file):
+            raise error
     for error in (KeyboardInterrupt(), ValueError(f"{file} is too small; use another")):
         with pytest.raises(type(error)) as caught, reading(file):
             raise error
         assert caught.value is error
     os.write(2, b"heard again")
     assert capfd.readouterr() == ("", "heard again")
+
+
+def test_without_a_standard_error(tmp_path, monkeypatch):
+    """`2>&-`: Python has none, and 2 may be any file of ours."""
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(ValueError, match="x is corrupt, .*deep"), reading(tmp_path / "x"):
+        raise RecursionError("deep")
+    assert read_config(DENSE).n_layers and Tokenizer.load(Path(DEMO)).encode("a")
+
+
+def test_our_own_bugs_are_no_corrupt_files(tmp_path, monkeypatch):
+    """They keep their traceback."""
+
+    def broken(*_):
+        raise AttributeError("a bug of ours")
+
+    put(tmp_path / "tokenizer.json", tokenizer_json())
+    monkeypatch.setattr(Tokenizer, "__init__", broken)
+    for path in (Path(DEMO), tmp_path):
+        with pytest.raises(AttributeError, match="a bug of ours"):
+            Tokenizer.load(path)
+    monkeypatch.setattr(checkpoint.WeightFiles, "_open_safetensors", broken)
+    with pytest.raises(AttributeError, match="a bug of ours"):
+        checkpoint.WeightFiles(DENSE)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_a_broken_file_is_named_once(tmp_path, capfd, name):
+    path = linked(Path(DEMO), tmp_path / "m")
+    put(path / name, "{")
+    said = refused(capfd, "--checkpoint", str(path), *TEXT)
+    assert said.count(name) == 1 and "is not valid JSON" in said and "correct it" not in said
+
+
+def test_what_a_config_may_leave_out(tmp_path, capfd):
+    path, raw = model(tmp_path)
+    for bos in (-1, None):
+        assert config_from(raw | {"bos_token_id": bos}, "LlamaForCausalLM").bos_id is None
+    for name, wanted in (("Qwen2ForCausalLM", 512), ("MistralForCausalLM", 16)):
+        said = raw | {"max_position_embeddings": 512, "sliding_window": 16}
+        assert config_from(said, name).max_context == wanted
+        assert config_from(said | {"use_sliding_window": True}, name).max_context == 16
+    put(path / "config.json", raw | {"rope_scaling": {"rope_type": "longrope"}})
+    assert "it is longrope; use another checkpoint\n" in refused(capfd, *ids(path))
 
 
 def test_threads_leave_standard_error_and_the_limits_as_they_were(capfd):
@@ -676,8 +725,10 @@ def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
     assert re.search(r"the caches \d+\.\d GB \+ .* = \d+\.\d GB of memory are needed, \d+\.\d GB are free; lower", said)
     path, raw = model(tmp_path)
     put(path / "config.json", raw | {"vocab_size": 2**24, "hidden_size": 2**20, "num_attention_heads": 2**10})
-    said = refused(capfd, *ids(path))
-    assert f"the weights of {path}, by its config, " in said and "GB of memory are needed" in said
+    for more, remedy in (((), "model or --quant"), (("--quant", "int8"), "model")):
+        said = refused(capfd, *ids(path, *more))
+        assert f"the weights of {path}, by its config, " in said and "GB of memory are needed" in said
+        assert said.endswith(f"; use a smaller {remedy}\n")
 
 
 @pytest.mark.parametrize("call", [bytearray, torch.FloatTensor, torch.UntypedStorage])
