@@ -141,7 +141,7 @@ def read_text(path: Path) -> str:
             raise ValueError(f"{path} is a device; name a file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}; name another file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
 
@@ -151,7 +151,7 @@ def parse_json(text: str, where: Any) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not valid JSON: {one_line(error, 200)}") from None
+        raise ValueError(f"{where} is not valid JSON: {one_line(error, 200)}; correct it") from None
 
 
 def read_json(path: Path) -> dict:
@@ -168,7 +168,7 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
     value = parse_json(read_text(path), path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}; correct it")
     return value
 
 
@@ -275,7 +275,7 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises: ValueError when it is missing."""
         if name not in self.readers:
-            raise ValueError(f"{self.path}: the weight {name} is missing")
+            raise ValueError(f"{self.path}: the weight {name} is missing; download it again")
         return self.readers[name]()
 
 
@@ -303,7 +303,8 @@ class WeightFiles(TensorSource):
                 return [self.path / name for name in sorted(set(names.values()))]
             if (self.path / f"{stem}{suffix}").is_file():
                 return [self.path / f"{stem}{suffix}"]
-        raise ValueError(f"{self.path} has neither model.safetensors nor pytorch_model.bin (single or sharded)")
+        names = "model.safetensors nor pytorch_model.bin (single or sharded)"
+        raise ValueError(f"{self.path} has neither {names}; add the weights")
 
     def _open_safetensors(self, file: Path) -> None:
         with reading(file):

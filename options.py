@@ -244,12 +244,13 @@ class GenerateConfig:
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         sizes = (0, *GROUP_SIZES)
         _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
-        _rule(self.draft != "model" or self.draft_checkpoint != "", "--draft model needs --draft_checkpoint DIR")
+        named = self.draft != "model" or self.draft_checkpoint != ""
+        _rule(named, "--draft model needs --draft_checkpoint; name its directory")
 
     def _check_names(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, str) and name not in ("prompt", "system"):
-                _rule(_can_name(value), f"--{name} has a character that no name can have: {value!a}")
+                _rule(_can_name(value), f"--{name} has a character that no name can have: {value!a}; drop it")
 
     def _check_files(self) -> None:
         """Before anything is computed, so that nothing is lost."""
@@ -262,7 +263,7 @@ class GenerateConfig:
             try:
                 where.with_name(where.name + TEMPORARY).exists() if where.name else None
             except OSError as error:
-                raise ValueError(f"--{name}: cannot write {where}: {error.strerror}") from None
+                raise ValueError(f"--{name}: cannot write {where}: {error.strerror}; name another file") from None
             _rule(where.parent.is_dir(), f"--{name}: cannot write {where}; there is no directory {where.parent}")
             whole = not getattr(self, name) or not where.is_dir()
             _rule(whole, f"--{name}: {where} is a directory; name a file")
@@ -397,7 +398,7 @@ def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row:
             _rule(not wrong, f"{where}: {wrong}")
             rows += found
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{what}: {path} must hold one JSON object a line")
+        raise ValueError(f"{what}: {path} must hold one JSON object a line; correct it")
     return rows
 
 
@@ -431,11 +432,12 @@ def _prompts_of_file(path: Path) -> list[Conversation]:
         turns = [row.get("turns") for row in read_jsonl(path, "--prompt_file")]
         for number, each in enumerate(turns, 1):
             if not isinstance(each, list) or not each or not all(isinstance(t, str) and t for t in each):
-                raise ValueError(f'--prompt_file: {path} row {number} must be like {{"turns": ["text", ...]}}')
+                form = '{"turns": ["text", ...]}'
+                raise ValueError(f"--prompt_file: {path} row {number} has no list of texts; write it as {form}")
         return turns
     text = _read(path, "--prompt_file")
     if not text.strip():
-        raise ValueError(f"--prompt_file: {path} is empty")
+        raise ValueError(f"--prompt_file: {path} is empty; give it some text")
     return [[text]]
 
 
@@ -461,7 +463,7 @@ def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
         isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
     )
     if not whole or not raw:
-        raise ValueError(f"--tree_file: {file} must be a list of rank paths such as [[0], [1], [0, 0]]")
+        raise ValueError(f"--tree_file: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]")
     paths = {tuple(p) for p in raw}
     orphan = next((list(p) for p in sorted(paths) if len(p) > 1 and p[:-1] not in paths), None)
     if orphan is not None:
@@ -521,4 +523,4 @@ def write_text(where: str, text: str) -> None:
     try:
         replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot write {where}: {error.strerror}") from None
+        raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None

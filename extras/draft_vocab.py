@@ -67,7 +67,8 @@ def read_ranks(path: Path, size: int) -> list[int]:
     else:
         ids = parse_json(read_text(path), path)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise ValueError(f"{path} must be a list of token ids, the most frequent first, such as [13, 29871, 29892]")
+        form = "a list of token ids, the most frequent first"
+        raise ValueError(f"{path} must be {form}; write it as [13, 29871, 29892]")
     bad = next((i for i in ids if not 0 <= i < size), None)
     if bad is not None:
         raise ValueError(f"{path} ranks the token {bad}, the target has 0..{size - 1}; use ranks of its own tokenizer")

@@ -183,7 +183,8 @@ class _Loading:
         if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
             got = " + ".join(str(list(p.shape)) for p in parts)
             raise ValueError(
-                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for {list(shape)} in all"
+                f"{self.files.path}: {' + '.join(names)} has shape {got}, "
+                f"but its config asks for {list(shape)} in all; use the config made for these weights"
             )
         value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=self.storage.device)
         for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
