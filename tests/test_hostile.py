@@ -718,7 +718,7 @@ def test_what_a_config_may_leave_out(tmp_path, capfd):
     path, raw = model(tmp_path)
     for bos in (-1, None):
         assert config_from(raw | {"bos_token_id": bos}, "LlamaForCausalLM").bos_id is None
-    for name, wanted in (("Qwen2ForCausalLM", 512), ("MistralForCausalLM", 16)):
+    for name, wanted in (("Qwen2ForCausalLM", 512), ("Qwen3ForCausalLM", 512), ("MistralForCausalLM", 16)):
         said = raw | {"max_position_embeddings": 512, "sliding_window": 16}
         assert config_from(said, name).max_context == wanted
         assert config_from(said | {"use_sliding_window": True}, name).max_context == 16
