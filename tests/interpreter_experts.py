@@ -30,7 +30,7 @@ ROUTINGS = {  # how rows may be spread over eight experts
 }
 
 
-def product(x, weight, scale, lists=None):
+def product(x, weight, scale, lists=None, form="narrow"):
     return ops.cuda.experts.experts_product(x, weight, scale, lists, DEVICE)
 
 

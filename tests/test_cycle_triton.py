@@ -30,7 +30,7 @@ from kernel_report import (  # noqa: E402
 
 def test_in_the_interpreter():
     """All of interpreter_cycle.py, in the process that it needs."""
-    run_in_interpreter("interpreter_cycle.py", r"7\d passed")
+    run_in_interpreter("interpreter_cycle.py", r"8\d passed")
 
 
 @pytest.mark.slow
