@@ -159,6 +159,9 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
     heads, kv_heads = said.num_attention_heads, said.num_key_value_heads or said.num_attention_heads
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+    if said.head_dim is None and said.hidden_size % heads:
+        rule = f"hidden_size must be a multiple of num_attention_heads, {heads}, where there is no head_dim"
+        raise ValueError(f"{rule}; it is {said.hidden_size}")
     head_dim = said.head_dim or said.hidden_size // heads
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even, since RoPE turns pairs; it is {head_dim}")

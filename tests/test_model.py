@@ -420,6 +420,7 @@ BAD_CONFIGS = {
     "rope key": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "activation": ({"hidden_act": "gelu"}, "gelu"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    "heads": ({"hidden_size": 66, "head_dim": None}, "hidden_size must be a multiple of num_attention_heads"),
     "shape": ({"intermediate_size": 88}, "gate_proj"),
     "layers": ({"num_hidden_layers": 4}, "model.layers.3."),
 }
