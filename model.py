@@ -157,7 +157,7 @@ class RMSNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands where other models have a norm."""
+    """No norm, in the place of one."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
         return x

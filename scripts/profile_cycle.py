@@ -53,11 +53,11 @@ CHOICE, TREE, LAYERS = "choice, acceptance, compaction", "building the tree", "n
 VOCABULARY, NOISE, OTHER = "top-k and logsumexp of the vocabulary", "noise", "other operators"
 # patterns of names, the first that matches decides: of operators and of kernels that somebody wrote ...
 OPERATORS = {
-    "attention": r"attention|combine_kernel|flash",
+    "attention": r"attention|flash",
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
     r"|matmul_kernel|sum_kernel|experts_|lists_kernel",
     VOCABULARY: r"topk|logsumexp|grow_level|(block|row|level)_kernel",
-    LAYERS: r"rotary|angles|silu|rms_norm|gpt_eagle::(add|route|merge)$|rsqrt|embedding",
+    LAYERS: r"rotary|angles|silu|rms_norm|add_norm|gpt_eagle::(add|norm|route|merge)$|rsqrt|embedding",
     CHOICE: r"gpt_eagle::(best|cut)$|argmax|index_put|move_rows|compact_kernel",
     TREE: r"sort|::bmm|gather|scatter|best_nodes|relate",
     NOISE: r"gumbel|log1p|bitwise_xor",

@@ -60,6 +60,8 @@ def test_an_operator_that_was_interrupted_once_does_not_count():
         ("graph_2_cpp_fused_mul_silu_split_w4a8_3", "norms, rotary, SiLU, cache writes"),
         ("graph_2_cpp_fused_add_cat_cos_index_put_mul_sin_tree_attention_1", "norms, rotary, SiLU, cache writes"),
         ("gpt_eagle::rotary", "norms, rotary, SiLU, cache writes"),
+        ("add_norm_kernel", "norms, rotary, SiLU, cache writes"),
+        ("gpt_eagle::norm", "norms, rotary, SiLU, cache writes"),
         ("graph_1_cpp_fused_add_bitwise_and_bitwise_xor_log1p_neg_0", "noise"),
         ("aten::bmm", "building the tree"),
         ("gpt_eagle::move_rows", "choice, acceptance, compaction"),
