@@ -210,7 +210,7 @@ def load_drafter(
     quant = saved_quantization(source.config if source else read_json(path / "config.json"))
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
-    vocab = options.get("vocab")
+    vocab = options.get("vocab", None if head.lm_head else head.vocab)
     lm_head = draft_lm_head(head if head.lm_head else target, quant, vocab.ids if vocab else None)
     options |= {"sharpness": config.sharpness} if config.sharpness else {}
     return EagleDrafter(

@@ -7,7 +7,7 @@
    as elsewhere.
 2. The draft's LM head has these N rows only (`hf.heads.rows_of`). Column i of its scores is the token ids[i]. When
    sampling, a score still gets the noise of its token, by which the target will judge it.
-   A head of version 3 that has such a vocabulary already drafts that; the option is for the others.
+   A head that has such a vocabulary already drafts that; the option is for the others.
 3. The output does not change. A token outside the list is never drafted. The target decides it with its whole LM head.
 
 Source: FR-Spec (arXiv 2502.14856); its published lists can be read.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from checkpoint import WeightFiles, load_pickle, parse_json, read_text, reading
 from drafters import DraftVocab
-from hf.heads import HeadFiles, read_head
+from hf.heads import HeadFiles, draft_vocab, read_head
 from model import Transformer
 from options import GenerateConfig
 
@@ -39,7 +39,7 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     """
     count, size, head = config.draft_vocab, target.config.vocab_size, Path(config.eagle)
     files = HeadFiles(head, WeightFiles(head))
-    if "d2t" in files.readers and read_head(files, target.config).three.draft_vocab < size:
+    if "d2t" in files.readers and draft_vocab(files, read_head(files, target.config), target.embedding.weight.device):
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
     if count > size:
         raise ValueError(f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it")

@@ -156,8 +156,7 @@ def _check_inputs(path: Path, said: HeadSaid) -> None:
 
 def version_of(names: Iterable[str]) -> int:
     """The version of a head by its tensors' names: 3, or 2 for versions 1 and 2, which are the same."""
-    marks = {"d2t", *(f"{prefix}hidden_norm.weight" for prefix in ("midlayer.", "layers.0.", "model.layers.0."))}
-    return 3 if marks & set(names) else 2
+    return 3 if any(n.startswith("midlayer.") or n.endswith("layers.0.hidden_norm.weight") for n in names) else 2
 
 
 class HeadFiles(TensorSource):
@@ -220,8 +219,8 @@ def is_unused(name: str, config: EagleConfig) -> bool:
     """Whether a head's tensor may stay unused."""
     # official files of versions 1 and 2 repeat the target's embedding; t2d says which tokens d2t reaches; speculators
     # may hold the norm and the LM head of their target
-    named = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight") if config.three else ()
-    return name.endswith((*named, "embed_tokens.weight", "rotary_emb.inv_freq"))
+    named = ("verifier_norm.weight", "verifier_lm_head.weight") if config.three else ()
+    return name.endswith((*named, "d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq"))
 
 
 # ------------------------------------------------------------------------------------- what a head says
@@ -348,20 +347,21 @@ def _taps(path: Path, top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple
 
 
 def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> DraftVocab | None:
-    """The tokens that a head of version 3 drafts; None: the target's.
+    """The tokens that a head drafts; None: the target's. In files of versions 1 and 2, `d2t` is ours (train_eagle.py).
 
     Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
     Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores the lowest one wins.
     """
     three, size, path = config.three, config.model.vocab_size, files.path
-    if three is None or three.draft_vocab == size:  # the official code drops d2t then
+    count = three.draft_vocab if three else files.read("d2t").numel() if "d2t" in files.readers else size
+    if count == size:  # the official code drops d2t then
         return None
     differences = files.read("d2t")
-    if differences.shape != (three.draft_vocab,) or differences.dtype not in (torch.int64, torch.int32):
+    if differences.shape != (count,) or differences.dtype not in (torch.int64, torch.int32):
         found = f"{differences.dtype} of shape {list(differences.shape)}"
-        rule = f"d2t must hold draft_vocab_size ({three.draft_vocab}) whole numbers; it is {found}"
+        rule = f"d2t must hold draft_vocab_size ({count}) whole numbers; it is {found}"
         raise ValueError(f"{path}: {rule}; correct the key, or download the head again")
-    ids, order = (torch.arange(three.draft_vocab) + differences.long()).sort()
+    ids, order = (torch.arange(count) + differences.long()).sort()
     for bad in (int(ids[0]), int(ids[-1])):
         if not 0 <= bad < size:
             rule = "a token is its index plus d2t"
@@ -369,7 +369,8 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     repeated = ids[1:][ids.diff() == 0]
     if len(repeated):
         raise ValueError(f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again")
-    for name in {three.lm_head, scale_name(three.lm_head)} & set(files.readers) if (order.diff() < 0).any() else ():
+    own = {three.lm_head, scale_name(three.lm_head)} & set(files.readers) if three else ()
+    for name in own if (order.diff() < 0).any() else ():
         files.readers[name] = lambda read=files.readers[name]: read()[order]
     return DraftVocab(size, ids.to(device))
 

@@ -70,7 +70,8 @@ class Chains:
             features = self.head.fuse(features.to(self.dtype))
         for s in range(ALPHAS):
             features = self.step(s, features, drafted, before)
-            z = self.lm_head(self.head.output_norm(features))  # [1, R, N]
+            z = self.lm_head(self.head.output_norm(features))
+            z = z if self.head.lm_head else self.vocab.columns(z)  # [1, R, N]
             before, drafted = drafted, self.vocab.tokens(z.argmax(-1))
             ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
             logits.append(z[0])

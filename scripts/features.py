@@ -1,12 +1,15 @@
-"""The target's features of training batches: computed as they come, or kept on disk after the first time.
+"""The target's features of training batches: computed as they come, or kept in a file after the first time.
 
-The file holds one epoch in the dtype of training, batch by batch: [batches, B, T, (1 + taps) F]. The first epoch writes
-it, later ones read it, a resumed run finds it, and the end of training removes it.
+The file holds one epoch in the dtype of training, batch by batch: [batches, B, T, (1 + taps) F], with the taps of a new
+head of version 3, so that both versions can read it. The first epoch writes it, later ones read it; so do later runs on
+the same data. FILE.json says what it was made of.
 Trade-off: later epochs have the batches of the first, in another order; without a file, each has batches of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -17,37 +20,46 @@ import torch
 from torch import Tensor
 
 import _path  # noqa: F401  (finds the project)
+from checkpoint import read_json
+from head_training import default_taps
 from model import DTYPES, Transformer
+from options import write_text
 
 
 class Features:
-    """The target's features of every batch, with the head's taps, from the disk if it keeps them."""
+    """The target's features of every batch, with the head's taps, from the file if there is one."""
 
-    def __init__(self, config: Any, target: Transformer, taps: tuple[int, ...], count: int):
-        """config: train_eagle.TrainConfig; taps: the head's; count: batches of an epoch
+    def __init__(self, config: Any, target: Transformer, taps: tuple[int, ...], tokens: Tensor):
+        """config: train_eagle.TrainConfig; taps: the head's; tokens: [M] int64, an epoch
 
-        Raises: ValueError for features that cannot be kept.
+        Raises: ValueError for features that cannot be kept, or a file with those of other data.
         """
-        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, taps=taps))
+        self.width, kept_taps = (1 + len(taps)) * target.config.dim, taps
         self.steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
         self.kept = None  # [count, B, T, (1 + taps) F]; batches that were not computed yet are 0
-        if not config.cache_features:
-            return
-        if config.steps <= count:
-            short = f"--cache_features: {config.steps} steps are not an epoch ({count}), so no batch comes twice"
-            raise ValueError(f"{short}; leave it out")
-        width, dtype, file = (1 + len(taps)) * target.config.dim, DTYPES[config.dtype], self.file(config)
-        shape = (count, config.batch_size, config.seq_len, width)
-        size = math.prod(shape) * dtype.itemsize
-        print(f"features: {' x '.join(map(str, shape))} in {config.dtype}, {size / 1e9:.2f} GB, in {file}")
-        if not (config.resume and file.is_file() and file.stat().st_size == size):
-            reserve(file, size)
-        self.kept = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+        if config.features:
+            kept_taps = default_taps(target.config.n_layers)
+            if taps not in ((), kept_taps):
+                rule = f"--features keeps the inputs of layers {kept_taps}; --init takes those of {taps}"
+                raise ValueError(f"{rule}; leave it out")
+            shape = (len(tokens) // self.steps.numel(), *self.steps.shape, (1 + len(kept_taps)) * target.config.dim)
+            made_of = {"shape": shape, "dtype": config.dtype, "taps": kept_taps, "checkpoint": config.checkpoint}
+            made_of["tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+            self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
+        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, taps=kept_taps))
 
     @staticmethod
-    def file(config: Any) -> Path:
-        """Where they are kept; the file goes at the end of training."""
-        return Path(config.out) / "features.bin"
+    def _open(file: Path, made_of: dict) -> Tensor:
+        """The tensor that lies in the file; a new one is full of zeros."""
+        shape, dtype, note = made_of["shape"], DTYPES[made_of["dtype"]], Path(f"{file}.json")
+        size = math.prod(shape) * dtype.itemsize
+        if not file.exists():
+            reserve(file, size)
+            write_text(str(note), json.dumps(made_of))
+        elif not note.is_file() or read_json(note) != made_of or file.stat().st_size != size:
+            raise ValueError(f"--features: {file} has features of other data, or is cut short; name another file")
+        print(f"features: {' x '.join(map(str, shape))} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}")
+        return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
     @torch.no_grad()
     def of(self, tokens: Tensor, number: int) -> Tensor:
@@ -56,7 +68,7 @@ class Features:
             return self.look(tokens, self.steps)
         if not self.has(number):
             self.kept[number] = self.look(tokens, self.steps).to(self.kept)
-        return self.kept[number].to(tokens.device)
+        return self.kept[number, ..., : self.width].to(tokens.device)
 
     def has(self, number: int) -> bool:
         """Whether the file holds a batch: the last row to be written is not 0 then."""
@@ -65,10 +77,9 @@ class Features:
 
 def reserve(file: Path, size: int) -> None:
     """Make a file of `size` zero bytes whose blocks exist. Raises: ValueError when the disk has no room for it."""
-    file.unlink(missing_ok=True)
     free = shutil.disk_usage(file.parent).free
     if size > free - 1e9:
-        room = f"--cache_features: {size / 1e9:.2f} GB do not fit beside {file.parent}, {free / 1e9:.2f} GB are free"
+        room = f"--features: {size / 1e9:.2f} GB do not fit beside {file.parent}, {free / 1e9:.2f} GB are free"
         raise ValueError(f"{room} (1 GB stays free); leave it out, and they are computed as they are needed")
     with open(file, "wb") as out:
         os.posix_fallocate(out.fileno(), 0, size)  # a disk that fills up later must not break the mapping

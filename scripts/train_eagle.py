@@ -1,20 +1,20 @@
 """Train an EAGLE draft head for any target, in the paper's way.
 
     python scripts/train_eagle.py --checkpoint DIR --data sharegpt.jsonl --chat vicuna --out heads/mine
-    python scripts/train_eagle.py --version 3 --out heads/mine-3 ...   # EAGLE-3; the demo's flags: benchmarks/README.md
+    python scripts/train_eagle.py --version 3 --out heads/mine-3 ...   # EAGLE-3; flags of ours: benchmarks/README.md
 
 How it works:
 1. Data are dialogues (`turns` and `answers`, as scripts/answer.py writes them, or ShareGPT's `conversations`), texts
    (`text`), or `demo`, the corpus of scripts/train_demo.py. The loss counts answers of dialogues and all of a text.
-2. The frozen target gives the features of each batch as it is needed. With `--cache_features` they go to disk, and
-   later epochs, of the same batches in another order, read them.
-3. Versions 1 and 2: row t of the head sees f_t (plus uniform noise) and x_{t+1}, and learns f_{t+1} by SmoothL1 and
-   the target's own distribution after it by soft cross-entropy. Version 3: eagle3_training.py.
+2. The frozen target gives the features of each batch as it is needed. With `--features` they go to a file, which later
+   epochs read, of the same batches in another order, and later runs.
+3. The head learns the target's own distribution by soft cross-entropy, and in versions 1 and 2 the next feature by
+   SmoothL1, over one step of a chain or several (head_training.py).
 4. Every so often the head drafts chains on sequences that the target has written itself, from every position at
    once: 0..4-alpha and tau. The curve is drawn, the head written, and the state saved for `--resume`.
 5. At the end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
 
-Sources: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`), table 6 (`--target_answers`); EAGLE-3.
+Sources: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`); EAGLE-3; HASS (`--unroll`).
 Differences from the official code: clipping is by norm, noise does not depend on the length, and examples are laid end
 to end and split at `seq_len`, so that nothing is padding (a row may see the end of the example before its own).
 """
@@ -29,22 +29,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import _path  # finds the project
-import eagle3_training
+import head_training
 import train_demo
 from decode import Engine, Session, common_prefix, with_cycles
 from drafters import RootOnly
-from eagle_chains import ALPHAS, INPUTS, evaluate, fit_sharpness, row_inputs
+from eagle_chains import ALPHAS, INPUTS, evaluate, fit_sharpness
 from eagle_draft import EagleHead, load_head
 from features import Features
-from generate import generate
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import EagleConfig, head_names
+from hf.heads import EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
@@ -61,15 +59,8 @@ from options import (
 )
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-LABELS = {
-    "regression": "SmoothL1 of features",
-    "entropy": "cross-entropy (nats)",
-    **{f"entropy {s}": f"cross-entropy, step {s} (nats)" for s in range(eagle3_training.STEPS)},
-}
-ONLY = {  # options that only some versions of a head have
-    1: ("inputs", "noise", "feature_weight", "token_weight"),
-    3: ("draft_vocab",),
-}
+LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
+OF_VERSION_1 = ("inputs", "noise", "feature_weight", "token_weight")  # options that others do not have
 
 
 @dataclass
@@ -79,8 +70,6 @@ class TrainConfig:
     out: str = option("checkpoints/head", "directory to write, official layout; holds the resume state while training")
     data: str = option("demo", "comma-separated JSONL files, or demo")
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
-    target_answers: bool = option(False, "let the target write the answers of dialogue data first (table 6)")
-    answer_tokens: int = option(512, "longest answer that the target writes", least=1)
     inputs: str = option(INPUTS[0], "what a row sees (figure 8)", INPUTS)
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
@@ -95,8 +84,9 @@ class TrainConfig:
     noise: float = option(0.1, "features get U(-noise, noise)")
     feature_weight: float = option(1.0, "of SmoothL1 between features")
     token_weight: float = option(0.1, "of the soft cross-entropy")
-    draft_vocab: int = option(32000, "tokens that a head of version 3 drafts: the most frequent; at most all", least=1)
-    cache_features: bool = option(False, "keep the target's features of an epoch on disk, in --out, while training")
+    unroll: int = option(0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0)
+    draft_vocab: int = option(0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0)
+    features: str = option("", "file that keeps the target's features, also for later runs on the same data")
     ffn_dim: int = option(0, "of the head's layer; 0: the target's")
     kv_heads: int = option(0, "of the head's layer; 0: the target's")
     init: str = option("random", "random, feature (fc starts as the identity on the feature), or a head's directory")
@@ -109,17 +99,23 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises: ValueError for an option of another version."""
-        for version, names in ONLY.items():
-            for name in names if version != self.version else ():
-                if getattr(self, name) != getattr(TrainConfig, name):
-                    raise ValueError(f"--{name} belongs to heads of version {version}; leave it out")
+        for name in OF_VERSION_1 if self.version != 1 else ():
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"--{name} belongs to heads of version 1; leave it out")
+
+    @property
+    def recipe_steps(self) -> int:
+        """Steps of a chain that the loss has."""
+        return self.unroll or head_training.STEPS[self.version]
 
     @property
     def losses(self) -> dict[str, float]:
         """The names of the losses in the curve, and their weights."""
-        if self.version == 3:
-            return {f"entropy {s}": weight for s, weight in enumerate(eagle3_training.WEIGHTS)}
-        return {"regression": self.feature_weight, "entropy": self.token_weight}
+        kinds = {"entropy": 1.0}
+        if self.version == 1:
+            kinds = {"entropy": self.token_weight, "regression": self.feature_weight}
+        decay = [head_training.DECAY**s for s in range(self.recipe_steps)]
+        return {f"{kind} {s}": weight * d for kind, weight in kinds.items() for s, d in enumerate(decay)}
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -223,8 +219,6 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
         raise ValueError(f"--data: dialogues need a chat template; name one of {', '.join(CHAT_TEMPLATES)} with --chat")
     kept = [d for d in dialogues if not d.held_out]
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
-    if config.target_answers:
-        kept = target_answers([d for d in kept if d.turns], engine, config)
     examples = [to_example(d, tokenizer, template) for d in tqdm(kept, desc="tokenize", unit="dialogue")]
     prompts = []
     for d in held:
@@ -249,55 +243,32 @@ def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list
     return examples, prompts + [engine.tokenizer.encode(q) for q in questions[:half]]
 
 
-def target_answers(dialogues: list[Dialogue], engine: Engine, config: TrainConfig) -> list[Dialogue]:
-    """Let the target answer every turn itself, greedily; kept beside the head, so that a resumed run finds them."""
-    file = Path(config.out) / "target_answers.jsonl"
-    done = (
-        [Dialogue.of(r["turns"], r["answers"], r["ended"]) for r in read_jsonl(file, "--out")] if file.is_file() else []
-    )
-    size = engine.config.batch_size
-    with open(file, "a", encoding="utf-8") as log:
-        for first in tqdm(range(len(done), len(dialogues), size), desc="target answers", unit="batch"):
-            group = [d.turns for d in dialogues[first : first + size]]
-            fits = [len(engine.template.encode(engine.tokenizer, turns[:1], [])) < engine.context for turns in group]
-            result = generate(
-                engine, [turns for turns, ok in zip(group, fits) if ok], max_new_tokens=config.answer_tokens
-            )
-            answered: list[list[tuple[str, str]]] = [[] for _ in group]
-            rows = [row for row, ok in enumerate(fits) if ok]
-            for (p, _, _), text, reason in zip(result.index, result.text, result.finish_reason):
-                answered[rows[p]].append((text, reason))
-            for turns, pairs in zip(group, answered):
-                # an answer that was cut ends the dialogue: what would follow it is not the target's
-                cut = next((i + 1 for i, (_, reason) in enumerate(pairs) if reason != "stop"), len(pairs))
-                ended = bool(pairs) and pairs[cut - 1][1] == "stop"
-                done.append(Dialogue.of(turns[:cut], [text for text, _ in pairs[:cut]], ended))
-                log.write(json.dumps(done[-1]._asdict()) + "\n")
-            log.flush()
-    return [d for d in done if d.answers and all(d.answers)]
+def laid_out(examples: list[Example], seed: int) -> tuple[Tensor, Tensor]:
+    """All examples end to end, in a random order, so that nothing is padding. Returns: ids and mask, [M] each."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    ids = torch.tensor([i for e in order for i in examples[e].ids])
+    return ids, torch.tensor([m for e in order for m in examples[e].mask])
 
 
 def batches(examples: list[Example], config: TrainConfig, skip: int):
     """Endless shuffled batches: ids and mask, [B, T] each, and the batch's number within its epoch.
 
-    Short examples are laid end to end, so nothing is padding. With `--cache_features` every epoch has the same batches.
+    With `--features` every epoch has the same batches, in another order, whatever the seed.
     skip: batches to pass over, to resume
+    Raises: ValueError for less data than one batch.
     """
     size = config.batch_size * config.seq_len
     epoch = 0
     while True:
-        seed = config.seed * 1000
-        generator = torch.Generator().manual_seed(seed if config.cache_features else seed + epoch)
-        order = torch.randperm(len(examples), generator=generator)
-        ids = torch.tensor([i for e in order for i in examples[e].ids])
-        mask = torch.tensor([m for e in order for m in examples[e].mask])
+        seed = config.seed * 1000 + epoch
+        ids, mask = laid_out(examples, 0 if config.features else seed)
         if len(ids) < size:
             raise ValueError(
                 f"the data hold {len(ids)} tokens, one batch needs {size}; lower --batch_size or --seq_len"
             )
         numbers = torch.arange(len(ids) // size)
-        if config.cache_features and epoch:
-            numbers = torch.randperm(len(numbers), generator=generator.manual_seed(seed + epoch))
+        if config.features:
+            numbers = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))]
         for number in numbers.tolist():
             if skip > 0:
                 skip -= 1
@@ -310,41 +281,18 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
 # ------------------------------------------------------------------------------------------------ loss
 
 
-def eagle_loss(
-    head: EagleHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor], noise: Tensor | float, kind: str
-) -> tuple[Tensor, Tensor]:
-    """SmoothL1 of the features and soft cross-entropy of the tokens, means over the marked rows.
-
-    batch: tokens [B, T], mask [B, T], target features [B, T, F]; the mask belongs to a row's input feature
-    noise: [B, T-1, F], added to the input features
-    Source: EAGLE-1 section 4; the mask's alignment is the official code's.
-    """
-    tokens, mask, features = batch
-    rows = mask[:, :-1].float()  # the last token has no next feature
-    embedded, before = target.embedding(tokens[:, 1:]), target.embedding(tokens[:, :-1])
-    positions = torch.arange(rows.shape[1], device=tokens.device).expand_as(rows)
-    out = head(*row_inputs(kind, embedded, features[:, :-1] + noise, before), positions)  # [B, T-1, F]
-    truth = features[:, 1:]
-    regression = F.smooth_l1_loss(out.float(), truth.float(), reduction="none").mean(-1)  # [B, T-1]
-    p = target.logits(truth).softmax(-1)
-    entropy = -(p * target.logits(out).log_softmax(-1)).sum(-1)  # [B, T-1]
-    count = rows.sum() + 1e-5
-    return (regression * rows).sum() / count, (entropy * rows).sum() / count
-
-
 def losses_of(config: TrainConfig, head: EagleHead, target: Transformer) -> Callable[..., tuple[Tensor, ...]]:
     """What a step minimises: (tokens, mask, features), the step's number -> `config.losses`."""
-    if config.version == 3:
-        compiled = torch.compile(eagle3_training.unrolled_losses)
-        embedding, lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
-        return lambda batch, step: compiled(head, target, batch, embedding, lm_head)
-    compiled, generator = torch.compile(eagle_loss), torch.Generator(config.device)
+    lm_head = head.lm_head or (rows_of(target.lm_head, head.vocab.ids) if head.vocab else target.lm_head)
+    recipe = head_training.Recipe(head.embedding or target.embedding, lm_head, config.recipe_steps, config.inputs)
+    compiled, generator = torch.compile(head_training.unrolled_losses), torch.Generator(config.device)
 
     def losses(batch: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[Tensor, ...]:
         features = batch[2]
         generator.manual_seed(config.seed * 1_000_003 + step)  # a resumed run sees the same noise
-        uniform = torch.rand(features[:, 1:].shape, generator=generator, device=config.device)
-        return compiled(head, target, batch, ((uniform * 2 - 1) * config.noise).to(features.dtype), config.inputs)
+        uniform = torch.rand(features.shape, generator=generator, device=config.device) if config.version == 1 else None
+        noise = 0.0 if uniform is None else ((uniform * 2 - 1) * config.noise).to(features.dtype)
+        return compiled(head, target, batch, recipe, noise)
 
     return losses
 
@@ -355,7 +303,7 @@ def losses_of(config: TrainConfig, head: EagleHead, target: Transformer) -> Call
 def make_head(config: TrainConfig, target: Transformer, examples: list[Example]) -> EagleHead:
     """A new head shaped like a layer of the target, or an existing one to go on with.
 
-    examples: whose marked tokens choose the draft vocabulary of version 3
+    examples: whose marked tokens choose the draft vocabulary
     Raises: ValueError for an existing head that this version's training cannot go on with.
     """
     if config.init not in ("random", "feature"):
@@ -365,16 +313,18 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     model = replace(c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False)
     # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
     model = replace(model, n_experts=0, experts_per_token=0, rope_scaling=None, qk_norm=False)
+    ids = torch.tensor([i for e in examples for i, marked in zip(e.ids, e.mask) if marked], dtype=torch.long)
+    kept = config.draft_vocab or (c.vocab_size if config.version == 1 else 32000)
+    vocab = head_training.frequent_tokens(ids, c.vocab_size, kept)
+    if vocab:
+        share = torch.isin(ids, vocab.ids).float().mean().item()
+        vocab = vocab._replace(ids=vocab.ids.to(config.device))
+        print(f"the head drafts {vocab.kept} of {c.vocab_size} tokens, {100 * share:.2f} % of those trained on")
     if config.version == 3:
-        ids = torch.tensor([i for e in examples for i, marked in zip(e.ids, e.mask) if marked], dtype=torch.long)
-        vocab = eagle3_training.frequent_tokens(ids, c.vocab_size, config.draft_vocab)
-        if vocab:
-            share = torch.isin(ids, vocab.ids).float().mean().item()
-            vocab = vocab._replace(ids=vocab.ids.to(config.device))
-            print(f"the head drafts {vocab.kept} of {c.vocab_size} tokens, {100 * share:.2f} % of those trained on")
-        head = eagle3_training.new_head(model, target, vocab, config.init == "feature")
+        head = head_training.new_head(model, target, vocab, config.init == "feature")
         return head.to(target.embedding.weight.device)
     head = EagleHead(EagleConfig(model))
+    head.vocab = vocab
     if config.init == "feature":
         with torch.no_grad():
             head.fc.weight.normal_(std=0.02)
@@ -390,7 +340,7 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
     version = 3 if three else 1
     if version != config.version:
         raise ValueError(f"--init: {config.init} is a head of version {version}; train it with --version {version}")
-    if config.draft_vocab != TrainConfig.draft_vocab:
+    if config.draft_vocab:
         raise ValueError(f"--draft_vocab: {config.init} has a draft vocabulary already; leave it out")
     if three and three.last_norm == "fed":
         raise ValueError(f"--init: {config.init} feeds back its normed output, which the official layout cannot say")
@@ -409,7 +359,8 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     """Write the official layout: config.json and model.safetensors."""
     out, c = Path(config.out), head.config.model
     tensors = export_weights(head, head_names(head.config), c, DTYPES[config.dtype])
-    further, mapping = eagle3_training.layout_of(head) if head.config.three else ({"draft_inputs": config.inputs}, {})
+    tensors |= head_training.vocab_layout(head)
+    further = head_training.keys_of(head) if head.config.three else {"draft_inputs": config.inputs}
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "num_hidden_layers": c.n_layers,
@@ -421,7 +372,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "qkv_bias": c.qkv_bias,
         "draft_sharpness": head.config.sharpness, **further,
     }  # fmt: skip
-    replace_file(out / "model.safetensors", lambda p: save_file(tensors | mapping, p, metadata={"format": "pt"}))
+    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
     write_text(str(out / "config.json"), json.dumps(raw, indent=2))
     write_text(str(out / "training.json"), json.dumps(info, indent=1))
     replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
@@ -437,7 +388,8 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     steps = [row["step"] for row in curve]
     for name in losses:
-        left.plot(steps, [row[name] for row in curve], label=LABELS[name])
+        kind, step = name.split()
+        left.plot(steps, [row[name] for row in curve], label=LABELS[kind].format(step))
     left.set(xlabel="step", title="training loss", yscale="log")
     for n in range(ALPHAS):
         right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
@@ -515,8 +467,8 @@ def train(config: TrainConfig) -> None:
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32")
-    per_epoch = sum(len(e.ids) for e in examples) // (config.batch_size * config.seq_len)
-    features, losses = Features(config, target, head.taps, per_epoch), losses_of(config, head, target)
+    features = Features(config, target, head.taps, laid_out(examples, 0)[0])
+    losses = losses_of(config, head, target)
     weights = torch.tensor(list(config.losses.values()), device=config.device)
     feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):
@@ -549,8 +501,7 @@ def train(config: TrainConfig) -> None:
                 tqdm.write(f"sharpness {sharpness}")
             save_head(head, config, info)
             mark = time.process_time()
-    for file in (state_file, Features.file(config)):
-        file.unlink(missing_ok=True)
+    state_file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 
 

@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_chains import INPUTS, Chains, evaluate
 from eagle_draft import EagleDrafter, EagleHead, load_head
+from head_training import Recipe, unrolled_losses
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
@@ -25,7 +25,7 @@ from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors
 from sampling import Sampling
-from train_eagle import Dialogue, TrainConfig, batches, eagle_loss, to_example
+from train_eagle import Dialogue, TrainConfig, batches, to_example
 
 
 def official_losses(head, kind=INPUTS[0]):
@@ -36,7 +36,8 @@ def official_losses(head, kind=INPUTS[0]):
         tokens, mask = torch.tensor([ids]), torch.tensor([raw])
         features = target(tokens, torch.arange(len(ids))[None])
         n = mask[:, :-1].sum()
-        r, e = eagle_loss(head, target, (tokens, mask, features), 0.0, kind)
+        recipe = Recipe(target.embedding, target.lm_head, 1, kind)
+        e, r = unrolled_losses(head, target, (tokens, mask, features), recipe, 0.0)
         regression, entropy, count = regression + r * n, entropy + e * n, count + n
     return regression / count, entropy / count
 
@@ -191,7 +192,7 @@ def test_a_saved_head_says_what_it_is(changes, tmp_path):
     target, config = golden_target(), golden_head().config
     fc_bias = changes.pop("fc_bias", True)
     head = EagleHead(EagleConfig(replace(config.model, **changes), fc_bias=fc_bias))
-    info = {"curve": [{"step": 1, "regression": 1.0, "entropy": 1.0, "alpha": [0.5] * 5, "tau": 1.5}]}
+    info = {"curve": [{"step": 1, "regression 0": 1.0, "entropy 0": 1.0, "alpha": [0.5] * 5, "tau": 1.5}]}
     train_eagle.save_head(head, TrainConfig(out=str(tmp_path), dtype="float32"), info)
     loaded = load_head(tmp_path, target)
     assert loaded.config.fc_bias == fc_bias
@@ -237,23 +238,6 @@ def test_chains_with_a_target_of_another_dtype():
     target.rope_freq = golden_target().rope_freq
     ok, logits = Chains(golden_head(), target, torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]]), INPUTS[0]).run()
     assert ok.shape[1] == train_eagle.ALPHAS and logits[0].dtype == torch.float32
-
-
-def test_the_target_writes_its_own_answers(tmp_path):
-    target = golden_target()
-    config = TrainConfig(out=str(tmp_path), answer_tokens=12)
-    template = SimpleNamespace(encode=lambda tokenizer, turns, answers: [len(t) % 97 for t in [*turns, *answers]])
-    tokenizer = SimpleNamespace(decode=lambda ids, continuation=False: " ".join(map(str, ids)))
-    engine = engine_for(target, RootOnly(), batch_size=2)
-    engine = replace(engine, tokenizer=tokenizer, template=template)
-    dialogues = [Dialogue(["a"], ["b"]), Dialogue(["a" * 5, "cc"], ["b", "d"]), Dialogue(["eee"], ["f"])]
-    answered = train_eagle.target_answers(dialogues, engine, config)
-    assert [d.turns[0] for d in answered] == ["a", "aaaaa", "eee"]
-    for d in answered:
-        assert d.ended == (len(d.answers[-1].split()) < 12), "an answer that was cut is not followed by an end"
-        assert len(d.turns) == len(d.answers)
-    again = train_eagle.target_answers(dialogues, replace(engine, target=None), config)
-    assert again == answered, "a resumed run finds the answers on disk"
 
 
 def test_nothing_to_resume_is_one_line(tmp_path):

@@ -10,22 +10,26 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import eagle3_training
 import features
+import head_training
 import train_eagle
 from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
-from eagle3_training import STEPS, WEIGHTS, default_taps, frequent_tokens, unrolled_losses
 from eagle_chains import evaluate
-from eagle_draft import EagleDrafter, load_head
+from eagle_draft import EagleDrafter, load_drafter, load_head
+from head_training import DECAY, STEPS, Recipe, default_taps, frequent_tokens, unrolled_losses
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
+from hf.heads import rows_of
 from model import KVCache, causal_window
+from options import GenerateConfig
 from sampling import Sampling
 from train_eagle import Example, TrainConfig
 
+UNROLLED = STEPS[3]
 TARGET = "models/target_llama31_gqa8"
 HEAD = "models/head_eagle3"
 
@@ -34,39 +38,51 @@ def target():
     return golden_target(TARGET)
 
 
-def chain_outputs(head, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
+def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
     """What the head says at the nodes of a chain from row t that drafts the text itself, one token at a time, as in
     decoding: [F] for every step. features: [1, T, (1 + taps) F]; tokens: [1, T].
     """
-    cache, outs = KVCache.empty(head.config.model, 1, t + 1 + STEPS, torch.float32, "cpu"), []
+    cache, outs = KVCache.empty(head.config.model, 1, t + 1 + UNROLLED, torch.float32, "cpu"), []
     fused = head.fuse(features)
-    for j in range(min(t + STEPS, tokens.shape[1] - 1)):
+    for j in range(min(t + UNROLLED, tokens.shape[1] - 1)):
         hidden = fused[:, j : j + 1] if j <= t else outs[-1]
-        row = head(target().embedding(tokens[:, j + 1 : j + 2]), hidden, torch.tensor([[j]]), cache,
+        row = head(target.embedding(tokens[:, j + 1 : j + 2]), hidden, torch.tensor([[j]]), cache,
                    causal_window(torch.tensor([j]), 1))  # fmt: skip
         outs += [row] if j >= t else []
     return [out[0, 0] for out in outs]
 
 
-def test_training_time_test_is_chains_fed_one_token_at_a_time():
-    """Masks and positions: every step of every row is what decoding computes there. The loss: the plain formula."""
-    head, T = golden_head(HEAD, target()), 12
-    g = torch.Generator().manual_seed(0)
-    tokens, mask = torch.randint(0, 128, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
-    features = target()(tokens, torch.arange(T).expand(2, -1), taps=head.taps)
-    losses = unrolled_losses(head, target(), (tokens, mask, features), target().embedding, head.lm_head)
-    drafted, expected, counted = head.vocab.ids.tolist(), [0.0] * STEPS, 0
+CASES = {3: (TARGET, HEAD), 1: ("models/target_llama_mha", "models/head_eagle12_mha")}  # by version
+
+
+@pytest.mark.parametrize("version", CASES)
+def test_training_time_test_is_chains_fed_one_token_at_a_time(version):
+    """Masks and positions: every step of every row is what decoding computes there. The losses: the plain formulas."""
+    target = golden_target(CASES[version][0])
+    head, T = golden_head(CASES[version][1], target), 12
+    g, V = torch.Generator().manual_seed(0), target.config.vocab_size
+    tokens, mask = torch.randint(0, V, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
+    features = target(tokens, torch.arange(T).expand(2, -1), taps=head.taps)
+    if version == 1:
+        head.vocab = DraftVocab(V, torch.arange(3, V, 2))
+    drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
+    lm_head = head.lm_head or rows_of(target.lm_head, head.vocab.ids)
+    losses = unrolled_losses(head, target, (tokens, mask, features), Recipe(target.embedding, lm_head, UNROLLED), 0)
+    expected, counts = [0.0] * UNROLLED, [0] * UNROLLED
     for b in range(2):
-        z = target().logits(features[b])  # [T, V]
+        z = target.logits(features[b])  # [T, V]
         for t in range(T - 1):
-            for s, out in enumerate(chain_outputs(head, features[b : b + 1], tokens[b : b + 1], t)):
-                p, log_q = z[t + 1 + s, drafted].softmax(-1), head.lm_head(head.output_norm(out)).log_softmax(-1)
-                if mask[b, t + s] and int(z[t + 1 + s].argmax()) in drafted:
-                    expected[s] -= float(p @ log_q) / (2 * T)
-                    counted += 1
-    assert 0 < counted < 2 * sum(T - 1 - s for s in range(STEPS)), "some rows count and some do not"
+            for s, out in enumerate(chain_outputs(head, target, features[b : b + 1], tokens[b : b + 1], t)):
+                p, log_q = z[t + 1 + s, drafted].softmax(-1), lm_head(head.output_norm(out)).log_softmax(-1)
+                if mask[b, t + s] and (not three or int(z[t + 1 + s].argmax()) in drafted):
+                    expected[s] -= float(p @ log_q)
+                    far[s] += float(F.smooth_l1_loss(out, features[b, t + 1 + s, : len(out)]))
+                    counts[s] += 1
+    assert 0 < sum(counts) < 2 * sum(T - 1 - s for s in range(UNROLLED)), "some rows count and some do not"
+    totals = [2 * T] * UNROLLED if three else counts
+    expected = [e / total for e, total in zip(expected, totals)] + [f / c for f, c in zip(far, counts) if not three]
     assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-5)
-    assert pytest.approx([0.8**s for s in range(7)]) == WEIGHTS
+    assert UNROLLED == 7 and DECAY == 0.8
 
 
 def test_the_draft_vocabulary_is_what_is_trained_on_most():
@@ -74,10 +90,10 @@ def test_the_draft_vocabulary_is_what_is_trained_on_most():
     assert frequent_tokens(ids, 12, 3).ids.tolist() == [2, 5, 9]
     assert frequent_tokens(ids, 12, 5).ids.tolist() == [0, 2, 5, 7, 9], "of equals the lowest"
     assert frequent_tokens(ids, 12, 12) is None
-    head = eagle3_training.new_head(
+    head = head_training.new_head(
         golden_head(HEAD, target()).config.model, target(), DraftVocab(128, ids[[3, 5]]), True
     )
-    keys, mapping = eagle3_training.layout_of(head)
+    keys, mapping = head_training.keys_of(head), head_training.vocab_layout(head)
     assert keys == {"draft_vocab_size": 2, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
     assert mapping["d2t"].tolist() == [2, 8] and mapping["t2d"].nonzero().flatten().tolist() == [2, 9]
     assert torch.equal(head.lm_head.weight, target().lm_head.weight[[2, 9]])
@@ -128,7 +144,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     info, raw = (json.loads((tmp_path / name).read_text()) for name in ("training.json", "config.json"))
     assert [row["step"] for row in info["curve"]] == [40, 80]
     first, last = info["curve"]
-    assert all(last[f"entropy {s}"] < first[f"entropy {s}"] for s in range(STEPS))
+    assert all(last[f"entropy {s}"] < first[f"entropy {s}"] for s in range(UNROLLED))
     assert last["tau"] > before + 0.5
     tensors = load_file(tmp_path / "model.safetensors")
     assert set(tensors) == set(load_file(GOLDEN / HEAD / "model.safetensors"))
@@ -142,40 +158,58 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     drafter = EagleDrafter(head, target(), StaticTree.chain(5), Sampling())
     drafted, plain = (decode(engine_for(target(), d, max_new_tokens=40), [5, 17, 3]) for d in (drafter, RootOnly()))
     assert drafted.history == plain.history
-    again = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=32000), target(), [])
+    again = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
     for name, value in head.named_parameters():
         assert torch.equal(again.get_parameter(name), value) and again.get_parameter(name).requires_grad, name
 
 
+def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
+    """It is written as in version 3, and loads, drafts only those tokens, and has the target's rows for them."""
+    config = TrainConfig(**COMMON | {"version": 1, "out": str(tmp_path), "lr": 3e-5})
+    head = train_eagle.make_head(config, target(), written()[0])
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    train_eagle.save_head(head, config, {"curve": []})
+    options = GenerateConfig(checkpoint=config.checkpoint, eagle=str(tmp_path), draft="eagle", quant_draft="none")
+    drafter = load_drafter(target(), options)
+    kept = drafter.vocab.ids
+    assert torch.equal(kept, head.vocab.ids) and len(kept) == 100
+    assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[kept])
+    drafted, plain = (
+        decode(engine_for(target(), d, max_new_tokens=40, trace="t"), [5, 17, 3]) for d in (drafter, RootOnly())
+    )
+    assert drafted.history == plain.history
+    assert {i for row in drafted.trace for i in row["draft_tokens"]} <= set(kept.tolist())
+
+
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
     """Killed in the second epoch and resumed, with and without the file, as an unbroken run: 8 batches, 14 steps."""
-    common = COMMON | {"steps": 14, "eval_every": 11, "cache_features": True}
+    common = COMMON | {"steps": 14, "eval_every": 11}
     looks, of = [], features.Features.of
 
     def counted(self, tokens, number):
-        looks.append(self.has(number))
+        looks.append(self.kept is not None and self.has(number))
         return of(self, tokens, number)
 
     monkeypatch.setattr(features.Features, "of", counted)
-    train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), **common))
+    train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), features=str(tmp_path / "kept"), **common))
     assert looks == [False] * 8 + [True] * 6
     save_head = train_eagle.save_head
-    for name in ("cut", "lost"):
+    for name, kept in (("cut", str(tmp_path / "cut.bin")), ("none", "")):
 
         def stop(*args):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(train_eagle, "save_head", stop)
         with pytest.raises(KeyboardInterrupt):
-            train_eagle.train(TrainConfig(out=str(tmp_path / name), **common))
+            train_eagle.train(TrainConfig(out=str(tmp_path / name), features=kept, **common))
         monkeypatch.setattr(train_eagle, "save_head", save_head)
-        if name == "lost":
-            (tmp_path / name / "features.bin").unlink()
         looks.clear()
-        train_eagle.train(TrainConfig(out=str(tmp_path / name), resume=True, **common))
-        assert looks == [name == "cut"] * 3
-    whole, *resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut", "lost"))
-    for tensors in resumed:
+        train_eagle.train(TrainConfig(out=str(tmp_path / name), features=kept, resume=True, **common))
+        assert looks == [bool(kept)] * 3
+    train_eagle.train(TrainConfig(out=str(tmp_path / "again"), features=str(tmp_path / "kept"), **common))
+    assert looks[3:] == [True] * 14, "a later run reads what the first one wrote"
+    whole, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut", "again"))
+    for tensors in others:
         for name, value in whole.items():
             torch.testing.assert_close(tensors[name], value)
     assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
@@ -197,7 +231,7 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, monkeypat
         tensors = {name: t for name, t in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file(tensors, tmp_path / "model.safetensors")
-    config = TrainConfig(**COMMON | {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 32000})
+    config = TrainConfig(**COMMON | {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 0})
     head = train_eagle.make_head(config, target(), [])
     (tmp_path / "new").mkdir()
     monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
@@ -210,21 +244,27 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, monkeypat
 
 
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
-    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 14, "cache_features": True})
-    head = golden_head(HEAD, target())
-    kept = features.Features(config, target(), head.taps, 8)
-    feed = train_eagle.batches(written()[0], config, 0)
-    plain = train_eagle.batches(written()[0], replace(config, cache_features=False), 0)
-    first = [next(feed) for _ in range(8)]
-    for tokens, mask, number in first:
-        same, marks, _ = next(plain)
-        assert torch.equal(tokens, same) and torch.equal(mask, marks), "the first epoch is that without a cache"
-        computed = target()(tokens, torch.arange(24).expand(4, -1), taps=head.taps)
-        for _ in range(2):
-            assert torch.equal(kept.of(tokens, number), computed)
-    later = [next(feed) for _ in range(8)]
-    assert sorted(number for *_, number in later) == list(range(8)) != [number for *_, number in later]
-    assert all(torch.equal(tokens, first[number][0]) for tokens, _, number in later)
+    """Those of both versions, in every epoch and for every seed."""
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
+    ids, head = train_eagle.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
+    kept = {taps: features.Features(config, target(), taps, ids) for taps in (head.taps, ())}
+    feeds = [train_eagle.batches(written()[0], replace(config, seed=seed), 0) for seed in (0, 1)]
+    seen: dict[int, Tensor] = {}
+    for feed in feeds:
+        epochs = [[next(feed) for _ in range(8)] for _ in range(2)]
+        orders = [[number for *_, number in epoch] for epoch in epochs]
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(8)) and orders[0] != orders[1]
+        for tokens, _, number in (*epochs[0], *epochs[1]):
+            assert torch.equal(tokens, seen.setdefault(number, tokens))
+            computed = target()(tokens, torch.arange(24).expand(4, -1), taps=head.taps)
+            assert torch.equal(kept[head.taps].of(tokens, number), computed)
+            assert torch.equal(kept[()].of(tokens, number), computed[..., :64])
+    with pytest.raises(ValueError, match="has features of other data, or is cut short; name another file"):
+        features.Features(config, target(), (), ids.flip(0))
+    with pytest.raises(
+        ValueError, match=r"keeps the inputs of layers \(2, 4, 5\); --init takes those of \(1,\); leave"
+    ):
+        features.Features(config, target(), (1,), ids)
 
 
 # -------------------------------------------------------------------------------------------- mistakes
@@ -235,12 +275,10 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
     [
         ({"noise": 0.2}, "--noise belongs to heads of version 1"),
         ({"inputs": "token"}, "--inputs belongs to heads of version 1"),
-        ({"version": 1}, "--draft_vocab belongs to heads of version 3"),
-        ({"init": str(GOLDEN / "models/head_eagle12_mha"), "draft_vocab": 32000, "checkpoint": str(GOLDEN / "models/target_llama_mha")},
+        ({"init": str(GOLDEN / "models/head_eagle12_mha"), "draft_vocab": 0, "checkpoint": str(GOLDEN / "models/target_llama_mha")},
          "is a head of version 1; train it with --version 1"),
-        ({"init": str(GOLDEN / HEAD), "draft_vocab": 32000, "version": 1}, "is a head of version 3; train it with --version 3"),
+        ({"init": str(GOLDEN / HEAD), "draft_vocab": 0, "version": 1}, "is a head of version 3; train it with --version 3"),
         ({"init": str(GOLDEN / HEAD)}, "has a draft vocabulary already"),
-        ({"cache_features": True, "steps": 8}, "8 steps are not an epoch"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(options, message, quick, tmp_path):
@@ -249,10 +287,9 @@ def test_mistakes_are_one_line(options, message, quick, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch, capsys):
+def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000}))
-    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 14, "cache_features": True})
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free .* leave it out"):
         train_eagle.train(config)
-    assert "features: 8 x 4 x 24 x 256 in float32" in capsys.readouterr().out
-    assert not (tmp_path / "features.bin").exists()
+    assert not (tmp_path / "kept").exists()

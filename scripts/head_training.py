@@ -1,14 +1,17 @@
-"""What scripts/train_eagle.py does for heads of version 3: training-time test, draft vocabulary, a new head.
+"""The losses of draft heads, unrolled over the steps of a chain; their draft vocabulary; a new head of version 3.
 
-1. The head is unrolled over STEPS steps. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at
-   step 0 the target's fused features f_t), and sits at position t+s.
+1. A head is unrolled over some steps: EAGLE's own loss is one step, EAGLE-3's training-time test has seven, HASS has
+   three with heads of version 1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0
+   the target's features f_t, fused by version 3, with noise in version 1), and sits at position t+s.
 2. It sees the keys of step 0 up to row t, and its own keys of the later steps: what the nodes of a chain see that is
    drafted from row t. So each later step adds a diagonal to the causal mask of step 0.
-3. The loss of a step is the cross-entropy with the target's distribution of x_{t+2+s} over the draft vocabulary. A row
-   counts if the target's best token is in the draft vocabulary and x_{t+s} is marked.
+3. Every step has the cross-entropy with the target's distribution of x_{t+2+s} over the draft vocabulary, and in
+   version 1 the SmoothL1 between its output and f_{t+1+s}. A row counts if x_{t+s} is marked; in version 3 also only if
+   the target's best token is in the draft vocabulary.
 4. The draft vocabulary is made of the most frequent tokens among those that are trained on.
 
-Sources: EAGLE-3 (arXiv 2503.01840), section 3; weights, masks, positions and normaliser are the official code's.
+Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3 (arXiv 2503.01840), section 3; HASS (arXiv 2408.15766), 3.2.
+Weights, masks, positions and normalisers are the official code's of EAGLE-1 and EAGLE-3.
 Difference: past the end of a sequence the official code's target is uniform, and a last marked row may learn it; here
 rows without a truth do not count.
 """
@@ -23,14 +26,15 @@ from torch import Tensor, nn
 
 import _path  # noqa: F401  (finds the project)
 from drafters import DraftVocab
+from eagle_chains import row_inputs
 from eagle_draft import Eagle3Head, EagleHead
-from hf.heads import Eagle3, EagleConfig
+from hf.heads import DRAFT_INPUTS, Eagle3, EagleConfig
 from model import Attention, ModelConfig, Transformer
 from ops.attention import rope_angles, rotary
 from quantize import QuantLinear
 
-STEPS = 7  # of training-time test
-WEIGHTS = tuple(0.8**s for s in range(STEPS))  # of their losses
+STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
+DECAY = 0.8  # of a step's weight, for each step before it
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -76,32 +80,53 @@ def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, pas
     return head.layers(x, rope_angles(head.rope_freq, positions), head.norm, past, None, block_of, h=h)
 
 
-def unrolled_losses(
-    head: EagleHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor], embedding: nn.Module, lm_head: nn.Module
-) -> tuple[Tensor, ...]:
-    """The loss of every step of training-time test, a sum over the rows that count divided by all B T rows.
+class Recipe(NamedTuple):
+    """What the losses of a head are made with."""
 
-    batch: tokens [B, T]; mask [B, T] bool; target features with the head's taps [B, T, (1 + taps) F]
-    embedding, lm_head: the head's own, or the target's
+    embedding: nn.Module  # the head's own, or the target's
+    lm_head: nn.Module  # the same, with the rows of the draft vocabulary
+    steps: int
+    inputs: str = DRAFT_INPUTS  # what a row sees
+
+
+def unrolled_losses(
+    head: EagleHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor], recipe: Recipe, noise: Tensor | float
+) -> tuple[Tensor, ...]:
+    """The losses of every step, sums over the rows that count: version 1 divides them by the number of rows that are
+    marked, version 3 by all B T.
+
+    batch: tokens [B, T]; mask [B, T] bool; target features, for version 3 with its taps, [B, T, (1 + taps) F]
+    noise: [B, T, F], added to the features of version 1
+    Returns: the cross-entropy of each step; in version 1 the SmoothL1 of each behind them.
     """
     tokens, mask, features = batch
-    T, vocab = tokens.shape[1], head.vocab or DraftVocab(target.config.vocab_size)
-    with torch.no_grad():
-        z = target.logits(features)  # [B, T, V]
-        drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()  # [V], the official t2d
-        # past the end there is no truth, and nothing counts
-        known = F.pad(drafted[z.argmax(-1)], (0, STEPS))  # [B, T + STEPS]
-        p = F.pad(vocab.columns(z).softmax(-1), (0, 0, 0, STEPS))  # [B, T + STEPS, N]
-        mask, rows = F.pad(mask, (0, STEPS)), embedding(F.pad(tokens, (0, STEPS)))
-    hidden, losses = head.fuse(features), []
+    steps, T, three = recipe.steps, tokens.shape[1], head.config.three is not None
+    vocab = head.vocab or DraftVocab(target.config.vocab_size)
+    with torch.no_grad():  # past the end there is no truth, and nothing counts
+        known = torch.ones_like(tokens, dtype=torch.bool)
+        if three:
+            z = target.logits(features)  # [B, T, V]
+            drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()  # [V], the official t2d
+            known, z = drafted[z.argmax(-1)], vocab.columns(z)
+        else:
+            z = recipe.lm_head(features)  # [B, T, N]
+        known = F.pad(known, (0, steps))  # [B, T + steps]
+        p = F.pad(z.float().softmax(-1), (0, 0, 0, steps))  # [B, T + steps, N]
+        truth = F.pad(features, (0, 0, 0, steps))
+        mask, rows = F.pad(mask, (0, steps)), recipe.embedding(F.pad(tokens, (0, steps)))
+    hidden, entropies, regressions = head.fuse(features) if three else features + noise, [], []
     past = Past(*(tuple([] for _ in head.layers) for _ in range(2)))
-    for s in range(STEPS):
+    for s in range(steps):
         here, ahead = slice(s, s + T), slice(1 + s, 1 + s + T)
-        hidden = unrolled_step(head, rows[:, ahead], hidden, s, past)  # [B, T, F]
-        log_q = lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
-        entropy = -(p[:, ahead] * log_q).sum(-1)
-        losses.append((entropy * (mask[:, here] & known[:, ahead])).sum() / tokens.numel())
-    return tuple(losses)
+        hidden = unrolled_step(head, *row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here]), s, past)
+        log_q = recipe.lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
+        counts = mask[:, here] & known[:, ahead]
+        total = tokens.numel() if three else counts.sum() + 1e-5
+        entropies.append((-(p[:, ahead] * log_q).sum(-1) * counts).sum() / total)
+        if not three:
+            far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(-1)  # [B, T]
+            regressions.append((far * counts).sum() / total)
+    return (*entropies, *regressions)
 
 
 # -------------------------------------------------------------------------------------------- new heads
@@ -143,9 +168,18 @@ def new_head(model: ModelConfig, target: Transformer, vocab: DraftVocab | None, 
     return head
 
 
-def layout_of(head: Eagle3Head) -> tuple[dict, dict[str, Tensor]]:
-    """What the official layout says of version 3: further keys of config.json, and further tensors."""
-    three, vocab = head.config.three, head.vocab
+def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
+    """How the official layout of version 3 names the tokens that a head drafts."""
+    if head.vocab is None:
+        return {}
+    ids = head.vocab.ids.cpu()
+    reached = torch.zeros(head.vocab.size, dtype=torch.bool).index_fill(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": reached}
+
+
+def keys_of(head: Eagle3Head) -> dict:
+    """What the official layout says of version 3 besides, in config.json."""
+    three = head.config.three
     keys = {"draft_vocab_size": three.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(three.taps)}
     said = {
         "use_aux_hidden_state": (bool(three.taps), True), "norm_output": (three.last_norm == "logits", True),
@@ -156,8 +190,4 @@ def layout_of(head: Eagle3Head) -> tuple[dict, dict[str, Tensor]]:
     keys |= {key: value for key, (value, default) in said.items() if value != default}
     if not three.taps:
         del keys["eagle_aux_hidden_state_layer_ids"]
-    if vocab is None:
-        return keys, {}
-    ids = vocab.ids.cpu()
-    reached = torch.zeros(vocab.size, dtype=torch.bool).index_fill(0, ids, True)
-    return keys, {"d2t": ids - torch.arange(len(ids)), "t2d": reached}
+    return keys
