@@ -22,7 +22,7 @@ from eagle3_training import STEPS, WEIGHTS, default_taps, frequent_tokens, unrol
 from eagle_chains import evaluate
 from eagle_draft import EagleDrafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
-from model import KVCache, causal_window
+from model import KVCache, RMSNorm, causal_window
 from sampling import Sampling
 from train_eagle import Example, TrainConfig
 
@@ -34,6 +34,7 @@ def target():
     return golden_target(TARGET)
 
 
+@torch.no_grad()
 def chain_outputs(head, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
     """What the head says at the nodes of a chain from row t that drafts the text itself, one token at a time, as in
     decoding: [F] for every step. features: [1, T, (1 + taps) F]; tokens: [1, T].
@@ -48,9 +49,19 @@ def chain_outputs(head, features: Tensor, tokens: Tensor, t: int) -> list[Tensor
     return [out[0, 0] for out in outs]
 
 
-def test_training_time_test_is_chains_fed_one_token_at_a_time():
-    """Masks and positions: every step of every row is what decoding computes there. The loss: the plain formula."""
+@pytest.mark.parametrize("normed", [False, True])
+def test_training_time_test_is_chains_fed_one_token_at_a_time(normed):
+    """Masks and positions: every step of every row is what decoding computes there. The loss: the plain formula.
+
+    normed: with norms of queries and keys, which learn
+    """
     head, T = golden_head(HEAD, target()), 12
+    attention = head.layers[0].attention
+    if normed:
+        attention.qk_norm = True
+        attention.q_norm, attention.k_norm = (RMSNorm(attention.head_dim, 1e-6) for _ in range(2))
+        for i, weight in enumerate(attention.head_norms[:2]):
+            weight.data += torch.linspace(-0.5, 0.5, len(weight)) * (-1) ** i
     g = torch.Generator().manual_seed(0)
     tokens, mask = torch.randint(0, 128, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
     features = target()(tokens, torch.arange(T).expand(2, -1), taps=head.taps)
@@ -65,8 +76,10 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time():
                     expected[s] -= float(p @ log_q) / (2 * T)
                     counted += 1
     assert 0 < counted < 2 * sum(T - 1 - s for s in range(STEPS)), "some rows count and some do not"
-    assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-5)
+    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
     assert pytest.approx([0.8**s for s in range(7)]) == WEIGHTS
+    if normed:
+        assert all(grad.all() for grad in torch.autograd.grad(sum(losses), attention.head_norms[:2]))
 
 
 def test_the_draft_vocabulary_is_what_is_trained_on_most():
