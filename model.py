@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.attention import compact, rope_angles, rotary, rotary_cache, tree_attention
+from ops.attention import HeadNorms, compact, rope_angles, rotary, rotary_cache, tree_attention
 from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, route
 from ops.linear import has_own_product, linear
@@ -216,23 +216,20 @@ class Attention(nn.Module):
 
         Writes: k and v at `window.slots`. Returns: what `RMSNorm.add` takes, [B, T, F] or partial sums.
         """
-        qkv = self.project(x)
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
         if kv is None:
-            q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+            q, k = rotary(qkv, rope, self.heads, self.kv_heads, self.head_norms)  # [B, T, H, E], [B, T, Hkv, E]
             y = F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (q, k, qkv[:, :, -self.kv_heads :])), is_causal=True, enable_gqa=True
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).flatten(2))
-        q = rotary_cache(qkv, rope, *kv, window.slots)  # [B, T, H, E]
+        q = rotary_cache(qkv, rope, *kv, window.slots, self.head_norms)  # [B, T, H, E]
         return self.wo.partial(tree_attention(q, *kv, window.start, window.mask))
 
-    def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values before their rotation: [B, T, F] -> [B, T, H + 2 Hkv, E]."""
-        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))
-        if not self.qk_norm:
-            return qkv
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
-        return torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """What `rotary` norms each query and key with, before it rotates them."""
+        return (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
 
 
 class FeedForward(nn.Module):

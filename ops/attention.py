@@ -6,8 +6,8 @@ there: cpu/attention.cpp, whose result for a row does not depend on the tree aro
 dtypes and machines without a compiler. On CUDA, where reading it would stop the host, kernels read it from device
 memory (cuda/attention.py); without Triton the whole capacity is masked.
 
-`rotary_cache`: queries and keys are turned, keys and values go into the cache: one launch on CUDA (cuda/rotary.py);
-elsewhere `rotary` (cpu/rows.cpp on a CPU) and two assignments.
+`rotary_cache`: queries and keys are normed, where the model does that, and turned; keys and values go into the cache:
+one launch on CUDA (cuda/rotary.py); elsewhere `rotary` (cpu/rows.cpp on a CPU, behind the norms) and two assignments.
 
 `compact`: moves rows in all buffers of a cache: one launch on CUDA (cuda/compact.py), cpu/rows.cpp on a CPU.
 """
@@ -19,9 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.library import has_cpu_operators, has_triton, lib, served_in_cpp, triton_products
+from ops.rows import rms_norm
+
+HeadNorms = tuple[Tensor, Tensor, float]  # the norms of each query and of each key: weights, [E] each, and epsilon
 
 lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
-lib.define("rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots) -> Tensor")
+lib.define(
+    "rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, "
+    "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor"
+)
 lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
 
 # --------------------------------------------------------------------------------------------- rotary
@@ -44,60 +50,70 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
 
 
-def rotary(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Rotate the queries and keys of T rows.
+def rotary(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of T rows, which are normed before, head by head, if there are norms.
 
     qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
     rope: cosines and sines, [B, T, 1, E] fp32 each
-    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E].
+    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E]. Source of the norms: Qwen3 (arXiv 2505.09388).
     """
+    if norms is not None:
+        of_q, of_k, eps = norms
+        q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
+        qkv = torch.cat((rms_norm(q, of_q, eps), rms_norm(k, of_k, eps)), dim=2)  # [B, T, H + Hkv, E]
     if served_in_cpp(qkv):
         return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
     return rotary_reference(qkv, rope, heads, kv_heads)
 
 
 def rotary_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations."""
+    """The same in plain tensor operations, without norms."""
     q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
     return rotate(q, rope), rotate(k, rope)
 
 
-def rotary_cache(qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+def rotary_cache(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: HeadNorms | None = None
+) -> Tensor:
     """`rotary` of T rows, whose keys and values go into the cache.
 
     k, v: [B, Hkv, S, E]; slots: [B, T] int64
     Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
     """
     if qkv.is_cuda:
-        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, k, v, slots)
-    return rotary_cache_plainly(qkv, rope, k, v, slots)
+        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, k, v, slots, *(norms or (None, None, 0.0)))
+    return rotary_cache_plainly(qkv, rope, k, v, slots, norms)
 
 
-def rotary_cache_plainly(qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+def rotary_cache_plainly(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: HeadNorms | None = None
+) -> Tensor:
     """The same by `rotary`."""
     kv_heads = k.shape[1]
-    queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+    queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads, norms)  # [B, T, H, E], [B, T, Hkv, E]
     rows = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
     k[rows, :, slots] = keys
     v[rows, :, slots] = qkv[:, :, -kv_heads:]
     return queries
 
 
-def _rotary_cache_cuda(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     if not has_triton():
-        return rotary_cache_plainly(qkv, (cos, sin), k, v, slots)
+        return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, None if norms[0] is None else norms)
     import ops.cuda.rotary
 
     with torch.cuda.device(qkv.device):
         device = triton_products().device_of(qkv.device.index)
-        return ops.cuda.rotary.rotary_cache(qkv, cos, sin, k, v, slots, device)
+        return ops.cuda.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms, device)
 
 
 lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::rotary_cache", lib=lib)
-def _(qkv, cos, sin, k, v, slots):
+def _(qkv, cos, sin, k, v, slots, *norms):
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[1], qkv.shape[3])
 
 

@@ -10,7 +10,8 @@
 4. Prints the tables: launches by case; by kernel for every step, with --steps; and what our own kernels take of a GPU.
 
 A 7B model with the head of EAGLE-2 at a context of 4,096 slots; for bf16, int4 (groups of 128), and bf16 with an int4
-head. Needs Linux, a C compiler and about a minute per case. No time of a GPU is measured.
+head; with 8 heads of keys (gqa), and with norms of queries and keys besides (qwen3). Needs Linux, a C compiler and
+about a minute per case. No time of a GPU is measured.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ TTSEM = ("ttsem[triton]==0.1.0", *IMPORTED)  # brings a torch, a Triton and pyte
 FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
 TREES = {"vanilla": "vanilla", "chain": "chain-5", "26": "dynamic-6-8-26", "60": "dynamic-6-10-60"}
 CASES = [f"{form}/{tree}" for form in FORMATS for tree in TREES if (form, tree) != ("bf16+int4", "vanilla")]
+CASES += ["int4/26/gqa", "int4/26/qwen3"]
 
 
 @dataclass
@@ -45,7 +47,7 @@ class OfflineConfig:
     env: str = option("", f"folder of the environment; default: {CACHE / 'offline'}")
     prepare: bool = option(False, "make it, and beside it (ENV-ttsem) that of tests/ttsem_cases.py, and end")
     gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
-    cases: str = option(",".join(CASES), "format and tree of each case")
+    cases: str = option(",".join(CASES), "format and tree of each case, and gqa or qwen3")
     steps: bool = option(False, "also print every step, kernel by kernel")
     json: str = option("", "file to write: what was found for each GPU")
 
@@ -101,7 +103,8 @@ def fake_driver(folder: Path) -> Path:
 
 def emit(python: Path, gpu: str, cases: Iterable[str]) -> dict[str, Any]:
     """Write, count and compile for one GPU. Returns: what emitted_steps.py writes; cases under the names given."""
-    names = {"/".join((FORMATS[form], TREES[tree])): case for case in cases for form, tree in [case.split("/")]}
+    parts = {case: case.split("/") for case in cases}
+    names = {"/".join((FORMATS[form], TREES[tree], *model)): case for case, (form, tree, *model) in parts.items()}
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "found.json"
         caches = {"TRITON_CACHE_DIR": str(python.parents[1] / "triton-cache"), "TORCHINDUCTOR_CACHE_DIR": temporary}

@@ -50,6 +50,7 @@ import fake_cuda
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LAYERS = 3  # of the fake target
 SHAPE = "llama2-7b"
+MODELS = {"": {}, "gqa": {"n_kv_heads": 8}, "qwen3": {"n_kv_heads": 8, "qk_norm": True}}  # what the shape becomes
 CONTEXT = 4096
 GROUP = 128
 FREE = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh")  # operations that launch nothing
@@ -111,6 +112,7 @@ class Case(NamedTuple):
     target: str  # format of the weights
     draft: str
     tree: Any  # None: vanilla
+    model: str = ""  # of MODELS
 
 
 # --------------------------------------------------------------------------------------------- recording
@@ -294,7 +296,7 @@ def make_engine(case: Case) -> Any:
     from options import GenerateConfig
 
     sizes = {name: size for name, size in asdict(Shape.parse(SHAPE)).items() if name != "name"}
-    config = ModelConfig(**sizes | {"n_layers": LAYERS, "max_context": CONTEXT})
+    config = ModelConfig(**sizes | {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS[case.model])
     torch.set_default_dtype(torch.bfloat16)
     target, head = Transformer(config), EagleHead(EagleConfig(replace(config, n_layers=1)))
     torch.set_default_dtype(torch.float32)
@@ -407,7 +409,10 @@ def main() -> None:
     parser.add_argument("--gpu", choices=fake_cuda.GPUS, help="compute capability")
     parser.add_argument("--json", help="file to write")
     parser.add_argument(
-        "cases", nargs="+", help="TARGET/DRAFT/TREE, as none/int4/dynamic-6-10-60, none/none/chain-5, int4/int4/vanilla"
+        "cases",
+        nargs="+",
+        help="TARGET/DRAFT/TREE, as none/int4/dynamic-6-10-60, none/none/chain-5, int4/int4/vanilla; "
+        "/gqa or /qwen3 behind that for another attention",
     )
     options = parser.parse_args()
     fake_cuda.install(fake_cuda.GPUS[options.gpu])
@@ -422,10 +427,10 @@ def main() -> None:
     from options import write_text
 
     for text in options.cases:
-        target, draft, tree = text.split("/")
+        target, draft, tree, *model = text.split("/")
         kind, *sizes = tree.split("-")
         make = {"vanilla": lambda: None, "chain": StaticTree.chain, "dynamic": DynamicTree}[kind]
-        found[text] = run_case(Case(target, draft, make(*map(int, sizes))), recorder)
+        found[text] = run_case(Case(target, draft, make(*map(int, sizes)), *model), recorder)
         print(f"{text}: {found[text]['per_cycle']} launches a cycle", file=sys.stderr, flush=True)
     kernels = [*own_kernels(recorder), *inductor_kernels(recorder)]
     write_text(options.json, json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1))

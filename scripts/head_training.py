@@ -53,8 +53,8 @@ def attend(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor], keys: l
     x: [B, T, F]. Writes: appends to keys and values. Returns: [B, T, F].
     """
     T = x.shape[1]
-    qkv = attention.project(x)  # [B, T, H + 2 Hkv, E]
-    q, k = rotary(qkv, rope, attention.heads, attention.kv_heads)
+    qkv = attention.wqkv(x).unflatten(-1, (-1, attention.head_dim))  # [B, T, H + 2 Hkv, E]
+    q, k = rotary(qkv, rope, attention.heads, attention.kv_heads, attention.head_norms)
     keys.append(k.transpose(1, 2).unsqueeze(2))
     values.append(qkv[:, :, -attention.kv_heads :].transpose(1, 2).unsqueeze(2))
     q = q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1)) * attention.head_dim**-0.5  # [B, Hkv, H / Hkv, T, E]

@@ -84,7 +84,8 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """Another: attention, add_norm, rotary, compact, lists, block, row (top-k), level, best_nodes, relate (trees)."""
+    """Another: attention, add_norm, rotary, normed_rotary (with norms of queries and keys), compact, lists, block, row
+    (top-k), level, best_nodes, relate (trees)."""
 
     target: str
     kernel: str
@@ -176,10 +177,13 @@ def cycle_source(case: CycleCase) -> Source:
         constants = {"SPLITS": ops.cuda.products.MAX_SPLITS, "WIDTH": triton.next_power_of_2(width)} | overlaps
         types |= {"size": "i32", "F": "i32", "eps": "fp32"}
         return Source(ops.cuda.rows.add_norm_kernel, types, constants, ops.cuda.rows.warps_of(width), ("F",))
-    if case.kernel == "rotary":
+    if case.kernel in ("rotary", "normed_rotary"):
         types = {"qkv_ptr": f"*{case.dtype}", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
-        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}") | {"T": "i32", "S": "i32"}
+        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}") | {"eps": "fp32", "T": "i32", "S": "i32"}
         constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E) | overlaps
+        weights, normed = ("q_norm_ptr", "k_norm_ptr"), case.kernel == "normed_rotary"
+        types |= dict.fromkeys(weights, f"*{case.dtype}") if normed else {}
+        constants |= {} if normed else dict.fromkeys(weights)
         return Source(ops.cuda.rotary.rotary_cache_kernel, types, constants, 4)
     if case.kernel == "compact":
         cut = ops.cuda.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
@@ -303,6 +307,7 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
         for dtype in config.dtypes.split(","):
             found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
             found += [CycleCase(target, "add_norm", dtype), CycleCase(target, "rotary", dtype)]
+            found += [CycleCase(target, "normed_rotary", dtype, kv_heads=8)]
             found += [CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)]
         found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "level", "lists")]
         found += [CycleCase(target, kernel, "fp32", V=510) for kernel in ("best_nodes", "relate")]

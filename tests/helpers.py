@@ -26,6 +26,8 @@ from eagle_draft import EagleHead, load_head
 from generate import other_rule
 from hf.weights import load_model
 from model import Transformer
+from ops.attention import HeadNorms
+from ops.rows import rms_norm_reference
 from options import GenerateConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,6 +52,24 @@ def decode(engine: Engine, *prompts: list[int]) -> Session:
     for _ in session.run(list(prompts)):
         pass
     return session
+
+
+# ------------------------------------------------------------------------------------------ heads' norms
+
+
+def with_head_norms(qkv: Tensor, kv_heads: int, norms: HeadNorms | None) -> Tensor:
+    """Norm each query and key, in plain operations and as transformers' Qwen3 does. qkv: [B, T, H + 2 Hkv, E]."""
+    if norms is None:
+        return qkv
+    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+    of_q, of_k, eps = norms
+    return torch.cat((rms_norm_reference(q, of_q, eps), rms_norm_reference(k, of_k, eps), v), dim=2)
+
+
+def share_that_differs(got: list[Tensor], want: list[Tensor]) -> float:
+    """Of all values the share that has other bits."""
+    differ = torch.cat([(ours != theirs).flatten() for ours, theirs in zip(got, want, strict=True)])
+    return differ.float().mean().item()
 
 
 # ---------------------------------------------------------------------------------------------- golden

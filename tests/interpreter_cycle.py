@@ -12,6 +12,7 @@ import ops.cuda.compact
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
+from helpers import share_that_differs, with_head_norms
 from model import KVCache, ModelConfig, rope_angles
 from ops.cuda.launch import Device
 from ops.rows import (
@@ -128,23 +129,29 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
 # -------------------------------------------------------------------------------------------- rotary
 
 
-def check_rotary(heads, E, dtype=torch.float32, near=1e-6):
-    """Two rows of the batch, in slots that lie apart; everything else in the cache stays."""
+def check_rotary(heads, E, normed, dtype=torch.float32, near=1e-6):
+    """Two rows of the batch, in slots that lie apart; everything else in the cache stays.
+
+    In 16 bits hardly any value differs: each is rounded where the plain operations round it.
+    """
     (H, kv_heads), (B, T, S) = HEADS[heads], (2, 3, 11)
     qkv = torch.randn(B, T, H + 2 * kv_heads, E).to(dtype)
+    norms = (*(1 + torch.randn(2, E) / 4).to(dtype), 0.1) if normed else None
     slots, rope = torch.tensor([[0, 5, 2], [10, 1, 4]]), rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T)))
     cache = torch.randn(2, B, kv_heads, S, E).to(dtype)
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
-    got = ops.cuda.rotary.rotary_cache(qkv, *rope, *ours, slots, DEVICE)
-    want = ops.attention.rotary_cache_plainly(qkv, rope, *theirs, slots)
+    got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, norms or (None, None, 0.0), DEVICE)
+    want = ops.attention.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=near)
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
+    assert dtype == torch.float32 or share_that_differs([got, ours[0]], [want, theirs[0]]) < 0.01
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("E", [16, 80, 128])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rotary_cache(heads, E):
-    check_rotary(heads, E)
+def test_rotary_cache(heads, E, normed):
+    check_rotary(heads, E, normed)
 
 
 # --------------------------------------------------------------------------------------------- top-k

@@ -30,7 +30,7 @@ from kernel_report import (  # noqa: E402
 
 def test_in_the_interpreter():
     """All of interpreter_cycle.py, in the process that it needs."""
-    run_in_interpreter("interpreter_cycle.py", r"8\d passed")
+    run_in_interpreter("interpreter_cycle.py", r"9\d passed")
 
 
 @pytest.mark.slow
@@ -75,6 +75,8 @@ def test_compiled(target, kv_heads):
     CycleCase("90", "add_norm", "fp16"),
     CycleCase("80", "rotary", "fp16", E=80),
     CycleCase("90", "rotary", kv_heads=8),
+    CycleCase("80", "normed_rotary", kv_heads=8),  # Qwen3's
+    CycleCase("90", "normed_rotary", "fp16", E=80),
     CycleCase("80", "compact", E=16, T=1),
     CycleCase("86", "compact", E=80, T=7),
     CycleCase("89", "compact", "fp16", T=7),

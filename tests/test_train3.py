@@ -24,7 +24,7 @@ from eagle_draft import EagleDrafter, load_drafter, load_head
 from head_training import DECAY, STEPS, Recipe, default_taps, frequent_tokens, unrolled_losses
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.heads import rows_of
-from model import KVCache, causal_window
+from model import KVCache, RMSNorm, causal_window
 from options import GenerateConfig
 from sampling import Sampling
 from train_eagle import Example, TrainConfig
@@ -38,6 +38,7 @@ def target():
     return golden_target(TARGET)
 
 
+@torch.no_grad()
 def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
     """What the head says at the nodes of a chain from row t that drafts the text itself, one token at a time, as in
     decoding: [F] for every step. features: [1, T, (1 + taps) F]; tokens: [1, T].
@@ -55,11 +56,20 @@ def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> lis
 CASES = {3: (TARGET, HEAD), 1: ("models/target_llama_mha", "models/head_eagle12_mha")}  # by version
 
 
-@pytest.mark.parametrize("version", CASES)
-def test_training_time_test_is_chains_fed_one_token_at_a_time(version):
-    """Masks and positions: every step of every row is what decoding computes there. The losses: the plain formulas."""
+@pytest.mark.parametrize("version, normed", [(3, False), (3, True), (1, False)])
+def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
+    """Masks and positions: every step of every row is what decoding computes there. The losses: the plain formulas.
+
+    normed: with norms of queries and keys, which learn
+    """
     target = golden_target(CASES[version][0])
     head, T = golden_head(CASES[version][1], target), 12
+    attention = head.layers[0].attention
+    if normed:
+        attention.qk_norm = True
+        attention.q_norm, attention.k_norm = (RMSNorm(attention.head_dim, 1e-6) for _ in range(2))
+        for i, weight in enumerate(attention.head_norms[:2]):
+            weight.data += torch.linspace(-0.5, 0.5, len(weight)) * (-1) ** i
     g, V = torch.Generator().manual_seed(0), target.config.vocab_size
     tokens, mask = torch.randint(0, V, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
     features = target(tokens, torch.arange(T).expand(2, -1), taps=head.taps)
@@ -81,8 +91,10 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version):
     assert 0 < sum(counts) < 2 * sum(T - 1 - s for s in range(UNROLLED)), "some rows count and some do not"
     totals = [2 * T] * UNROLLED if three else counts
     expected = [e / total for e, total in zip(expected, totals)] + [f / c for f, c in zip(far, counts) if not three]
-    assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-5)
+    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
     assert UNROLLED == 7 and DECAY == 0.8
+    if normed:
+        assert all(grad.all() for grad in torch.autograd.grad(sum(losses), attention.head_norms[:2]))
 
 
 def test_the_draft_vocabulary_is_what_is_trained_on_most():

@@ -132,9 +132,10 @@ def test_attention(heads, starts, rows, window, E, dtype):
     close(got, want, dtype, sums=ROUNDED[dtype])  # probabilities are rounded too
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("heads,E,dtype", [("mha", 64, BF16), ("gqa", 80, FP16), ("mqa", 128, BF16)])
-def test_rotary_cache(heads, E, dtype):
-    interpreter_cycle.check_rotary(heads, E, dtype, 2 * ROUNDED[dtype])
+def test_rotary_cache(heads, E, dtype, normed):
+    interpreter_cycle.check_rotary(heads, E, normed, dtype, 2 * ROUNDED[dtype])
 
 
 # ---------------------------------------------------------------------------- top-k, trees, compaction

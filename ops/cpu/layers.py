@@ -60,7 +60,7 @@ def _weights_of(layer: nn.Module) -> list[Tensor | None]:
     """In the order of `layer_of` in layers.cpp."""
     attention, ffn = layer.attention, layer.ffn
     norm = getattr(layer.attention_norm, "weight", None)  # the first layer of a draft head has none
-    heads = (attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else (None, None)
+    *heads, _ = attention.head_norms or (None, None, 0.0)
     router = ffn.router.weight if hasattr(ffn, "router") else None
     return [
         norm, *attention.wqkv.operands(), *heads, *attention.wo.operands(),

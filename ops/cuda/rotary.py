@@ -1,6 +1,7 @@
-"""CUDA kernel, in Triton: turn the queries and keys of new rows, and write keys and values into the cache.
+"""CUDA kernel, in Triton: norm and turn the queries and keys of new rows, and write keys and values into the cache.
 
-One block of threads per row and eight heads, whichever they are: queries, keys or values. Not run on a GPU yet.
+One block of threads per row and eight heads, whichever they are: queries, keys or values. A norm is over one head, so
+a block needs nothing of others. Values are rounded where `rms_norm` rounds them. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,16 +16,26 @@ from ops.cuda.launch import Device, after_others, overlap
 HEADS = 8  # of a block
 
 
+@triton.jit
+def weigh(normed, q_norm_ptr, k_norm_ptr, e, inside, is_query):
+    """Half of each head, [HEADS, HALF] fp32, times the norm's weights at e [HALF]; rounded before and after."""
+    dtype = q_norm_ptr.dtype.element_ty
+    of_query = tl.load(q_norm_ptr + e, mask=inside, other=0.0).to(tl.float32)[None, :]
+    of_key = tl.load(k_norm_ptr + e, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y = normed.to(dtype).to(tl.float32) * tl.where(is_query, of_query, of_key)
+    return y.to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["T", "S"])
 def rotary_cache_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, T, S,
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S,
     H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of a row. HALF: E / 2 padded to a power of two.
 
     qkv: [B, T, H + 2 KV_HEADS, E]; cos, sin: [B, T, E] fp32; slots: [B, T] int64; q: [B, T, H, E]
-    k, v: [B, KV_HEADS, S, E]. Writes: q; k and v at the slots.
+    k, v: [B, KV_HEADS, S, E]; q_norm, k_norm: [E] in qkv's dtype, or None: no norms. Writes: q; k and v at the slots.
     """
     after_others(OVERLAPS)
     row = tl.program_id(0)
@@ -35,6 +46,12 @@ def rotary_cache_kernel(
     left = tl.load(at, mask=live, other=0.0).to(tl.float32)
     right = tl.load(at + E // 2, mask=live, other=0.0).to(tl.float32)
     turned = (head < H + KV_HEADS)[:, None]
+    if q_norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / E + eps)[:, None]
+        is_query = (head < H)[:, None]
+        first = weigh(left * scale, q_norm_ptr, k_norm_ptr, e, e < E // 2, is_query)
+        second = weigh(right * scale, q_norm_ptr, k_norm_ptr, e + E // 2, e < E // 2, is_query)
+        left, right = tl.where(turned, first, left), tl.where(turned, second, right)
     cos = tl.load(cos_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
     first = tl.where(turned, left * cos - right * sin, left).to(q_ptr.dtype.element_ty)
@@ -61,14 +78,21 @@ def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
     return {"H": heads, "KV_HEADS": kv_heads, "E": E, "HALF": triton.next_power_of_2(E // 2), "HEADS": HEADS}
 
 
-def rotary_cache(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor, device: Device) -> Tensor:
-    """`ops.attention.rotary_cache`. Allocates its result, and nothing else; never waits."""
+def rotary_cache(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: tuple, device: Device
+) -> Tensor:
+    """`ops.attention.rotary_cache`; norms: two weights and epsilon, or (None, None, 0.0).
+
+    Allocates its result, and nothing else; never waits.
+    """
     B, T, heads, E = qkv.shape
     kv_heads, S = k.shape[1], k.shape[2]
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())  # the cache's own buffers
+    assert all(w is None or (w.dtype == qkv.dtype and w.is_contiguous()) for w in norms[:2]), (qkv.dtype, norms)
     q = torch.empty(B, T, heads - 2 * kv_heads, E, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = rope
     rotary_cache_kernel[B * T, triton.cdiv(heads, HEADS)](
-        qkv.contiguous(), cos.contiguous(), sin.contiguous(), slots.contiguous(), q, k, v, T, S,
+        qkv.contiguous(), cos.contiguous(), sin.contiguous(), slots.contiguous(), q, k, v, *norms, T, S,
         **constants_of(heads - 2 * kv_heads, kv_heads, E), num_warps=4, **overlap(device),
     )  # fmt: skip
     return q
