@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,12 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
-    n_experts: int = 0  # num_local_experts; 0: a dense model
+    n_experts: int = 0  # num_local_experts or num_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
+    expert_dim: int = 0  # moe_intermediate_size; 0: ffn_dim
+    norm_topk: bool = True  # norm_topk_prob: the chosen experts' shares add up to 1
+    dense_layers: tuple[int, ...] = ()  # mlp_only_layers, decoder_sparse_step: layers without experts
+    expert_names: str = "mixtral"  # (ours) what files call the experts' weights: a key of hf/weights.py's EXPERTS
     tie_embeddings: bool = False  # tie_word_embeddings
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
@@ -64,6 +68,10 @@ class ModelConfig:
     def rope_factor(self) -> float:
         """What RoPE's cosines and sines are multiplied by."""
         return (self.rope_scaling or {}).get("attention_factor", 1.0)
+
+    def at(self, layer: int) -> ModelConfig:
+        """What one layer is made by: without experts, where it is dense."""
+        return replace(self, n_experts=0) if layer in self.dense_layers else self
 
 
 # ---------------------------------------------------------------------------------------------- cache
@@ -249,7 +257,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.chosen = config.experts_per_token
+        self.chosen, self.norm_topk = config.experts_per_token, config.norm_topk
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
@@ -258,10 +266,11 @@ class Router(nn.Module):
         return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns: the best experts in order, [..., J] int64; their shares, softmax over these alone, [..., J] fp32."""
+        """Returns: the best experts in order, [..., J] int64; their shares by softmax, [..., J] fp32."""
         # stable: of equal experts the first, on every device
         score, expert = self.logits(x).sort(dim=-1, descending=True, stable=True)
-        return expert[..., : self.chosen], score[..., : self.chosen].softmax(-1)
+        sharing = score[..., : self.chosen] if self.norm_topk else score
+        return expert[..., : self.chosen], sharing.softmax(-1)[..., : self.chosen]
 
 
 class ExpertLinear(nn.Module):
@@ -284,9 +293,9 @@ class MoEFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.router = Router(config)
-        self.w13 = ExpertLinear(config.n_experts, config.dim, 2 * config.ffn_dim)  # gate above up
-        self.w2 = ExpertLinear(config.n_experts, config.ffn_dim, config.dim)
+        self.router, width = Router(config), config.expert_dim or config.ffn_dim
+        self.w13 = ExpertLinear(config.n_experts, config.dim, 2 * width)  # gate above up
+        self.w2 = ExpertLinear(config.n_experts, width, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
@@ -344,7 +353,7 @@ class Layers(nn.ModuleList):
     ) -> Tensor:
         """Run the blocks over T rows, and the norm behind them.
 
-        run: calls a block; all of them have the same shapes, so a compiled call compiles once
+        run: calls a block; those of a kind have the same shapes, so a compiled call compiles once for each kind
         taps: ascending layers whose inputs, the residual stream, are wanted too; len(self): the last one's output
         h: what the first attention reads, where it is not the norm of x
         Returns: [B, T, F], or with taps [B, T, (1 + taps) F]. Writes: the cache at `window.slots`.
@@ -370,7 +379,7 @@ class Transformer(nn.Module):
         self.config = config
         # zeros until loaded or initialized: normal_ on the meta device would import all of torch.compile (1 s, 70 MB)
         self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.dim), freeze=False)
-        self.layers = Layers(Block(config) for _ in range(config.n_layers))
+        self.layers = Layers(Block(config.at(i)) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:

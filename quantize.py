@@ -325,7 +325,7 @@ class QuantizeConfig:
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
     """Whether a stored tensor is the weight of a linear layer. Routers are not quantized."""
-    others = ("embed_tokens.weight", "block_sparse_moe.gate.weight")
+    others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
     return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
 
 

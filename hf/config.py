@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
     "Qwen3ForCausalLM": (None, None),
+    "Qwen3MoeForCausalLM": (None, None),
     "MixtralForCausalLM": (False, False),
 }
 ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
@@ -45,7 +46,10 @@ ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
 }
 
 
-WIDTH, POSITIONS = whole(1, 2**20), whole(1, 2**31 - 1)
+WIDTH, POSITIONS, EXPERTS = whole(1, 2**20), whole(1, 2**31 - 1), whole(1, 2**12)
+LAYERS = rules.Rule(
+    "a list of layers, whole numbers from 0 on", lambda v: type(v) is list and all(map(whole(0, 2**20).holds, v))
+)
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,21 @@ class Generation:
 class Experts:
     """The keys of a Mixtral's config.json besides."""
 
-    num_local_experts: int = key(whole(1, 2**12))
-    num_experts_per_tok: int = key(whole(1, 2**12))
+    num_local_experts: int = key(EXPERTS)
+    num_experts_per_tok: int = key(EXPERTS)
+
+
+@dataclass(frozen=True)
+class QwenExperts:
+    """The keys of a Qwen3-MoE's config.json besides."""
+
+    moe_intermediate_size: int = key(WIDTH)
+    num_experts_per_tok: int = key(EXPERTS)
+    num_experts: int | None = key(EXPERTS, None)
+    num_local_experts: int | None = key(EXPERTS, None)  # the same as transformers 5 writes it
+    norm_topk_prob: bool = key(rules.FLAG, False)
+    decoder_sparse_step: int = key(WIDTH, 1)  # every so many layers one has experts
+    mlp_only_layers: list | None = key(LAYERS, None)  # and these have none
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,6 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
         raise ValueError(f"head_dim must be even, since RoPE turns pairs; it is {head_dim}")
     qkv_bias, o_bias = ARCHITECTURES[architecture]
     theta, scaling = rope_parameters(said)
-    experts, chosen = expert_counts(raw) if architecture == "MixtralForCausalLM" else (0, 0)
     qwen = architecture.startswith("Qwen")
     window = said.sliding_window if (not qwen if said.use_sliding_window is None else said.use_sliding_window) else None
     longest = said.max_position_embeddings
@@ -188,14 +204,13 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
         qkv_bias=said.attention_bias if qkv_bias is None else qkv_bias,
         o_bias=said.attention_bias if o_bias is None else o_bias,
         mlp_bias=said.mlp_bias,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        n_experts=experts,
-        experts_per_token=chosen,
+        qk_norm=architecture.startswith("Qwen3"),
         tie_embeddings=said.tie_word_embeddings,
         bos_id=None if said.bos_token_id == -1 else said.bos_token_id,
         eos_ids=_ids(said.eos_token_id, extra_eos),
         dtype=(said.torch_dtype or said.dtype).removeprefix("torch."),
         stand_in=said.stand_in,
+        **mixture_of(raw, architecture),
     )
 
 
@@ -204,17 +219,39 @@ def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def expert_counts(raw: dict) -> tuple[int, int]:
-    """Read how many experts a layer has, and how many of them process a token.
+def mixture_of(raw: dict, architecture: str) -> dict:
+    """Read the keys of a mixture of experts, as fields of `ModelConfig`; none where no layer has experts.
 
-    hf/weights.py checks the first number against the weights. The weights do not show the second.
+    hf/weights.py checks the number of experts against the weights. The weights do not show how many process a token.
     Raises: ValueError for impossible numbers or a missing key.
     """
-    said = read_fields(raw, Experts)
-    experts, chosen = said.num_local_experts, said.num_experts_per_tok
+    if architecture == "MixtralForCausalLM":
+        said = read_fields(raw, Experts)
+        return _counts("num_local_experts", said.num_local_experts, said.num_experts_per_tok)
+    if architecture != "Qwen3MoeForCausalLM":
+        return {}
+    said, layers, name = read_fields(raw, QwenExperts), raw["num_hidden_layers"], "num_experts"
+    if said.num_experts is None:
+        name = "num_local_experts"
+    if getattr(said, name) is None:
+        raise ValueError("the key 'num_experts' is missing")
+    without = set(said.mlp_only_layers or ())
+    if max(without, default=0) >= layers:
+        raise ValueError(f"mlp_only_layers must be below num_hidden_layers ({layers}); one is {max(without)}")
+    dense = tuple(i for i in range(layers) if i in without or (i + 1) % said.decoder_sparse_step)
+    mixture = _counts(name, getattr(said, name), said.num_experts_per_tok) | {
+        "expert_dim": said.moe_intermediate_size,
+        "norm_topk": said.norm_topk_prob,
+        "dense_layers": dense,
+        "expert_names": "qwen",
+    }
+    return mixture if len(dense) < layers else {}
+
+
+def _counts(name: str, experts: int, chosen: int) -> dict:
     if chosen > experts:
-        raise ValueError(f"num_experts_per_tok must be 1 to num_local_experts ({experts}); it is {chosen}")
-    return experts, chosen
+        raise ValueError(f"num_experts_per_tok must be 1 to {name} ({experts}); it is {chosen}")
+    return {"n_experts": experts, "experts_per_token": chosen}
 
 
 def rope_parameters(said: Said) -> tuple[float, dict | None]:

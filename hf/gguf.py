@@ -56,9 +56,12 @@ LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "block_sparse_moe.gate", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
 }  # fmt: skip
-EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+# of a mixture: where its router and experts are, and the matrices of an expert
+MIXTRAL = ("block_sparse_moe.", {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"})
+QWEN_MOE = ("mlp.", {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"})
+QWEN = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # they end an answer whatever their type and the metadata; so in llama.cpp
 
 
@@ -230,9 +233,9 @@ class GgufFile(TensorSource):
         self.path, self._gguf = path, gguf
         self._header = header = read_header(path)
         architecture = header.metadata.read("general.architecture", str)
-        if architecture not in ("llama", "qwen2", "qwen3"):
-            known = "supported are llama, qwen2, qwen3"
-            raise ValueError(f"{path}: the architecture {architecture} is not supported; {known}")
+        if architecture not in ("llama", *QWEN):
+            known = ", ".join(("llama", *QWEN))
+            raise ValueError(f"{path}: the architecture {architecture} is not supported; supported are {known}")
         if header.metadata.read("split.count", int, 0) > 1:
             raise ValueError(f"{path} is one of several parts; join them first: llama-gguf-split --merge")
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
@@ -266,16 +269,19 @@ class GgufFile(TensorSource):
         shape, (stem, _, leaf) = self._header.tensors[name].shape, name.rpartition(".")
         part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
         layer = f"model.layers.{part[1]}." if part else ""
-        if part and part[3] and part[2] in EXPERT:  # all experts of a layer, or in older files one
-            moe = f"{layer}block_sparse_moe.experts."
+        llama = self.config["architectures"][0] not in QWEN.values()
+        moe, matrices = MIXTRAL if llama else QWEN_MOE
+        if part and part[3] and part[2] in matrices:  # all experts of a layer, or in older files one
+            experts = f"{layer}{moe}experts."
             if part[3] == "_exps":
                 for expert in range(shape[0]):
-                    yield f"{moe}{expert}.{EXPERT[part[2]]}.{leaf}", partial(self._tensor, name, expert)
+                    yield f"{experts}{expert}.{matrices[part[2]]}.{leaf}", partial(self._tensor, name, expert)
             else:
-                yield f"{moe}{part[3][1:]}.{EXPERT[part[2]]}.{leaf}", partial(self._tensor, name)
+                yield f"{experts}{part[3][1:]}.{matrices[part[2]]}.{leaf}", partial(self._tensor, name)
+        elif part and not part[3] and part[2] == "ffn_gate_inp":
+            yield f"{layer}{moe}gate.{leaf}", partial(self._tensor, name)
         elif part and not part[3] and part[2] in LAYER:
             heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part[2])
-            llama = not self.config["architectures"][0].startswith("Qwen")
             read = partial(self._tensor, name, heads=self.config[heads] if heads and llama else 0)
             yield f"{layer}{LAYER[part[2]]}.{leaf}", read
         elif name != "rope_freqs.weight":
@@ -399,13 +405,17 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
         "head_dim": head_dim,
         "intermediate_size": size("feed_forward_length"),
         "vocab_size": shape[0],
-    } | ({"num_local_experts": experts, "num_experts_per_tok": size("expert_used_count")} if experts else {})
+    } | (_experts(size, experts) if experts else {})
+
+
+def _experts(size: Callable[..., Any], experts: int) -> dict:
+    """The keys of a mixture. A file of a Qwen3-MoE has no dense layers, and its shares add up to 1, as in llama.cpp."""
+    counts = {"num_local_experts": experts, "num_experts_per_tok": size("expert_used_count")}
+    return counts | {"moe_intermediate_size": size("expert_feed_forward_length", None), "norm_topk_prob": True}
 
 
 def _architecture(name: str, has_experts: bool) -> str:
-    if name in ("qwen2", "qwen3"):
-        return f"Qwen{name[-1]}ForCausalLM"
-    return "MixtralForCausalLM" if has_experts else "LlamaForCausalLM"
+    return QWEN.get(name, "MixtralForCausalLM" if has_experts else "LlamaForCausalLM")
 
 
 def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:

@@ -28,6 +28,11 @@ from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequenci
 from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, fit_group, saved_quantization, scale_name
 from stats import check_memory
 
+EXPERTS = {  # `ModelConfig.expert_names` -> how files call a layer's feed-forward, and gate, up and down of an expert
+    "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
+    "qwen": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
+}
+
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Our parameter's name -> the Hugging Face tensors that it is made of, in the order of its rows."""
@@ -35,14 +40,14 @@ def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     if not config.tie_embeddings:
         names["lm_head.weight"] = ("lm_head.weight",)
     for i in range(config.n_layers):
-        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config)
+        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config.at(i))
     return names
 
 
 def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """`weight_names` of one LLaMA or Mixtral layer; an EAGLE head's layers have the same names.
+    """`weight_names` of one layer; an EAGLE head's layers have the same names.
 
-    ours, theirs: what the names begin with
+    ours, theirs: what the names begin with; config: the layer's, from `ModelConfig.at`
     """
     kinds = {"weight": (True, True, True), "bias": (config.qkv_bias, config.o_bias, config.mlp_bias)}
     names = {
@@ -60,11 +65,11 @@ def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[
             names[f"{ours}ffn.w13.{kind}"] = tuple(f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up"))
             names[f"{ours}ffn.w2.{kind}"] = (f"{theirs}mlp.down_proj.{kind}",)
     if config.n_experts:
-        moe = f"{theirs}block_sparse_moe."
-        experts = [f"{moe}experts.{e}." for e in range(config.n_experts)]
-        names[f"{ours}ffn.router.weight"] = (f"{moe}gate.weight",)
-        names[f"{ours}ffn.w13.weight"] = tuple(f"{e}{w}.weight" for e in experts for w in ("w1", "w3"))
-        names[f"{ours}ffn.w2.weight"] = tuple(f"{e}w2.weight" for e in experts)
+        moe, (*gate_up, down) = EXPERTS[config.expert_names]
+        experts = [f"{theirs}{moe}experts.{e}." for e in range(config.n_experts)]
+        names[f"{ours}ffn.router.weight"] = (f"{theirs}{moe}gate.weight",)
+        names[f"{ours}ffn.w13.weight"] = tuple(f"{e}{w}.weight" for e in experts for w in gate_up)
+        names[f"{ours}ffn.w2.weight"] = tuple(f"{e}{down}.weight" for e in experts)
     return names
 
 
@@ -230,7 +235,7 @@ def load_model(
     quant: Quantization | None = None,
     source: TensorSource | None = None,
 ) -> Transformer:
-    """Load a checkpoint of the LLaMA family, Mixtral included: a Hugging Face directory, or a GGUF file.
+    """Load a checkpoint of the LLaMA family, mixtures included: a Hugging Face directory, or a GGUF file.
 
     dtype: None keeps the checkpoint's own; quant: quantize while loading; source: where to read instead of the files
     Returns: the model in eval mode. Anonymous memory peaks at 1.2 times the loaded model plus one weight, at most.
@@ -269,11 +274,13 @@ def check_layers(config: ModelConfig, files: TensorSource) -> None:
 
 def check_experts(config: ModelConfig, files: TensorSource) -> None:
     """Check the number of experts. Raises: ValueError when the routers have more or fewer than the config says."""
-    router = "model.layers.0.block_sparse_moe.gate.weight"
+    first = next(i for i in range(config.n_layers) if i not in config.dense_layers)
+    router = f"model.layers.{first}.{EXPERTS[config.expert_names][0]}gate.weight"
     held = len(files.read(router)) if router in files.readers else config.n_experts
     if config.n_experts and held != config.n_experts:
+        key = "num_experts" if files.config.get("num_experts") else "num_local_experts"
         remedy = "use another file" if is_gguf(files.path) else f"set it to {held} in config.json"
-        said = f"the config says num_local_experts {config.n_experts}, and the weights hold {held}"
+        said = f"the config says {key} {config.n_experts}, and the weights hold {held}"
         raise ValueError(f"{files.path}: {said}; {remedy}")
 
 

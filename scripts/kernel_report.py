@@ -5,8 +5,8 @@
 Each kernel is compiled ahead of time as its launcher would cut it on the target, and read back with the
 disassembler that Triton brings. `per weight`: instructions of all threads in the main loop, per weight. As a measure:
 an H100 issues about 4.9 in the time it reads an int4 weight at 3 TB/s, and 9.7 for an int8 one.
-A second table has the products with experts at the shape of Mixtral-8x7B's w2; `x` is bf16, `float` weights too, and
-the number of pairs of a token and an expert is what chooses the tile.
+A second table has the products with experts at the shapes of Mixtral-8x7B's w2 and Qwen3-30B-A3B's w13; `x` is bf16,
+`float` weights too, and the number of pairs of a token and an expert is what chooses the tile.
 A third has the other kernels of a decode cycle: tree attention for a lone token and for 60, per head width, the
 compaction of a path, the top-k, and the lists of experts' rows; its last column is the number of instructions in the
 longest loop.
@@ -131,7 +131,8 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     """A product, as its launcher would cut it on the target."""
     bits, group = bits_and_group(case.form)
     facts = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
-    cut = plan_experts(*facts) if case.experts else plan_product(*facts, "gated" if case.gated else "narrow")
+    form = "gated" if case.gated else "narrow"
+    cut = plan_experts(*facts, case.experts) if case.experts else plan_product(*facts, form)
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
@@ -296,6 +297,9 @@ def expert_cases(config: ReportConfig) -> list[Case]:
     return [
         Case(target, form, "bf16", P, 4096, 14336, 8)
         for form in EXPERT_FORMATS for target in config.targets.split(",") for P in (2, 120, 512)
+    ] + [  # Qwen3-30B-A3B's w13: a tree, and a prompt
+        Case(target, form, "bf16", P, 1536, 2048, 128)
+        for form in EXPERT_FORMATS for target in config.targets.split(",") for P in (480, 1024)
     ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ import stats
 from decode import Engine, Session, with_cycles
 from generate import make_drafter, other_rule, warm_up
 from hf.config import resolve_draft
-from model import Transformer
+from model import MoEFeedForward, Transformer
 from options import GenerateConfig
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
@@ -159,7 +159,8 @@ def pass_bytes(target: Transformer, cached: float, experts: float | None = None)
     skipped = 0 if tied else embedding.nbytes - embedding[0].nbytes
     if c.n_experts:
         read = c.experts_per_token if experts is None else experts
-        skipped += (1 - read / c.n_experts) * sum(_nbytes(x) for y in target.layers for x in (y.ffn.w13, y.ffn.w2))
+        mixtures = [layer.ffn for layer in target.layers if isinstance(layer.ffn, MoEFeedForward)]
+        skipped += (1 - read / c.n_experts) * sum(_nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2))
     weights = _nbytes(target) - skipped
     return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
 

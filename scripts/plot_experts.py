@@ -1,4 +1,4 @@
-"""How many experts of a Mixtral a draft tree touches, layer by layer, and what verifying it can gain at most.
+"""How many experts of a mixture a draft tree touches, layer by layer, and what verifying it can gain at most.
 
     python scripts/plot_experts.py --checkpoint checkpoints/demo-moe --json experts.json --out experts.png
 
@@ -35,7 +35,7 @@ from decode import Engine
 from draft_tree import MAX_NODES, build_tree
 from generate import Batch, load
 from measure import Series, block_inputs, environment, pass_bytes, shown_path, with_config
-from model import KVCache, Transformer, Window, causal_window, rope_angles
+from model import KVCache, MoEFeedForward, Transformer, Window, causal_window, rope_angles
 from options import GenerateConfig, one_line_errors, option, parse, replace_file, write_text
 
 MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the router's logits
@@ -45,7 +45,7 @@ MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the router's logits
 class ExpertsConfig:
     """Options. Units and effects are in the help texts."""
 
-    checkpoint: str = option("checkpoints/demo-moe", "Hugging Face directory of a Mixtral")
+    checkpoint: str = option("checkpoints/demo-moe", "Hugging Face directory of a Mixtral or a Qwen3-MoE")
     eagle: str = option("", "directory of its EAGLE head; default: the checkpoint's name with -eagle")
     inflate: str = option("", "look at a stand-in in this shape, as mixtral-tiny: added layers route too")
     dynamic: str = option("2,4,6,8,16,26,32,48,60", "nodes of dynamic trees, root included")
@@ -86,7 +86,7 @@ class ExpertsConfig:
 class Routes(NamedTuple):
     """Where the nodes of one tree went."""
 
-    expert: Tensor  # [L, N, J] int64
+    expert: Tensor  # [L, N, J] int64, of the layers that have experts
     margin: Tensor  # [L, N] fp32, between the last expert chosen and the next; inf where all are chosen
 
     def touched(self) -> Tensor:
@@ -100,6 +100,8 @@ def routes_of(target: Transformer, tokens: Tensor, positions: Tensor, cache: KVC
     rope = rope_angles(target.rope_freq, positions, target.config.rope_factor)
     experts, margins = [], []
     for layer, x, kv in zip(target.layers, inputs, zip(cache.k, cache.v)):
+        if not isinstance(layer.ffn, MoEFeedForward):
+            continue
         # the layer's first half once more: it writes what is in the cache already
         given = layer.ffn_norm(x + layer.attention(layer.attention_norm(x), rope, kv, window))  # [1, N, F]
         expert, _ = layer.ffn.router(given)

@@ -101,8 +101,9 @@ def test_any_width(form, K):
     check(torch.randn(120, K), quantized_experts(form, 8, 33, K), expert)
 
 
-@pytest.mark.parametrize("experts", [1, 3, 20])
+@pytest.mark.parametrize("experts", [1, 3, 20, 128])
 def test_any_number_of_experts(experts):
+    """With many of them, most have a row or none."""
     expert = torch.randint(experts, (50,))
     check(torch.randn(50, 128), quantized_experts("int4-64", experts, 64, 128), expert)
 

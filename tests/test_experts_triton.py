@@ -63,6 +63,7 @@ def test_compiled(_fresh_cache, target, form, P):
     Case("89", "float", "fp16", 512, 28672, 4096, 8),
     Case("86", "int4-32", "fp16", 512, 4096, 14336, 8),
     Case("90", "int4-32", "bf16", 512, 4096, 14336, 60),  # a number of experts that is no power of two
+    Case("90", "int4-128", "bf16", 480, 1536, 2048, 128),  # a tree, Qwen3-30B-A3B
     Case("90", "float", "fp32", 120, 4096, 14336, 8),
     Case("80", "int4-128", "fp32", 120, 4096, 14336, 8),
     Case("90", "float", "bf16", 120, 4095, 14336, 8),  # N tells the compiler nothing
@@ -178,19 +179,24 @@ def test_no_spread_makes_more_tiles(experts):
             assert most_tiles(rows, experts, tokens) == tiles, (rows, tokens)
 
 
-def test_tiles_of_mixtral():
-    """One or two tokens: the experts chosen, no more. A tree of 60: three more than there are experts."""
-    tiles = {m: most_tiles(2 * m, 8, plan_experts(2 * m, 28672, 4096, 4, 128, torch.bfloat16, TARGETS["90"]).tokens)
-             for m in (1, 2, 4, 8, 60, 256)}  # fmt: skip
-    assert tiles == {1: 2, 2: 4, 4: 8, 8: 8, 60: 11, 256: 15}
+@pytest.mark.parametrize("experts, chosen, N, K, want", [
+    (8, 2, 28672, 4096, {1: 2, 2: 4, 4: 8, 8: 8, 60: 11, 256: 15}),  # Mixtral-8x7B
+    (128, 8, 1536, 2048, {1: 8, 2: 16, 8: 64, 16: 128, 60: 150, 256: 188}),  # Qwen3-30B-A3B
+])  # fmt: skip
+def test_tiles_of_mixtures(experts, chosen, N, K, want):
+    """A few tokens: the experts chosen, no more. A tree of 60: a few more than there are experts."""
+    for tokens, tiles in want.items():
+        cut = plan_experts(chosen * tokens, N, K, 4, 128, torch.bfloat16, TARGETS["90"], experts)
+        assert most_tiles(chosen * tokens, experts, cut.tokens) == tiles
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", [(16, 0), (4, 128), (4, 64), (4, 32), (8, 0)], ids=str)
 def test_splits_do_not_depend_on_the_number_of_rows(target, form):
     for dtype in (torch.bfloat16, torch.float32):
-        for N, K in ((28672, 4096), (4096, 14336), (70, 96)):
-            cuts = [plan_experts(P, N, K, *form, dtype, TARGETS[target]) for P in (1, 2, 32, 33, 120, 129, 512)]
+        for N, K, experts in ((28672, 4096, 8), (4096, 14336, 8), (70, 96, 8), (1536, 2048, 128), (2048, 768, 128)):
+            facts = (N, K, *form, dtype, TARGETS[target], experts)
+            cuts = [plan_experts(P, *facts) for P in (1, 2, 32, 33, 120, 129, 512, 4096)]
             assert len({cut.splits for cut in cuts}) == 1 and cuts[0].splits <= -(-K * form[0] // 1024)
             assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
 

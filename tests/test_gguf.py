@@ -57,6 +57,9 @@ CASES = {
     "older mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3moe": ("Qwen3Moe", {
+        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }),
 }  # fmt: skip
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -117,7 +120,7 @@ def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
 
 def metadata_of(model) -> dict:
     c = model.config
-    name = c.model_type if c.model_type.startswith("qwen") else "llama"
+    name = c.model_type.replace("_", "") if c.model_type.startswith("qwen") else "llama"
     rope = c.rope_parameters
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     keys = {
@@ -129,8 +132,10 @@ def metadata_of(model) -> dict:
     }  # fmt: skip
     if rope["rope_type"] == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
-    if c.model_type == "mixtral":
+    if c.model_type in ("mixtral", "qwen3_moe"):
         keys |= {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
+    if c.model_type == "qwen3_moe":
+        keys["expert_feed_forward_length"] = c.moe_intermediate_size
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
     ids = {"tokenizer.ggml.bos_token_id": c.bos_token_id, "tokenizer.ggml.eos_token_id": c.eos_token_id}
@@ -551,7 +556,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 
 NAN = float("nan")
 METADATA = {
-    "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2, qwen3"),
+    "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
     "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a whole number, not \[4, 4\]"),

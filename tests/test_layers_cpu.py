@@ -40,6 +40,9 @@ CONFIG = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, f
 BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_bias=True)
 MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
 QWEN3 = replace(CONFIG, qk_norm=True, norm_eps=1e-6)
+QWEN3_MOE = replace(
+    QWEN3, n_experts=12, experts_per_token=3, expert_dim=32, norm_topk=False, dense_layers=(1,), expert_names="qwen"
+)
 BF16 = torch.bfloat16
 
 
@@ -100,7 +103,7 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-@pytest.mark.parametrize("config", [CONFIG, BIASED, MIXTURE], ids=["grouped", "biased", "mixture"])
+@pytest.mark.parametrize("config", [CONFIG, BIASED, MIXTURE, QWEN3_MOE], ids=["grouped", "biased", "mixture", "mixed"])
 def test_as_the_modules(config, quant, batch):
     target = model(config, quant)
     want, want_cache = two_passes(target, batch)
@@ -116,7 +119,7 @@ def test_as_the_modules(config, quant, batch):
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-@pytest.mark.parametrize("config", [CONFIG, QWEN3, MIXTURE], ids=["dense", "qwen3", "mixture"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN3, MIXTURE, QWEN3_MOE], ids=["dense", "qwen3", "mixture", "mixed"])
 def test_a_row_alone_has_the_same_bits(config, quant):
     target = model(config, quant)
     fuse(target.layers)
@@ -179,7 +182,7 @@ def test_a_first_layer_without_a_norm():
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE, QWEN3_MOE], ids=["dense", "mixture", "mixed"])
 def test_taps_in_one_call_are_those_of_the_loop(config, quant):
     """Bit for bit, and a tap is the output of a model that ends there."""
     target, window = model(config, quant), causal_window(torch.tensor([0, 0]), 7)
@@ -292,7 +295,7 @@ def test_wrong_operands():
         with pytest.raises(RuntimeError, match="taps must ascend, from 0 to 3"):
             target.layers(x, rope, target.norm, empty_cache(CONFIG, 1), window, taps=taps)
     with pytest.raises(RuntimeError, match="13 tensors"):
-        torch.ops.gpt_eagle.prepare_layers([x] * 13, 4, 96, 0, 1e-5)
+        torch.ops.gpt_eagle.prepare_layers([x] * 13, 4, [96], 0, True, 1e-5)
 
 
 # ------------------------------------------------------------------------------------------ compaction

@@ -33,6 +33,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
     "beta_fast": 4.0,
 }  # fmt: skip
+QWEN3_MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
     "gqa": ("Llama", {}),
@@ -49,6 +50,11 @@ CASES = {
     "yarn qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"truncate": False}}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "one of many": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1}),
+    "qwen3 moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "shares of all": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "every second": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "first dense": ("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [0]}),
+    "all dense": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 4}),
 }
 CHUNKS = {"one": [TOKENS], "several": [1, 7, 2, 14], "single": [1] * TOKENS}
 
@@ -176,6 +182,8 @@ def old_form(raw):
     kind = rope.pop("rope_type")
     raw["rope_scaling"] = None if kind == "default" else {**rope, "rope_type": kind}
     raw["torch_dtype"] = raw.pop("dtype")
+    if raw["model_type"] == "qwen3_moe":
+        raw["num_experts"] = raw.pop("num_local_experts")
     return raw
 
 

@@ -78,7 +78,7 @@ OPERATORS: dict[str, Callable | None] = {
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
     "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)":
         lambda x, after: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
-    "prepare_layers(Tensor?[] weights, int heads, int inner, int chosen, float eps) -> Tensor": None,
+    "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) -> Tensor": None,
     "layers(Tensor x, Tensor prepared, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, "
     "Tensor start, Tensor mask, int[] taps, Tensor? h) -> (Tensor, Tensor)":
         lambda x, *operands: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(operands[-2]) * x.shape[-1])),

@@ -44,16 +44,18 @@ struct Layer {
   std::optional<at::Tensor> q_norm, k_norm;  // of every query and key, where the model has them
   std::optional<at::Tensor> router;          // of a mixture of experts, whose w13 and w2 are stacks
   Matrix wqkv, wo, w13, w2;
+  int64_t inner;  // values between w13 and w2
 };
 struct Prepared {
   const Prepared* self;  // what the tensor that owns it holds for everybody else
   std::vector<Layer> layers;
-  int64_t heads, inner, chosen;  // inner: values between the two products of a feed-forward; chosen: experts of a row
+  int64_t heads, chosen;  // chosen: experts of a row
+  bool norm;              // the shares of a row's experts add up to 1; else all experts' do
   double eps;
 };
 
 constexpr int64_t PER_LAYER = 17;  // tensors, in this order
-Layer layer_of(const Weights& weights, int64_t i) {
+Layer layer_of(const Weights& weights, int64_t i, int64_t inner) {
   const auto next = [&] { return weights.get(i++); };
   const auto matrix = [&] {
     const auto weight = next(), scale = next(), bias = next();
@@ -62,17 +64,19 @@ Layer layer_of(const Weights& weights, int64_t i) {
   Layer layer;
   layer.attention_norm = next(), layer.wqkv = matrix(), layer.q_norm = next(), layer.k_norm = next();
   layer.wo = matrix();
-  layer.ffn_norm = *next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix();
+  layer.ffn_norm = *next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix(), layer.inner = inner;
   return layer;
 }
 
 // The operator `prepare_layers`: a tensor that owns a `Prepared`.
-at::Tensor prepare_layers(const Weights& weights, int64_t heads, int64_t inner, int64_t chosen, double eps) {
-  const int64_t count = int64_t(weights.size());
-  TORCH_CHECK(count && count % PER_LAYER == 0, count, " tensors are no layers of ", PER_LAYER);
-  Prepared* prepared = new Prepared{nullptr, {}, heads, inner, chosen, eps};
+at::Tensor prepare_layers(const Weights& weights, int64_t heads, at::IntArrayRef inner, int64_t chosen, bool norm,
+                          double eps) {
+  const int64_t count = int64_t(inner.size());
+  TORCH_CHECK(count && count * PER_LAYER == int64_t(weights.size()), weights.size(), " tensors are not ", count,
+              " layers of ", PER_LAYER);
+  Prepared* prepared = new Prepared{nullptr, {}, heads, chosen, norm, eps};
   prepared->self = prepared;
-  for (int64_t i = 0; i < count; i += PER_LAYER) prepared->layers.push_back(layer_of(weights, i));
+  for (int64_t i = 0; i < count; i++) prepared->layers.push_back(layer_of(weights, i * PER_LAYER, inner[i]));
   return at::from_blob(prepared, {1}, [prepared](void*) { delete prepared; }, at::TensorOptions().dtype(at::kLong));
 }
 
@@ -166,7 +170,7 @@ at::Tensor gate(const at::Tensor& both) {
 // ----------------------------------------------------------------------------------------------- feed-forward
 
 struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next row's first ...
-  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own; [P, F], what they get
+  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own or all; [P, F], what they get
 };
 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
@@ -176,7 +180,7 @@ at::Tensor score(const at::Tensor& x, const at::Tensor& router) {
 }
 
 // The best experts of every row of x [..., F]; of equal ones the first.
-Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen) {
+Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool norm) {
   const at::Tensor scores = score(x, router);  // [..., E]
   RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
   const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
@@ -190,12 +194,18 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen) {
   each_row(rows, chosen * width, [&](int64_t r) {
     const float* of = all + r * experts;
     int64_t* best = expert + r * chosen;
+    for (int64_t e = 0; e < experts; e++) {
+      int64_t j = std::min(e, chosen);  // experts in the list; the last of a full one drops out
+      while (j > 0 && of[e] > of[best[j - 1]]) j--;
+      if (j == chosen) continue;
+      std::copy_backward(best + j, best + std::min(e, chosen - 1), best + std::min(e + 1, chosen));
+      best[j] = e;
+    }
     float total = 0;
+    for (int64_t e = 0; e < experts && !norm; e++) total += std::exp(of[e] - of[best[0]]);
     for (int64_t j = 0; j < chosen; j++) {
-      best[j] = -1;
-      for (int64_t e = 0; e < experts; e++)
-        if (std::find(best, best + j, e) == best + j && (best[j] < 0 || of[e] > of[best[j]])) best[j] = e;
-      total += share[r * chosen + j] = std::exp(of[best[j]] - of[best[0]]);
+      const float part = share[r * chosen + j] = std::exp(of[best[j]] - of[best[0]]);
+      total += norm ? part : 0;
       std::copy_n(data(x) + r * width, width, copy + (r * chosen + j) * width);
     }
     for (int64_t j = 0; j < chosen; j++) share[r * chosen + j] /= total;
@@ -224,9 +234,9 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
 // x [..., F] -> the same, without norm and residual
 at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const at::Tensor& x) {
   const int64_t width = x.size(-1);
-  if (!layer.router) return multiply(gate(multiply(x, layer.w13, 2 * prepared.inner)), layer.w2, width);
-  const Routes to = route(x, *layer.router, prepared.chosen);
-  const at::Tensor both = multiply(to.rows, layer.w13, 2 * prepared.inner, to.expert);
+  if (!layer.router) return multiply(gate(multiply(x, layer.w13, 2 * layer.inner)), layer.w2, width);
+  const Routes to = route(x, *layer.router, prepared.chosen, prepared.norm);
+  const at::Tensor both = multiply(to.rows, layer.w13, 2 * layer.inner, to.expert);
   return merge(multiply(gate(both), layer.w2, width, to.expert), to, x);
 }
 

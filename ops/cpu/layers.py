@@ -1,7 +1,7 @@
 """All layers of a transformer in one C++ call on a CPU (layers.cpp).
 
-It computes what the loop over model.py's blocks computes, mixtures of experts included, in bfloat16 with float, int8
-or int4 weights, and rounds where they round. Hundreds of small operators become one.
+It computes what the loop over model.py's blocks computes, in bfloat16 with float, int8 or int4 weights, and rounds
+where they round. Any of the layers may be mixtures of experts. Hundreds of small operators become one.
 Not served, and left to the loop: other dtypes, gradients, other devices, machines without a C++ compiler.
 """
 
@@ -24,12 +24,11 @@ class FusedLayers:
 
     def __init__(self, layers: Sequence[nn.Module]):
         """layers: model.py's blocks, for which `fits` holds"""
-        first = layers[0]
-        weights = [tensor for layer in layers for tensor in _weights_of(layer)]
-        router = getattr(first.ffn, "router", None)
-        self.prepared = torch.ops.gpt_eagle.prepare_layers(
-            weights, first.attention.heads, first.ffn.w2.in_features, router.chosen if router else 0, first.ffn_norm.eps
-        )
+        first, weights = layers[0], [tensor for layer in layers for tensor in _weights_of(layer)]
+        inner, heads = [layer.ffn.w2.in_features for layer in layers], first.attention.heads
+        router = next((layer.ffn.router for layer in layers if hasattr(layer.ffn, "router")), None)
+        shares = (router.chosen, router.norm_topk) if router else (0, True)
+        self.prepared = torch.ops.gpt_eagle.prepare_layers(weights, heads, inner, *shares, first.ffn_norm.eps)
 
     @staticmethod
     def fits(layers: Sequence[nn.Module]) -> bool:

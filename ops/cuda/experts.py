@@ -29,21 +29,25 @@ LISTED = 64  # places that a block of threads lists
 
 
 @cache
-def plan_experts(P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> ProductPlan:
+def plan_experts(
+    P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, experts: int
+) -> ProductPlan:
     """Choose tiles, splits and stages for P rows.
 
-    The host cannot look at the routing, so the tile's height follows from the number of rows. `splits` and the order of
-    every sum are the same for all P: a row's result does not depend on which rows share its expert, on their number, or
-    on its place among them. As in products.py, this assumes something of the hardware that test_gpu.py tests.
+    The host cannot look at the routing, so the tile's height follows from the rows that an expert has on average.
+    `splits` and the order of every sum are the same for all P: a row's result does not depend on which rows share its
+    expert, on their number, or on its place among them. As in products.py, this assumes something of the hardware that
+    test_gpu.py tests.
 
-    Trade-off: splits are right for a single token with two experts. A prompt reads an expert's weight once per 64 of
-    its rows, mostly from the cache, and unpacks it as often; beyond about 256 tokens with 8 experts a product over
-    unpacked weights would be faster.
+    Trade-off: splits are right for a single token with two experts of 8, or 8 of 128. A prompt reads an expert's weight
+    once per 64 of its rows, mostly from the cache, and unpacks it as often; beyond about 256 tokens with 8 experts a
+    product over unpacked weights would be faster.
 
-    bits: 16 for float weights. A token's experts differ, so with two of them an expert has at most P / 2 rows.
+    bits: 16 for float weights
     """
-    splits = choose_splits(2 * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
-    return fit(16 if P <= 32 else 32 if P <= 128 else 64, splits, bits, group, dtype, device)
+    splits = choose_splits(max(2, experts // 16) * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    each = triton.cdiv(P, experts)
+    return fit(16 if each <= 4 else 32 if each <= 16 else 64, splits, bits, group, dtype, device)
 
 
 def most_tiles(P: int, experts: int, tokens: int) -> int:
@@ -177,7 +181,6 @@ def run_experts(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, 
 
 def experts_product(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device) -> Tensor:
     """`ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16` with lists."""
-    bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
-    return run_experts(
-        x, weight, scale, lists, plan_experts(len(x), weight.shape[-2], x.shape[1], bits, group, x.dtype, device)
-    )
+    (P, K), (bits, group) = x.shape, bits_and_group(scale[0]) if scale is not None else (16, 0)
+    cut = plan_experts(P, weight.shape[-2], K, bits, group, x.dtype, device, experts=len(weight))
+    return run_experts(x, weight, scale, lists, cut)
