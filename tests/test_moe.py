@@ -31,11 +31,13 @@ from checkpoint import WeightFiles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
+from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.weights import load_model
 from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer
 from ops.cpu import build
+from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, experts_linear_reference
 from ops.quantized import w4a8_reference, w8a8_reference
 from quantize import FORMATS, QuantExperts, Quantization, quantize_directory
@@ -281,6 +283,35 @@ def mixtral(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A random Qwen3-MoE as Hugging Face saves it: many small experts, and a dense layer between.
+
+    With few tokens, a draft that is no better than chance is right now and then.
+    """
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=24, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4,
+        norm_topk_prob=True, mlp_only_layers=[1], max_position_embeddings=128,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config)
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.15)
+    directory = tmp_path_factory.mktemp("qwen")
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def mixture(request):
+    """The directory of a parameter's name."""
+    return request.getfixturevalue(request.param)
+
+
+MIXTURES = pytest.mark.parametrize("mixture", ["mixtral", "qwen"], indirect=True)
+
+
 def changed(mixtral, out, config=None, leave_out=None, **tensors):
     """A copy in one file, with a changed config, without a tensor, or with other tensors."""
     files = WeightFiles(mixtral)
@@ -310,26 +341,30 @@ def test_stacks_hold_gate_above_up(mixtral):
         assert torch.equal(layer.w2.weight[e], down)
 
 
+@MIXTURES
 @pytest.mark.parametrize("format", FORMATS)
-def test_quantized_on_load_and_on_disk_are_the_same(mixtral, tmp_path, format):
+def test_quantized_on_load_and_on_disk_are_the_same(mixture, tmp_path, format):
     quant = Quantization(format, 32)
-    quantize_directory(mixtral, tmp_path / "saved", quant)
-    on_load, saved, plain = load_model(mixtral, quant=quant), load_model(tmp_path / "saved"), load_model(mixtral)
-    for ours, theirs, full in zip(on_load.layers, saved.layers, plain.layers):
-        assert torch.equal(ours.ffn.router.weight, full.ffn.router.weight)  # a router stays what it is
+    quantize_directory(mixture, tmp_path / "saved", quant)
+    on_load, saved, plain = load_model(mixture, quant=quant), load_model(tmp_path / "saved"), load_model(mixture)
+    for i, (ours, theirs, full) in enumerate(zip(on_load.layers, saved.layers, plain.layers)):
+        dense = i in plain.config.dense_layers
+        assert dense or torch.equal(ours.ffn.router.weight, full.ffn.router.weight)  # a router stays what it is
         for name in ("w13", "w2"):
             a, b = getattr(ours.ffn, name), getattr(theirs.ffn, name)
-            assert isinstance(a, QuantExperts) and torch.equal(a.packed, b.packed) and torch.equal(a.scale, b.scale)
+            assert isinstance(a, FORMATS[format] if dense else QuantExperts)
+            assert torch.equal(a.packed, b.packed) and torch.equal(a.scale, b.scale)
             error = (a.dequantize() - getattr(full.ffn, name).weight).std() / 0.15
             assert 1e-3 < error < {"int8": 0.02, "int4": 0.1}[format]
 
 
+@MIXTURES
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_quantized_model_is_its_rounded_weights(mixtral, format):
-    """Logits of a quantized Mixtral are those of the float model with rounded weights, but for the activations."""
-    tokens = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(6))
+def test_a_quantized_model_is_its_rounded_weights(mixture, format):
+    """Logits of a quantized mixture are those of the float model with rounded weights, but for the activations."""
+    tokens = torch.randint(0, 24, (2, 20), generator=torch.Generator().manual_seed(6))
     positions = torch.arange(20).expand(2, -1)
-    model, rounded = load_model(mixtral, quant=Quantization(format, 32)), load_model(mixtral)
+    model, rounded = load_model(mixture, quant=Quantization(format, 32)), load_model(mixture)
     plain = copy.deepcopy(rounded)
     for name, module in model.named_modules():
         if isinstance(module, (*FORMATS.values(), QuantExperts)):
@@ -422,6 +457,25 @@ def commands(directory, out):
 ])  # fmt: skip
 def test_a_wrong_config_is_one_line_and_status_2(mixtral, tmp_path, capsys, change, words):
     out = changed(mixtral, tmp_path / "bad", change)
+    assert words in told(capsys, main, "--checkpoint", out, "--prompt_ids", "1,2")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"num_local_experts": 8}, "the config says num_local_experts 8, and the weights hold 16; set it to 16 in config.json"),
+    ({"num_experts": 32}, "the config says num_experts 32, and the weights hold 16; set it to 16 in config.json"),
+    ({"num_local_experts": None}, "config.json: the key 'num_experts' is missing; correct it"),
+    ({"num_experts_per_tok": 17}, "num_experts_per_tok must be 1 to num_local_experts (16); it is 17; correct it"),
+    ({"moe_intermediate_size": None}, "the key 'moe_intermediate_size' is missing"),
+    ({"moe_intermediate_size": 48}, "experts.0.gate_proj.weight"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number from 1 to 1048576; it is 0; correct it"),
+    ({"decoder_sparse_step": 2}, "6 missing weight(s): model.layers.0.mlp.down_proj.weight"),
+    ({"mlp_only_layers": [3]}, "mlp_only_layers must be below num_hidden_layers (3); one is 3; correct it"),
+    ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of layers, whole numbers from 0 on; it is [-1]"),
+    ({"mlp_only_layers": [2]}, "missing weight(s): model.layers.1.mlp.experts.0"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false; it is 1"),
+])  # fmt: skip
+def test_a_wrong_config_of_a_qwen_is_one_line_and_status_2(qwen, tmp_path, capsys, change, words):
+    out = changed(qwen, tmp_path / "bad", change)
     assert words in told(capsys, main, "--checkpoint", out, "--prompt_ids", "1,2")
 
 
@@ -544,6 +598,34 @@ def test_bf16_experts_decode_exactly(temperature):
         drafted = decode(
             engine_for(target, EagleDrafter(head, target, tree, Sampling(temperature)), **options), *prompts
         )
+        assert drafted.history == plain.history
+        assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 0.15
+
+
+@OPERATORS
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(
+    "format, how", [*itertools.product((None, *FORMATS), ("modules", "one call")), ("int4", "compiled")]
+)
+def test_many_small_experts_decode_exactly(qwen, format, how):
+    """No margin in bf16, in dense layers and in mixtures, by the modules and by the C++ call over all layers."""
+    target = load_model(qwen, torch.bfloat16, quant=Quantization(format, 32) if format else None)
+    head = train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, []).bfloat16().requires_grad_(False)
+    prompts = [[(5 * i + 7 * j) % 24 for j in range(5 + i)] for i in range(2)]
+
+    def decoded(drafter, compile=False):
+        options = {"max_new_tokens": 60, "ignore_eos": True, "batch_size": 2, "compile": compile}
+        engine = engine_for(target, drafter, **options)
+        if how == "one call":
+            target.layers.fused = FusedLayers(target.layers)
+        assert (target.layers.fused is not None) == (compile or how == "one call")
+        return decode(engine, *prompts)
+
+    plain = decoded(RootOnly())
+    drafters = [EagleDrafter(head, target, DynamicTree(depth=2, topk=4, size=10), Sampling())]
+    drafters += [NgramDrafter(Ngram(tokens=4, branches=1))] if how != "compiled" else []
+    for drafter in drafters:
+        drafted = decoded(drafter, how == "compiled")
         assert drafted.history == plain.history
         assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 0.15
 

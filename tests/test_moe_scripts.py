@@ -22,7 +22,7 @@ from eagle_draft import EagleDrafter
 from helpers import engine_for, golden_head, golden_target, record
 from hf.weights import load_model
 from measure import Series, pass_bytes
-from model import Router, Transformer
+from model import ModelConfig, Router, Transformer
 from options import DEMO
 from plot_experts import Routes, independent, replay
 from sampling import Sampling
@@ -90,6 +90,16 @@ def test_a_pass_reads_the_experts_that_are_touched(pair):
     assert pass_bytes(target, 0, 5.0) - pass_bytes(target, 0, 4.0) == experts / 8
     everything = sum(x.nbytes for x in (*target.parameters(), *target.buffers()))
     assert pass_bytes(target, 0, 8.0) == everything - 4095 * 64 * 2
+
+
+def test_dense_layers_route_nothing():
+    config = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=8, experts_per_token=2, expert_dim=32, dense_layers=(1,))
+    target = Transformer(config).requires_grad_(False)
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    (routes,) = replay(target, [5, 17, 3, 40], [{"pos": 3, "root": 40, "draft_tokens": [9], "parents": [0]}])
+    assert routes.expert.shape == (2, 2, 2) and routes.margin.shape == (2, 2)
+    assert pass_bytes(target, 0, 8.0) - pass_bytes(target, 0, 7.0) == 2 * 3 * 32 * 64 * 4
 
 
 def plot(monkeypatch, *argv: str) -> None:
