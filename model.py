@@ -266,8 +266,7 @@ class Router(nn.Module):
         return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns: the best experts in order, [..., J] int64; their shares by softmax, [..., J] fp32."""
-        # stable: of equal experts the first, on every device
+        """Returns: the best experts in order, of equal ones the first, [..., J] int64; their shares, [..., J] fp32."""
         score, expert = self.logits(x).sort(dim=-1, descending=True, stable=True)
         sharing = score[..., : self.chosen] if self.norm_topk else score
         return expert[..., : self.chosen], sharing.softmax(-1)[..., : self.chosen]

@@ -26,6 +26,7 @@ from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
+from model import ModelConfig, Transformer
 from runtime import HostCopy, Replay, leaves, store
 from sampling import Sampling
 
@@ -212,6 +213,18 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
 
 def test_host_copies_are_lists():
     assert HostCopy(torch.arange(3), torch.ones(1, 2)).read() == [[0, 1, 2], [[1.0, 1.0]]]
+
+
+@pytest.mark.usefixtures("traced")
+def test_dense_layers_and_mixtures_are_compiled_apart():
+    """Compiled steps check no modules: one kind of block must not run what was compiled for the other."""
+    mixed = ModelConfig(64, 2, 4, 2, 16, 96, 97, n_experts=8, experts_per_token=2, expert_dim=32, dense_layers=(1,))
+    target, generator = Transformer(mixed).requires_grad_(False), torch.Generator().manual_seed(0)
+    for parameter in target.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+    engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
+    compiled = replace(engine, cycles=(Cycle(engine, engine.drafter).compiled_by_layer(),), captured=True, pool=[])
+    assert decode(compiled, PROMPT).history == decode(engine, PROMPT).history
 
 
 @pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
