@@ -16,76 +16,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, WeightFiles, check_out, read_json, write_checkpoint
+from checkpoint import (
+    FORMAT_NAMES,
+    METHOD,
+    Quantization,
+    TensorSource,
+    WeightFiles,
+    check_out,
+    fit_group,
+    read_json,
+    saved_quantization,
+    scale_name,
+    write_checkpoint,
+)
 from ops.quantized import PRODUCTS
 from ops.rows import add, swiglu
-from options import GROUP_SIZES, one_line_errors, option, parse, pick_device
+from options import one_line_errors, option, parse, pick_device
 
-METHOD = "gpt-eagle"  # `quant_method` in config.json
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}  # weights to round; a CPU's cache holds so many, a GPU wants few launches
 SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried for code -8, in units of the largest magnitude
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """What `--quant` asks for, or what a checkpoint's config.json says."""
-
-    format: str  # a key of FORMATS
-    group_size: int = 0  # int4: inputs that share a scale; 0: what `fit_group` chooses
-    saved: bool = False  # the files hold codes already
-
-    @staticmethod
-    def of(format: str, group_size: int) -> Quantization | None:
-        """The value of `--quant` or `--quant_draft`; `none` gives None."""
-        return None if format == "none" else Quantization(format, group_size)
-
-    def check(self, where: str) -> Quantization:
-        """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
-        if self.format not in FORMATS:
-            raise ValueError(f"{where}: the format must be one of {', '.join(FORMATS)}; it is {self.format}")
-        if type(self.group_size) is not int or self.group_size not in (0, *GROUP_SIZES):
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
-        return self
-
-
-def saved_quantization(raw: dict) -> Quantization | None:
-    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours."""
-    said = raw.get("quantization_config")
-    if said is None:
-        return None
-    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
-        method = said.get("quant_method") if isinstance(said, dict) else said
-        raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
-    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check("quantization_config")
-
-
-def scale_name(weight: str) -> str:
-    """The name of a stored weight's scales."""
-    return weight + "_scale"
-
-
-def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
-    """Choose the largest group size that divides the inputs of every weight, if none was asked for.
-
-    inputs: weight -> its number of inputs. Raises: ValueError when one does not fit the format.
-    """
-    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
-    group = quant.group_size or [GROUP_SIZES[0], *fits][-1]
-    for weight, n in inputs.items():
-        if quant.format == "int4" and n % group:
-            remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
-            raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
-        if n % 4:
-            raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")
-    return replace(quant, group_size=group)
 
 
 # ------------------------------------------------------------------------------------------------ formats
@@ -316,7 +272,7 @@ class QuantizeConfig:
     """Options. Units and effects are in the help texts."""
 
     checkpoint: str = option("", "Hugging Face directory of a target model or an EAGLE head")
-    quant: str = option("int4", "format", ("int8", "int4"))
+    quant: str = option("int4", "format", FORMAT_NAMES)
     group_size: int = option(0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all")
     out: str = option("", "directory to write")
     device: str = option("cpu", "where to compute: cpu or cuda")

@@ -21,10 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
-import options
 import quant_quality
 import quantize
-from checkpoint import WeightFiles, read_json
+from checkpoint import Quantization, WeightFiles, fit_group, read_json, saved_quantization, scale_name
 from eagle_draft import load_head
 from generate import generate, load, main
 from helpers import GOLDEN
@@ -32,20 +31,11 @@ from hf.heads import draft_lm_head
 from hf.weights import load_model
 from ops.cpu import build
 from options import DEMO
-from quantize import (
-    FORMATS,
-    Int4Linear,
-    Int8Linear,
-    Quantization,
-    fit_group,
-    quantize_directory,
-    saved_quantization,
-    scale_name,
-)
+from quantize import FORMATS, Int4Linear, Int8Linear, quantize_directory
 
 ROOT = Path(quantize.__file__).parent
 TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97
-QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in options.GROUP_SIZES)]
+QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden pair
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 
@@ -93,8 +83,13 @@ WEIGHTS = {
 }
 
 
+def test_every_format_is_named():
+    """checkpoint.py and options.py lie below the formats."""
+    assert tuple(FORMATS) == checkpoint.FORMAT_NAMES
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("group", options.GROUP_SIZES)
+@pytest.mark.parametrize("group", checkpoint.GROUP_SIZES)
 def test_int4_search_is_never_worse_than_plain_rounding(kind, group):
     """Refitting makes the scale the best of its codes, so that rounding it to bf16 (by at most 2^-8 of itself) adds
     at most 2^-16 of the group's sum of squares; 1e-6 is for fp32."""
