@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from checkpoint import (
     FORMAT_NAMES,
+    GROUP_SIZES,
     METHOD,
     Quantization,
     TensorSource,
@@ -36,7 +37,7 @@ from checkpoint import (
     scale_name,
     write_checkpoint,
 )
-from ops.quantized import PRODUCTS
+from ops.quantized import PRODUCTS, join_zeros, split_zeros
 from ops.rows import add, swiglu
 from options import one_line_errors, option, parse, pick_device
 
@@ -173,10 +174,29 @@ class Int8Linear(QuantLinear):
 class Int4Linear(QuantLinear):
     """Codes -8 .. 7, and a bf16 scale per output and group of inputs. In a file, a byte's low half is the even column.
 
-    A scale may be negative, so that the larger extreme can be code -8, as in llama.cpp's Q4_0.
+    A scale may be negative, so that the larger extreme can be code -8, as in llama.cpp's Q4_0. We make no zero points;
+    others' files have them, and fp16 scales.
     """
 
     format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
+
+    def __init__(
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False, zero: Tensor | None = None
+    ):
+        """Make a layer of the weight (codes - zero) * scale, in fp32: nothing is rounded.
+
+        codes: [N, K] int8 in -8 .. 7; scale: [N, K/G] bfloat16 or float16, or int32 from `join_zeros`
+        zero: [N, K/G] int8 in -8 .. 8, or None; G: any multiple of 32, as K where there is a scale per output
+        Raises: ValueError for other groups.
+        """
+        group, rest = divmod(codes.shape[1], scale.shape[1])
+        sizes = [size for size in GROUP_SIZES if group % size == 0 and not rest]
+        if not sizes:
+            rule = f"int4 groups must be of a multiple of {GROUP_SIZES[0]} inputs"
+            raise ValueError(f"{rule}; {scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8")
+        if zero is not None or scale.dtype == torch.float16:
+            scale = join_zeros(scale, zero)
+        super().__init__(codes, scale.repeat_interleave(group // sizes[-1], 1), bias, wide)
 
     @staticmethod
     def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -186,7 +206,8 @@ class Int4Linear(QuantLinear):
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
-        return (codes.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+        groups, steps = split_zeros(codes, scale)
+        return (groups * steps).flatten(1)
 
     @staticmethod
     def to_file(codes: Tensor) -> Tensor:
@@ -210,11 +231,12 @@ class Int4Linear(QuantLinear):
 class QuantExperts(nn.Module):
     """A linear layer per expert, with stacked codes and scales in place of their weights."""
 
-    def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, Tensor]], experts: int):
-        """codes_and_scales: of one expert after the other, each computed in its turn, so that only one exists twice"""
+    def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, ...]], experts: int):
+        """codes_and_scales: of one expert after the other, each computed in its turn, so that only one exists twice;
+        with int4, zero points may follow"""
         super().__init__()
-        for e, codes_and_scale in enumerate(codes_and_scales):
-            one = kind(*codes_and_scale)
+        for e, (codes, scale, *zero) in enumerate(codes_and_scales):
+            one = kind(codes, scale, None, False, *zero)
             if e == 0:
                 self.kind, self.product = kind, one.product
                 self.out_features, self.in_features = one.out_features, one.in_features

@@ -55,7 +55,7 @@ class Case:
     def operator(self, x: Tensor, wide: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
         if self.group:
-            return operators.w4a8(x, self.packed, len(self.codes), self.group, wide)
+            return operators.w4a8(x, self.packed, len(self.codes), wide)
         return operators.w8a8(x, self.packed, self.scale, wide)
 
     def reference(self, x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def test_registration(kind, dtype):
     case = make_case(kind, 33, 64)
     for wide in (False, True):
         x = random(2, 3, 64).to(dtype)
-        args = (x, case.packed, 33, case.group, wide) if case.group else (x, case.packed, case.scale, wide)
+        args = (x, case.packed, 33, wide) if case.group else (x, case.packed, case.scale, wide)
         operator = torch.ops.gpt_eagle.w4a8 if case.group else torch.ops.gpt_eagle.w8a8
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 

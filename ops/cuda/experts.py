@@ -23,14 +23,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.layout import COLUMNS
-from ops.cuda.products import Device, ProductPlan, bits_and_group, choose_splits, fit, quantized_product, sum_kernel
+from ops.cuda.products import (
+    Device,
+    ProductPlan,
+    bits_and_group,
+    choose_splits,
+    fit,
+    has_zeros,
+    quantized_product,
+    sum_kernel,
+    words_of,
+)
 
 LISTED = 64  # places that a block of threads lists
 
 
 @cache
-def plan_experts(P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device) -> ProductPlan:
-    """Choose tiles, splits and stages for P rows.
+def plan_experts(
+    P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, zeros: bool = False
+) -> ProductPlan:
+    """Choose tiles, splits and stages for P rows. zeros: whether int4 has zero points
 
     The host cannot look at the routing, so the tile's height follows from the number of rows. `splits` and the order of
     every sum are the same for all P: a row's result does not depend on which rows share its expert, on their number, or
@@ -43,7 +55,7 @@ def plan_experts(P: int, N: int, K: int, bits: int, group: int, dtype: torch.dty
     bits: 16 for float weights. A token's experts differ, so with two of them an expert has at most P / 2 rows.
     """
     splits = choose_splits(2 * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
-    return fit(16 if P <= 32 else 32 if P <= 128 else 64, splits, bits, group, dtype, device)
+    return fit(16 if P <= 32 else 32 if P <= 128 else 64, splits, bits, group, dtype, device, zeros)
 
 
 def most_tiles(P: int, experts: int, tokens: int) -> int:
@@ -121,7 +133,6 @@ def experts_kernel(
     lists: from lists_kernel; y: [P, N], or [SPLITS, P, N] fp32. Writes: y.
     """
     BLOCK: tl.constexpr = 16 // BITS * 64
-    WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0
     expert, at, end = _tile(lists_ptr, tl.program_id(0), EXPERTS, TOKENS)
     if expert >= EXPERTS:
         return
@@ -139,7 +150,7 @@ def experts_kernel(
         total = _float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
     else:
         weight_ptr += before * blocks * 64
-        scale_ptr += before * (blocks * WORDS if GROUP > 0 else 1)
+        scale_ptr += before * (blocks * words_of(GROUP, scale_ptr.dtype.element_ty) if GROUP > 0 else 1)
         total = quantized_product(x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
     out = (split.to(tl.int64) * P + t[None, :]) * N + n[:, None]
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
@@ -178,6 +189,6 @@ def run_experts(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, 
 def experts_product(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device) -> Tensor:
     """`ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16` with lists."""
     bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
-    return run_experts(
-        x, weight, scale, lists, plan_experts(len(x), weight.shape[-2], x.shape[1], bits, group, x.dtype, device)
-    )
+    zeros = scale is not None and has_zeros(scale[0])
+    cut = plan_experts(len(x), weight.shape[-2], x.shape[1], bits, group, x.dtype, device, zeros)
+    return run_experts(x, weight, scale, lists, cut)
