@@ -60,7 +60,7 @@ def join_zeros(scale: Tensor, zero: Tensor | None) -> Tensor:
     Returns: [N, K/G] int32.
     """
     assert scale.dtype in (torch.bfloat16, torch.float16), scale.dtype
-    assert zero is None or (zero.shape == scale.shape and zero.abs().max() <= 8), zero
+    assert zero is None or (zero.shape == scale.shape and zero.int().abs().max() <= 8), zero
     return scale.float().view(torch.int32) | (8 if zero is None else zero.int() + 8)
 
 
