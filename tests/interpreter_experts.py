@@ -87,8 +87,8 @@ def test_product(form, routing):
 
 @pytest.mark.parametrize("form,tokens", [
     ("float", 16), ("float", 64), ("int4-128", 32), ("int4-128", 64), ("int8", 32),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("float", 32), ("int4-128", 16), ("int4-32-zeros", 32), ("int8", 16),
-                                                               ("int8", 64))),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("float", 32), ("int4-128", 16), ("int4-32-zeros", 32), ("int8", 16), ("int8", 64))),
 ])  # fmt: skip
 def test_tiles_and_splits(form, tokens):
     expert = torch.tensor(ROUTINGS["uneven"])
