@@ -122,7 +122,7 @@ def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
 
 
 def emulate(code: str, words: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-    """Run the few PTX instructions that unpack_asm uses. words, more: [n] int64, 32 bits each, as $1 ...; Returns: $0."""
+    """Run the few PTX instructions that unpack_asm uses. words, more: [n] int64, 32 bits each, $1 ...; Returns: $0."""
     registers = {f"${number}": operand for number, operand in enumerate((words, *more), 1)}
 
     def value(name: str) -> torch.Tensor:

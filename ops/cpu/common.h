@@ -64,7 +64,8 @@ template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
 
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
-// words_of: the same bits; low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i goes to word i of vector j.
+// words_of: the same bits; low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i
+// goes to word i of vector j.
 
 #if defined(__AVX512VNNI__)
 

@@ -4,7 +4,7 @@ From a single token to a tree of 64 the product is bound by reading the weights,
 1. Operands are swapped, y^T = W x^T: the weights are the long side of a tensor-core tile, unpacked in registers; the
    tokens, padded to 16, 32 or 64, are the short side. More than 64 tokens are more tiles.
 2. layout.py stores 4 or 2 weights per 16-bit word, one per plane, so that a plane of a tile is 64 neighbours in K and
-   two words are unpacked at once: a shift, a mask, an exact subtraction.
+   two words are unpacked at once: a shift, a mask, an exact subtraction, of the group's zero point too.
 3. Dot products of a scale group are taken over the codes, then scaled in fp32: nothing is rounded before.
 4. Narrow layers cut K into splits, so that every multiprocessor has work. Each split writes fp32 partial sums, which
    are added in a fixed order: no atomics, equal runs give equal bits.
