@@ -7,8 +7,9 @@
 3. `write_checkpoint` takes one tensor at a time and writes shards, so that at most one shard is in memory. It writes to
    a temporary directory and renames that at the end, so that a directory under the final name is always complete. The
    next run removes what a killed run left behind.
+4. `Quantization` is what config.json, or an option, says about quantized weights.
 
-Not here: what the names mean (hf/weights.py).
+Not here: what the names mean (hf/weights.py); rounding (quantize.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +35,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+METHOD = "gpt-eagle"  # `quant_method` in config.json
+FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 SHARD_BYTES = 2 * 10**9
 PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
 COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
@@ -260,6 +264,64 @@ def read_fields(raw: dict, kind: type) -> Any:
                 raise ValueError(f"{f.name} must be {rule.text}; it is {reprlib.repr(value)}")
             found[f.name] = value
     return kind(**found)
+
+
+# ------------------------------------------------------------------------------------------------ quantized
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What `--quant` asks for, or what a checkpoint's config.json says."""
+
+    format: str  # one of FORMAT_NAMES
+    group_size: int = 0  # int4: inputs that share a scale; 0: what `fit_group` chooses
+    saved: bool = False  # the files hold codes already
+
+    @staticmethod
+    def of(format: str, group_size: int) -> Quantization | None:
+        """The value of `--quant` or `--quant_draft`; `none` gives None."""
+        return None if format == "none" else Quantization(format, group_size)
+
+    def check(self, where: str) -> Quantization:
+        """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
+        if self.format not in FORMAT_NAMES:
+            raise ValueError(f"{where}: the format must be one of {', '.join(FORMAT_NAMES)}; it is {self.format}")
+        if type(self.group_size) is not int or self.group_size not in (0, *GROUP_SIZES):
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
+        return self
+
+
+def saved_quantization(raw: dict) -> Quantization | None:
+    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours."""
+    said = raw.get("quantization_config")
+    if said is None:
+        return None
+    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
+        method = said.get("quant_method") if isinstance(said, dict) else said
+        raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
+    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check("quantization_config")
+
+
+def scale_name(weight: str) -> str:
+    """The name of a stored weight's scales."""
+    return weight + "_scale"
+
+
+def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
+    """Choose the largest group size that divides the inputs of every weight, if none was asked for.
+
+    inputs: weight -> its number of inputs. Raises: ValueError when one does not fit the format.
+    """
+    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
+    group = quant.group_size or [GROUP_SIZES[0], *fits][-1]
+    for weight, n in inputs.items():
+        if quant.format == "int4" and n % group:
+            remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
+            raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
+        if n % 4:
+            raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")
+    return replace(quant, group_size=group)
 
 
 # ------------------------------------------------------------------------------------------------ tensors

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, WeightFiles, read_json
+from checkpoint import Quantization, TensorSource, WeightFiles, read_json, saved_quantization
 from draft_tree import DynamicTree, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
 from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
@@ -41,7 +41,6 @@ from model import (
     rope_frequencies,
 )  # fmt: skip
 from options import GenerateConfig
-from quantize import Quantization, saved_quantization
 from sampling import Sampling
 
 

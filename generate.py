@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 import eagle_draft
+from checkpoint import Quantization, saved_quantization
 from decode import Engine, Session, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
@@ -46,7 +47,6 @@ from options import (
     read_prompts,
     write_text,
 )  # fmt: skip
-from quantize import Quantization, saved_quantization
 from runtime import WARM_UPS, ends_at_once, say_what_compiles, why_not_compiled
 from stats import Stats, environment, peak_memory_bytes, stats_line
 

@@ -23,13 +23,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from checkpoint import one_line, parse_json, read_text
+from checkpoint import FORMAT_NAMES, GROUP_SIZES, one_line, parse_json, read_text
 from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
 from sampling import Sampling
 
 TEMPORARY = ".tmp"  # ends the name of a file while it is written
 MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits
-GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEFAULT = str(Path(__file__).parent / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
@@ -170,14 +169,14 @@ class GenerateConfig:
     num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0)
-    quant: str = option("none", "round the target's weights while loading", ("none", "int8", "int4"))
+    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
         0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides the inputs of every layer",
         needs=(INT4,),
     )  # fmt: skip
     quant_draft: str = option(
         "", "the same for the draft; default: as the target; a head of a 16-bit target on CUDA: int4",
-        ("none", "int8", "int4"), needs=(DRAFT, TREE),
+        ("none", *FORMAT_NAMES), needs=(DRAFT, TREE),
     )  # fmt: skip
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")

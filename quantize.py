@@ -16,76 +16,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, WeightFiles, check_out, read_json, write_checkpoint
-from ops.quantized import PRODUCTS
+from checkpoint import (
+    FORMAT_NAMES,
+    GROUP_SIZES,
+    METHOD,
+    Quantization,
+    TensorSource,
+    WeightFiles,
+    check_out,
+    fit_group,
+    read_json,
+    saved_quantization,
+    scale_name,
+    write_checkpoint,
+)
+from ops.quantized import PRODUCTS, join_zeros, split_zeros
 from ops.rows import add, swiglu
-from options import GROUP_SIZES, one_line_errors, option, parse, pick_device
+from options import one_line_errors, option, parse, pick_device
 
-METHOD = "gpt-eagle"  # `quant_method` in config.json
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}  # weights to round; a CPU's cache holds so many, a GPU wants few launches
 SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried for code -8, in units of the largest magnitude
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """What `--quant` asks for, or what a checkpoint's config.json says."""
-
-    format: str  # a key of FORMATS
-    group_size: int = 0  # int4: inputs that share a scale; 0: what `fit_group` chooses
-    saved: bool = False  # the files hold codes already
-
-    @staticmethod
-    def of(format: str, group_size: int) -> Quantization | None:
-        """The value of `--quant` or `--quant_draft`; `none` gives None."""
-        return None if format == "none" else Quantization(format, group_size)
-
-    def check(self, where: str) -> Quantization:
-        """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
-        if self.format not in FORMATS:
-            raise ValueError(f"{where}: the format must be one of {', '.join(FORMATS)}; it is {self.format}")
-        if type(self.group_size) is not int or self.group_size not in (0, *GROUP_SIZES):
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
-        return self
-
-
-def saved_quantization(raw: dict) -> Quantization | None:
-    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours."""
-    said = raw.get("quantization_config")
-    if said is None:
-        return None
-    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
-        method = said.get("quant_method") if isinstance(said, dict) else said
-        raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
-    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check("quantization_config")
-
-
-def scale_name(weight: str) -> str:
-    """The name of a stored weight's scales."""
-    return weight + "_scale"
-
-
-def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
-    """Choose the largest group size that divides the inputs of every weight, if none was asked for.
-
-    inputs: weight -> its number of inputs. Raises: ValueError when one does not fit the format.
-    """
-    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
-    group = quant.group_size or [GROUP_SIZES[0], *fits][-1]
-    for weight, n in inputs.items():
-        if quant.format == "int4" and n % group:
-            remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
-            raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
-        if n % 4:
-            raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")
-    return replace(quant, group_size=group)
 
 
 # ------------------------------------------------------------------------------------------------ formats
@@ -217,10 +174,29 @@ class Int8Linear(QuantLinear):
 class Int4Linear(QuantLinear):
     """Codes -8 .. 7, and a bf16 scale per output and group of inputs. In a file, a byte's low half is the even column.
 
-    A scale may be negative, so that the larger extreme can be code -8, as in llama.cpp's Q4_0.
+    A scale may be negative, so that the larger extreme can be code -8, as in llama.cpp's Q4_0. We make no zero points;
+    others' files have them, and fp16 scales.
     """
 
     format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
+
+    def __init__(
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False, zero: Tensor | None = None
+    ):
+        """Make a layer of the weight (codes - zero) * scale, in fp32: nothing is rounded.
+
+        codes: [N, K] int8 in -8 .. 7; scale: [N, K/G] bfloat16 or float16, or int32 from `join_zeros`
+        zero: [N, K/G] int8 in -8 .. 8, or None; G: any multiple of 32, as K where there is a scale per output
+        Raises: ValueError for other groups.
+        """
+        group, rest = divmod(codes.shape[1], scale.shape[1])
+        sizes = [size for size in GROUP_SIZES if group % size == 0 and not rest]
+        if not sizes:
+            rule = f"int4 groups must be of a multiple of {GROUP_SIZES[0]} inputs"
+            raise ValueError(f"{rule}; {scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8")
+        if zero is not None or scale.dtype == torch.float16:
+            scale = join_zeros(scale, zero)
+        super().__init__(codes, scale.repeat_interleave(group // sizes[-1], 1), bias, wide)
 
     @staticmethod
     def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -230,7 +206,8 @@ class Int4Linear(QuantLinear):
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
-        return (codes.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+        groups, steps = split_zeros(codes, scale)
+        return (groups * steps).flatten(1)
 
     @staticmethod
     def to_file(codes: Tensor) -> Tensor:
@@ -254,11 +231,12 @@ class Int4Linear(QuantLinear):
 class QuantExperts(nn.Module):
     """A linear layer per expert, with stacked codes and scales in place of their weights."""
 
-    def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, Tensor]], experts: int):
-        """codes_and_scales: of one expert after the other, each computed in its turn, so that only one exists twice"""
+    def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, ...]], experts: int):
+        """codes_and_scales: of one expert after the other, each computed in its turn, so that only one exists twice;
+        with int4, zero points may follow"""
         super().__init__()
-        for e, codes_and_scale in enumerate(codes_and_scales):
-            one = kind(*codes_and_scale)
+        for e, (codes, scale, *zero) in enumerate(codes_and_scales):
+            one = kind(codes, scale, None, False, *zero)
             if e == 0:
                 self.kind, self.product = kind, one.product
                 self.out_features, self.in_features = one.out_features, one.in_features
@@ -316,7 +294,7 @@ class QuantizeConfig:
     """Options. Units and effects are in the help texts."""
 
     checkpoint: str = option("", "Hugging Face directory of a target model or an EAGLE head")
-    quant: str = option("int4", "format", ("int8", "int4"))
+    quant: str = option("int4", "format", FORMAT_NAMES)
     group_size: int = option(0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all")
     out: str = option("", "directory to write")
     device: str = option("cpu", "where to compute: cpu or cuda")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint import Quantization, saved_quantization
 from draft_tree import DraftTree, DynamicTree, StaticTree, changed
 from drafters import LARGEST, Root, RootOnly, Rows, Text, TreeDrafter
 from hf.config import read_config, read_raw
@@ -29,7 +30,6 @@ from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from model import KVCache, Transformer, Window, causal_window
 from options import GenerateConfig
-from quantize import Quantization, saved_quantization
 from sampling import Sampling
 
 

@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import TensorSource, WeightFiles, read_json
+from checkpoint import TensorSource, WeightFiles, read_json, saved_quantization
 from hf.config import open_source, read_config
 from hf.heads import EagleConfig, version_of
 from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
-from quantize import saved_quantization
 
 NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
 

@@ -23,11 +23,11 @@ from checkpoint import (
     positive,
     read_fields,
     read_json,
+    saved_quantization,
     whole,
 )  # fmt: skip
 from model import ModelConfig
 from options import GenerateConfig
-from quantize import saved_quantization
 
 # architecture -> whether q, k and v have a bias, and whether o has one; None: as the key `attention_bias` says
 ARCHITECTURES = {

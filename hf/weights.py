@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import TensorSource, is_gguf
+from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_quantization, scale_name
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
-from quantize import FORMATS, QuantExperts, Quantization, QuantLinear, fit_group, saved_quantization, scale_name
+from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
 EXPERTS = {  # `ModelConfig.expert_names` -> how files call a layer's feed-forward, and gate, up and down of an expert

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.cpu.layout import STRIP, pack_int4_strips, pack_int8_strips, unpack_int4_strips, unpack_int8_strips
+from ops.cpu.layout import pack_int4_strips, pack_int8_strips, unpack_int4_strips, unpack_int8_strips
 from ops.cuda.layout import (
     COLUMNS,
     pack_int4_planes,
@@ -49,6 +49,32 @@ class Product(NamedTuple):
     gated: Callable[..., Tensor] | None = None
 
 
+# ------------------------------------------------------------------------------------------- zero points
+
+
+def join_zeros(scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Put the scale and the zero point of an int4 group into a word, without rounding either.
+
+    As fp32, a bfloat16 or float16 scale ends in 13 zeros; 8 + zero takes the last five bits.
+    scale: [N, K/G] bfloat16 or float16; zero: [N, K/G] int8 in -8 .. 8; None: all zero
+    Returns: [N, K/G] int32.
+    """
+    assert scale.dtype in (torch.bfloat16, torch.float16), scale.dtype
+    assert zero is None or (zero.shape == scale.shape and zero.int().abs().max() <= 8), zero
+    return scale.float().view(torch.int32) | (8 if zero is None else zero.int() + 8)
+
+
+def split_zeros(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors of int4 weights. codes: [N, K] int8; scale: [N, K/G] bfloat16, or int32 from `join_zeros`.
+
+    Returns: codes less their zero points, [N, K/G, G]; scales, [N, K/G, 1]; both fp32.
+    """
+    groups, words = codes.float().unflatten(1, (scale.shape[1], -1)), scale[..., None]
+    if scale.dtype != torch.int32:
+        return groups, words.float()
+    return groups + 8 - (words & 31), (words & ~31).view(torch.float32)
+
+
 # --------------------------------------------------------------------------------------------------- CPU
 
 
@@ -57,8 +83,7 @@ def _w4a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: 
         return _plainly(
             lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)), x, packed, scale, n, wide, expert
         )
-    group = (packed.shape[-1] - 2 * STRIP) // 16
-    y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, group, wide, expert)
+    y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, wide, expert)
     return y if wide else y.to(x.dtype)
 
 
@@ -103,9 +128,9 @@ def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """`w4a8` in plain operations. x: [M, K]; codes, scale: as for `pack_int4_strips`. Returns: [M, N] fp32."""
     activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
-    weights = codes.float().unflatten(1, (scale.shape[1], -1))
+    weights, steps = split_zeros(codes, scale)
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact
-    return (sums * scales * scale.float().T).sum(1)
+    return (sums * scales * steps.squeeze(-1).T).sum(1)
 
 
 def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -138,7 +163,7 @@ def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None,
     Returns: [..., N] in x's dtype, or what the form says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
-    _check(x, packed, 4, scale.dtype == torch.int32 and scale.shape[:-1] == packed.shape[:-1])
+    _check(x, packed, 4, scale.dtype in (torch.int32, torch.float32) and scale.shape[:-1] == packed.shape[:-1])
     return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, form)
 
 
@@ -160,9 +185,8 @@ def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None,
 def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """`w4a16` in the plainest way: the weights in fp32."""
     K, N = x.shape[-1], packed.shape[1]
-    group = 2 * COLUMNS // scale.shape[2]
-    w = unpack_int4_planes(packed, N, K) * unpack_scales(scale, K).float().repeat_interleave(group, 1)  # [N, K]
-    return (x.float() @ w.T).to(x.dtype)
+    weights, steps = split_zeros(unpack_int4_planes(packed, N, K), unpack_scales(scale, K))
+    return (x.float() @ (weights * steps).flatten(1).T).to(x.dtype)
 
 
 def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 
 import _path
 from bench_peers import make_transformers
+from checkpoint import Quantization
 from decode import Engine, Session, common_prefix, with_cycles
 from drafters import RootOnly
 from extras.stand_in import Shape
@@ -42,7 +43,6 @@ from hf.weights import load_model
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session
 from model import DTYPES, Transformer
 from options import GenerateConfig, one_line_errors, option, parse, pick_device
-from quantize import Quantization
 from stats import peak_memory_bytes
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads

@@ -57,6 +57,7 @@ TARGETS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("int4-128", "int4-64", "int4-32", "int8")
+ZEROS = ("int4-128-zeros", "int4-64-zeros", "int4-32-zeros")  # with zero points: known, but not in the report of all
 EXPERT_FORMATS = ("float", *FORMATS)  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -124,21 +125,21 @@ def bits_and_group(form: str) -> tuple[int, int]:
     """Bits of a stored weight, and weights that share a scale or 0."""
     if form in ("float", "int8"):
         return (16 if form == "float" else 8), 0
-    return 4, int(form.removeprefix("int4-"))
+    return 4, int(form.split("-")[1])
 
 
 def product_source(case: Case) -> tuple[Source, ProductPlan]:
     """A product, as its launcher would cut it on the target."""
     bits, group = bits_and_group(case.form)
     facts = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
-    form = "gated" if case.gated else "narrow"
-    cut = plan_experts(*facts, case.experts) if case.experts else plan_product(*facts, form)
+    form, zeros = "gated" if case.gated else "narrow", case.form.endswith("zeros")
+    cut = plan_experts(*facts, case.experts, zeros) if case.experts else plan_product(*facts, form, zeros)
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
     }  # fmt: skip
     y = "*fp32" if cut.splits > 1 else f"*{case.dtype}"
-    scale = {} if bits == 16 else {"scale_ptr": "*fp32" if bits == 8 else "*i32"}
+    scale = {} if bits == 16 else {"scale_ptr": "*fp32" if bits == 8 or zeros else "*i32"}
     x, sizes = {"x_ptr": f"*{case.dtype}"}, {"N": "i32", "K": "i32"}
     multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
     if not case.experts:
@@ -277,7 +278,7 @@ def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
 def cases(config: ReportConfig) -> list[Case]:
     """Every combination that was asked for. Raises: ValueError for an unknown one."""
     chosen = []
-    for flag, known in (("targets", TARGETS), ("formats", FORMATS), ("dtypes", DTYPES)):
+    for flag, known in (("targets", TARGETS), ("formats", FORMATS + ZEROS), ("dtypes", DTYPES)):
         chosen.append(getattr(config, flag).split(","))
         for name in chosen[-1]:
             if name not in known:

@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import _path  # finds the project
+from checkpoint import GROUP_SIZES, Quantization
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from measure import environment, shown_path
 from model import Linear, LMHead, Transformer
-from options import DEMO, GROUP_SIZES, one_line_errors, option, parse, write_text
-from quantize import FORMATS, Quantization, QuantLinear
+from options import DEMO, one_line_errors, option, parse, write_text
+from quantize import FORMATS, QuantLinear
 
 BATCH = 8  # sequences read together
 

@@ -153,16 +153,17 @@ class Quantized(NamedTuple):
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
-    """Random weights of N outputs and K inputs. form: int8, or int4 and its group, as int4-128."""
+    """Random weights of N outputs and K inputs. form: int8, or int4 and its group, as int4-128; with zero points and
+    fp16 scales, int4-128-zeros."""
     g = torch.Generator(device).manual_seed(seed)
-    group = int(form.removeprefix("int4-")) if form != "int8" else 0
+    group = int(form.split("-")[1]) if form != "int8" else 0
     top = 7 if group else 127
     codes = torch.randint(-top - (group > 0), top + 1, (N, K), generator=g, device=device, dtype=torch.int8)
     scale = torch.rand(N, K // group if group else 1, generator=g, device=device) * 0.1 + 0.01
     if group:
-        return Quantized(
-            group, ops.cuda.layout.pack_int4_planes(codes), ops.cuda.layout.pack_scales(scale.bfloat16(), group)
-        )
+        zero = torch.randint(-8, 9, scale.shape, generator=g, device=device, dtype=torch.int8)
+        scale = ops.quantized.join_zeros(scale.half(), zero) if form.endswith("zeros") else scale.bfloat16()
+        return Quantized(group, ops.cuda.layout.pack_int4_planes(codes), ops.cuda.layout.pack_scales(scale, group))
     return Quantized(0, ops.cuda.layout.pack_int8_planes(codes), scale[:, 0])
 
 

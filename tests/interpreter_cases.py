@@ -15,7 +15,7 @@ from helpers import quantized
 from ops.cuda.products import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
-FORMATS = ["int4-128", "int4-64", "int4-32", "int8"]
+FORMATS = ["int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
 TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: tokens per block; 70 makes two blocks
 
 
@@ -35,7 +35,7 @@ def poisoned(monkeypatch):
 
 @pytest.mark.parametrize("form,rows", [  # tiles are the same for every format, and for every group of int4
     *((form, rows) for form in ("int4-128", "int8") for rows in TOKENS),
-    *((form, rows) for form in ("int4-64", "int4-32") for rows in (5, 26, 70)),
+    *((form, rows) for form in ("int4-64", "int4-32", "int4-64-zeros") for rows in (5, 26, 70)),
 ])  # fmt: skip
 def test_product(form, rows):
     """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full."""
@@ -68,7 +68,7 @@ def test_splits_may_be_uneven(splits):
 
 
 @pytest.mark.parametrize("form,splits", [
-    ("int4-128", 1), ("int8", 1), ("int8", 3), ("int4-64", 3), ("int4-32", 3),
+    ("int4-128", 1), ("int8", 1), ("int8", 3), ("int4-64", 3), ("int4-32", 3), ("int4-64-zeros", 3),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     weights = quantized(form, 70, 896)

@@ -17,7 +17,7 @@ from ops.quantized import PRODUCTS
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 
-FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int8"]
+FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
 DEVICE = Device(8, 232448, 90)  # few processors, few splits
 ROUTINGS = {  # how rows may be spread over eight experts
     "one row": [5],
@@ -87,8 +87,8 @@ def test_product(form, routing):
 
 @pytest.mark.parametrize("form,tokens", [
     ("float", 16), ("float", 64), ("int4-128", 32), ("int4-128", 64), ("int8", 32),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("float", 32), ("int4-128", 16), ("int8", 16),
-                                                               ("int8", 64))),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("float", 32), ("int4-128", 16), ("int4-32-zeros", 32), ("int8", 16), ("int8", 64))),
 ])  # fmt: skip
 def test_tiles_and_splits(form, tokens):
     expert = torch.tensor(ROUTINGS["uneven"])
@@ -117,7 +117,7 @@ def test_idle_experts_are_not_read(form):
     for e in (0, 1, 3, 4, 6, 7):
         weights.weight[e] = float("nan") if form == "float" else 0x7777
         if weights.scale is not None:
-            weights.scale[e] = float("nan") if form == "int8" else -1  # two bf16 that are not numbers
+            weights.scale[e] = -1 if weights.scale.dtype == torch.int32 else float("nan")  # -1: two bf16 that are none
     assert torch.equal(run(x, weights, expert), want)
 
 

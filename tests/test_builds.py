@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint import Quantization
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
@@ -21,7 +22,6 @@ from hf.weights import load_model
 from ops.cpu import build
 from ops.cpu.layers import FusedLayers
 from options import DEMO
-from quantize import Quantization
 from sampling import Sampling
 
 ROOT = Path(build.__file__).parents[2]

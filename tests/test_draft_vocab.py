@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import rank_tokens
+from checkpoint import Quantization
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter
@@ -26,7 +27,7 @@ from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from model import ModelConfig, Transformer
 from options import DEMO, GenerateConfig
-from quantize import FORMATS, Quantization, quantize_directory
+from quantize import FORMATS, quantize_directory
 from sampling import Sampling
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]

@@ -60,6 +60,7 @@ def test_compiled(_fresh_cache, target, form, P):
 
 @pytest.mark.parametrize("case", [
     Case("86", "int4-64", "bf16", 120, 4096, 14336, 8),
+    Case("80", "int4-64-zeros", "bf16", 120, 4096, 14336, 8),
     Case("89", "float", "fp16", 512, 28672, 4096, 8),
     Case("86", "int4-32", "fp16", 512, 4096, 14336, 8),
     Case("90", "int4-32", "bf16", 512, 4096, 14336, 60),  # a number of experts that is no power of two

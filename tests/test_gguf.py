@@ -22,14 +22,14 @@ from tokenizers import Tokenizer as Backend
 
 import generate as program
 import quantize
-from checkpoint import WeightFiles
+from checkpoint import Quantization, WeightFiles
 from generate import generate, load
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import GgufFile, chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
 from options import DEMO, GenerateConfig
-from quantize import Int4Linear, Quantization
+from quantize import Int4Linear
 from test_tokenizer import LINES, TEXTS, train_sp
 
 Kind = gguf.GGMLQuantizationType

@@ -287,7 +287,7 @@ def test_nodes_of_a_tree(poisoned, P, N):
     assert all(map(torch.equal, got, want))
 
 
-FORMATS = ["int4-128", "int4-64", "int4-32", "int8"]
+FORMATS = ["int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
 # relative error of a product's norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4
 ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint import Quantization
 from decode import Session
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
@@ -31,7 +32,7 @@ from hf.heads import Eagle3, Eagle3Said, EagleConfig, Nested, head_names
 from hf.weights import load_model
 from model import KVCache, causal_window
 from options import DEMO, GenerateConfig
-from quantize import Quantization, quantize_directory
+from quantize import quantize_directory
 from sampling import Sampling
 
 TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"

@@ -18,6 +18,7 @@ import ops.quantized
 import ops.rows
 from helpers import quantized
 from ops.attention import tree_attention, tree_attention_reference, visible_slots
+from ops.quantized import join_zeros, split_zeros
 
 E = 16  # head dim
 TOLERANCE = {torch.float32: (1e-5, 0), torch.bfloat16: (1e-2, 2e-2)}  # absolute, relative; bf16 keeps 8 bits
@@ -314,10 +315,24 @@ def test_packed_weights_come_back(N, K):
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_packed_scales_come_back(group):
     for N, K in ((1, group), (5, 3 * group), (70, 8 * group)):
-        scale = torch.rand(N, K // group).bfloat16()
-        packed = ops.cuda.layout.pack_scales(scale, group)
-        assert packed.shape == (-(-K // 256), N, 128 // group)
-        assert torch.equal(ops.cuda.layout.unpack_scales(packed, K), scale)
+        scale, zero = torch.rand(N, K // group), torch.randint(-8, 9, (N, K // group), dtype=torch.int8)
+        for kept, words in ((scale.bfloat16(), 128 // group), (join_zeros(scale.half(), zero), 256 // group)):
+            packed = ops.cuda.layout.pack_scales(kept, group)
+            assert packed.shape == (-(-K // 256), N, words) and ops.cuda.layout.group_of(packed) == group
+            back = ops.cuda.layout.unpack_scales(packed, K)
+            assert back.dtype == kept.dtype and torch.equal(back, kept)
+
+
+def test_a_scale_and_a_zero_point_in_a_word():
+    """Every fp16 and bf16 there is, with every zero point."""
+    every = torch.arange(2**16).to(torch.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        scale = every.view(dtype)[:, None]
+        for value in range(-8, 9):
+            zero = torch.full(scale.shape, value, dtype=torch.int8)
+            groups, steps = split_zeros(torch.zeros_like(zero), join_zeros(scale, zero))
+            assert torch.equal(steps.nan_to_num(7), scale.float()[..., None].nan_to_num(7)) and (groups == -value).all()
+        assert (split_zeros(torch.zeros_like(zero), join_zeros(scale, None))[0] == 0).all()
 
 
 def test_the_layout_is_the_documented_one():
@@ -329,7 +344,7 @@ def test_the_layout_is_the_documented_one():
     assert int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF == 0x8300  # sign and magnitude
 
 
-@pytest.mark.parametrize("form", ["int4-128", "int4-32", "int8"])
+@pytest.mark.parametrize("form", ["int4-128", "int4-32", "int4-64-zeros", "int8"])
 def test_the_references_are_products_with_the_weights(form):
     N, K = 6, 384
     weights = quantized(form, N, K)
@@ -340,13 +355,16 @@ def test_the_references_are_products_with_the_weights(form):
             ops.cuda.layout.unpack_int4_planes(weights.packed, N, K),
             ops.cuda.layout.unpack_scales(weights.scale, K),
         )
-        w = torch.stack([codes[:, k].double() * scale[:, k // weights.group].double() for k in range(K)], 1)
+        zero = (scale & 31) - 8 if scale.dtype == torch.int32 else torch.zeros_like(scale)
+        scale = (scale - zero - 8).view(torch.float32) if scale.dtype == torch.int32 else scale
+        columns = [(k, k // weights.group) for k in range(K)]
+        w = torch.stack([(codes[:, k].double() - zero[:, g]) * scale[:, g].double() for k, g in columns], 1)
     x = torch.randn(2, 5, K, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(weights.reference(x).double(), x.double() @ w.T, atol=1e-4, rtol=1e-5)
     assert weights.reference(x.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("form", ["int4-64", "int8"])
+@pytest.mark.parametrize("form", ["int4-64", "int4-64-zeros", "int8"])
 def test_shapes_under_tracing(form):
     weights = quantized(form, 70, 256)
     weights = weights._replace(packed=weights.packed.to("meta"), scale=weights.scale.to("meta"))

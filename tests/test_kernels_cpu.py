@@ -25,13 +25,13 @@ import ops.linear
 import ops.quantized
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
-from ops.quantized import BLOCK8
+from ops.quantized import BLOCK8, join_zeros
 from quantize import FORMATS
 from test_builds import MARCHES, needs
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
-KINDS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+KINDS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("int4", 64, "zeros")]
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 
@@ -43,7 +43,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 class Case:
     """Codes and scales, and the same product three times: operator, reference, float."""
 
-    def __init__(self, kind: tuple[str, int], codes: Tensor, scale: Tensor):
+    def __init__(self, kind: tuple, codes: Tensor, scale: Tensor):
         form, self.group = FORMATS[kind[0]], kind[1]
         self.block = self.group or BLOCK8
         self.codes, self.scale = codes, scale
@@ -55,7 +55,7 @@ class Case:
     def operator(self, x: Tensor, wide: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
         if self.group:
-            return operators.w4a8(x, self.packed, len(self.codes), self.group, wide)
+            return operators.w4a8(x, self.packed, len(self.codes), wide)
         return operators.w8a8(x, self.packed, self.scale, wide)
 
     def reference(self, x: Tensor) -> Tensor:
@@ -82,9 +82,13 @@ class Case:
         return steps**2 / 12 @ (self.blocks(self.weight) ** 2).sum(-1).T
 
 
-def make_case(kind: tuple[str, int], n: int, k: int) -> Case:
-    """A random weight, rounded."""
-    return Case(kind, *FORMATS[kind[0]].encode(random(n, k) * k**-0.5, kind[1]))
+def make_case(kind: tuple, n: int, k: int) -> Case:
+    """A random weight, rounded; with zeros, random zero points and fp16 scales."""
+    codes, scale = FORMATS[kind[0]].encode(random(n, k) * k**-0.5, kind[1])
+    if kind[2:]:
+        zero = torch.randint(-8, 9, scale.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        scale = join_zeros(scale.half() * 1.001, zero)
+    return Case(kind, codes, scale)
 
 
 def assert_within(got: Tensor, want: Tensor, most: Tensor) -> None:
@@ -225,10 +229,13 @@ def test_numbers_at_the_edges(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_extreme_codes(kind):
-    """Sums of the largest products: -8 x 127 and -127 x 127 in every place."""
+    """Sums of the largest products: -8 x 127, with zeros -16 x 127, and -127 x 127 in every place."""
     form, most = FORMATS[kind[0]], -8 if kind[1] else -127
     scale = torch.ones(form.scale_shape(torch.Size((33, 256)), kind[1]), dtype=form.scale_dtype)
-    case = Case(kind, torch.full((33, 256), most, dtype=torch.int8), scale)
+    codes = torch.full((33, 256), most, dtype=torch.int8)
+    if kind[2:]:
+        scale, most = join_zeros(scale, torch.full_like(scale, 8, dtype=torch.int8)), -16
+    case = Case(kind, codes, scale)
     for sign in (1, -1):
         y = case.operator(torch.full((3, 256), sign * 127.0))
         assert (y == sign * 256 * 127 * most).all()
@@ -261,8 +268,13 @@ def test_operands_that_do_not_fit_are_refused(kind):
     for bad in (random(2, 512), random(2, 128), random(2, 256).half(), random(2, 256).double()):
         with pytest.raises(RuntimeError, match="activations must be|does not fit"):
             case.operator(bad)
+    if case.group:
+        for size in (64, 96, 608):  # none, and none with such scales
+            case.packed = torch.zeros(2, 256 // case.group, size, dtype=torch.uint8)
+            with pytest.raises(RuntimeError, match="do not fit|does not fit"):
+                case.operator(random(2, 256))
     case.packed = case.packed[:1]
-    with pytest.raises(RuntimeError, match="does not fit"):
+    with pytest.raises(RuntimeError, match="does not fit|do not fit"):
         case.operator(random(2, 256))
 
 
@@ -275,7 +287,7 @@ def test_registration(kind, dtype):
     case = make_case(kind, 33, 64)
     for wide in (False, True):
         x = random(2, 3, 64).to(dtype)
-        args = (x, case.packed, 33, case.group, wide) if case.group else (x, case.packed, case.scale, wide)
+        args = (x, case.packed, 33, wide) if case.group else (x, case.packed, case.scale, wide)
         operator = torch.ops.gpt_eagle.w4a8 if case.group else torch.ops.gpt_eagle.w8a8
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 

@@ -17,14 +17,14 @@ from triton.compiler import ASTSource  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 from helpers import check_product_fits, run_in_interpreter  # noqa: E402
 from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
-from ops.cuda.products import MAX_SPLITS, choose_splits, plan_product, sum_kernel, unpack_asm  # noqa: E402
+from ops.cuda.products import MAX_SPLITS, choose_splits, minus_zero, plan_product, sum_kernel, unpack_asm  # noqa: E402
 
 # --------------------------------------------------------------------------------------- interpreter
 
 
 def test_in_the_interpreter():
     """All of interpreter_cases.py, in the process that it needs."""
-    run_in_interpreter("interpreter_cases.py", r"6\d passed")
+    run_in_interpreter("interpreter_cases.py", r"7\d passed")
 
 
 # ------------------------------------------------------------------------------------------ compiled
@@ -56,6 +56,9 @@ def test_compiled(_fresh_cache, target, form, M):
     Case("90", "int8", "fp16", 16),
     Case("90", "int4-128", "fp32", 16),
     Case("86", "int4-64", "bf16", 32, 4095),  # N tells the compiler nothing
+    Case("80", "int4-128-zeros", "bf16", 64),  # what takes most shared memory
+    Case("90", "int4-32-zeros", "fp16", 64),
+    Case("90", "int4-128-zeros", "bf16", 16, gated=True),
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
     check(case)
@@ -118,9 +121,9 @@ def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
 # ------------------------------------------------------------------------------------------ assembly
 
 
-def emulate(code: str, words: torch.Tensor) -> torch.Tensor:
-    """Run the few PTX instructions that unpack_asm uses. words: [n] int64, 32 bits each, as $1; Returns: $0."""
-    registers = {"$1": words}
+def emulate(code: str, words: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+    """Run the few PTX instructions that unpack_asm uses. words, more: [n] int64, 32 bits each, $1 ...; Returns: $0."""
+    registers = {f"${number}": operand for number, operand in enumerate((words, *more), 1)}
 
     def value(name: str) -> torch.Tensor:
         return registers[name] if name in registers else torch.full_like(words, int(name, 0))
@@ -150,6 +153,18 @@ def emulate(code: str, words: torch.Tensor) -> torch.Tensor:
             low, high = (x * y + z).to(dtype).view(torch.uint16).to(torch.int64)
             registers[target] = low | high << 16
     return registers["$0"]
+
+
+@pytest.mark.parametrize("zero", range(-8, 9))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_assembly_subtracts_zero_points(dtype, zero):
+    every, half = torch.arange(2**16), dtype == torch.float16
+    minus = minus_zero(half) & 0xFFFFFFFF | (8 + zero) * 0x10001
+    for plane in range(4):
+        result = emulate(unpack_asm(4, plane, half, True), every | every << 16, torch.full_like(every, minus))
+        want = (every >> 4 * plane & 15).double() - 8 - zero
+        for bits in (result & 0xFFFF, result >> 16):
+            assert torch.equal(bits.to(torch.uint16).view(dtype).double(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

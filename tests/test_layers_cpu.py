@@ -30,7 +30,7 @@ from model import (
     rope_angles,
 )
 from ops.cpu.layers import FusedLayers
-from quantize import FORMATS, QuantExperts
+from quantize import FORMATS, Int4Linear, QuantExperts
 from sampling import Sampling
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
@@ -46,22 +46,31 @@ QWEN3_MOE = replace(
 BF16 = torch.bfloat16
 
 
+def rounded(weight: Tensor, quant: str) -> tuple[Tensor, ...]:
+    """Codes and scales; with "zeros", fp16 scales, and zero points that shift the codes back and forth."""
+    if quant != "zeros":
+        return FORMATS[quant].encode(weight, 32)
+    codes, scale = Int4Linear.encode(weight, 32)
+    zero = torch.arange(scale.numel(), dtype=torch.int8).view(scale.shape) % 5 - 2
+    return (codes + zero.repeat_interleave(32, 1)).clamp(-8, 7), scale.half(), zero
+
+
 def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
-    """Random weights, in bf16 or quantized."""
+    """Random weights, in bf16 or quantized: int8, int4, or "zeros", int4 with zero points."""
     generator = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
         parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1)
     module = module.to(BF16).requires_grad_(False).eval()
     if quant:
+        kind = FORMATS.get(quant, Int4Linear)
         for name, linear in list(module.named_modules()):
             if type(linear) is Linear:
-                weight, bias = linear.weight, None if linear.bias is None else linear.bias.data
-                module.set_submodule(name, FORMATS[quant].from_float(weight, bias, 32))
+                (codes, scale, *zero), bias = rounded(linear.weight, quant), linear.bias
+                module.set_submodule(name, kind(codes, scale, None if bias is None else bias.data, False, *zero))
             elif type(linear) is ExpertLinear:
-                kind = FORMATS[quant]
-                codes = (kind.encode(weight, 32) for weight in linear.weight)
-                module.set_submodule(name, QuantExperts(kind, codes, len(linear.weight)))
+                parts = (rounded(weight, quant) for weight in linear.weight)
+                module.set_submodule(name, QuantExperts(kind, parts, len(linear.weight)))
     for router in (m for m in module.modules() if isinstance(m, Router)):
         router.weight.data *= 16  # so that no roundings decide between experts
     return module
@@ -102,7 +111,7 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("quant", [None, "int8", "int4", "zeros"])
 @pytest.mark.parametrize("config", [CONFIG, BIASED, MIXTURE, QWEN3_MOE], ids=["grouped", "biased", "mixture", "mixed"])
 def test_as_the_modules(config, quant, batch):
     target = model(config, quant)
@@ -118,7 +127,7 @@ def test_as_the_modules(config, quant, batch):
         assert (ours - theirs).abs().max() <= 0.03 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("quant", [None, "int8", "int4", "zeros"])
 @pytest.mark.parametrize("config", [CONFIG, QWEN3, MIXTURE, QWEN3_MOE], ids=["dense", "qwen3", "mixture", "mixed"])
 def test_a_row_alone_has_the_same_bits(config, quant):
     target = model(config, quant)

@@ -27,7 +27,7 @@ import inflate
 import quantize
 import train_demo
 import train_eagle
-from checkpoint import WeightFiles
+from checkpoint import Quantization, WeightFiles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
@@ -40,7 +40,7 @@ from ops.cpu import build
 from ops.cpu.layers import FusedLayers
 from ops.experts import experts_linear, experts_linear_reference
 from ops.quantized import w4a8_reference, w8a8_reference
-from quantize import FORMATS, QuantExperts, Quantization, quantize_directory
+from quantize import FORMATS, QuantExperts, quantize_directory
 from sampling import Sampling
 
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
@@ -515,7 +515,7 @@ import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from hf.weights import load_model
-from quantize import Quantization
+from checkpoint import Quantization
 
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) * 1024

@@ -21,31 +21,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
-import options
 import quant_quality
 import quantize
-from checkpoint import WeightFiles, read_json
+from checkpoint import Quantization, WeightFiles, fit_group, read_json, saved_quantization, scale_name
 from eagle_draft import load_head
 from generate import generate, load, main
 from helpers import GOLDEN
 from hf.heads import draft_lm_head
 from hf.weights import load_model
 from ops.cpu import build
+from ops.quantized import w4a8_reference
 from options import DEMO
-from quantize import (
-    FORMATS,
-    Int4Linear,
-    Int8Linear,
-    Quantization,
-    fit_group,
-    quantize_directory,
-    saved_quantization,
-    scale_name,
-)
+from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
 
 ROOT = Path(quantize.__file__).parent
 TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97
-QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in options.GROUP_SIZES)]
+QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden pair
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 
@@ -93,8 +84,13 @@ WEIGHTS = {
 }
 
 
+def test_every_format_is_named():
+    """checkpoint.py and options.py lie below the formats."""
+    assert tuple(FORMATS) == checkpoint.FORMAT_NAMES
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("group", options.GROUP_SIZES)
+@pytest.mark.parametrize("group", checkpoint.GROUP_SIZES)
 def test_int4_search_is_never_worse_than_plain_rounding(kind, group):
     """Refitting makes the scale the best of its codes, so that rounding it to bf16 (by at most 2^-8 of itself) adds
     at most 2^-16 of the group's sum of squares; 1e-6 is for fp32."""
@@ -237,6 +233,90 @@ def test_captures_whole_and_gives_the_same_bits(quant, backend):
         for rows in (1, 26):
             x = random(1, rows, 64).to(dtype)
             assert torch.equal(compiled(x), layer(x))
+
+
+# ------------------------------------------------------------------------------------------- zero points
+
+GRIDS = [(32, 32), (64, 64), (128, 128), (256, 128), (96, 32), (576, 64)]  # inputs of a scale; as they are packed
+SCALES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+def foreign(n: int, k: int, group: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales and zero points as others' files hold them, and the weight that they stand for, [n, k] fp32."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-8, 8, (n, k), generator=g, dtype=torch.int8)
+    scale = (torch.randn(n, k // group, generator=g) / 64).to(dtype)
+    scale[0, 0] = torch.finfo(dtype).smallest_normal / 4
+    zero = torch.randint(-8, 9, scale.shape, generator=g, dtype=torch.int8)
+    weight = (codes.view(n, -1, group).float() - zero[..., None]) * scale.float()[..., None]
+    return codes, scale, zero, weight.view(n, k)
+
+
+@SCALES
+@pytest.mark.parametrize("group,packed", GRIDS)
+def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype):
+    """In groups of every size, of all inputs too: the weight has the very bits, and so has a layer of some rows."""
+    k = 2 * group if group < 256 else group
+    codes, scale, zero, weight = foreign(97, k, group, dtype)
+    layer = Int4Linear(codes, scale, random(97), zero=zero)
+    assert layer.group_size == packed and torch.equal(layer.dequantize(), weight)
+    assert all(
+        map(torch.equal, state(Int4Linear(*layer.codes_and_scale(), layer.bias)).values(), state(layer).values())
+    )
+    ids = torch.tensor([5, 96, 0])
+    assert torch.equal(layer.rows(ids).dequantize(), weight[ids])
+    x = random(26, k, seed=1)
+    for dtype_of_x in (torch.float32, torch.bfloat16, torch.float16):
+        some = x.to(dtype_of_x)
+        y = layer(some)
+        want = w4a8_reference(some, *layer.codes_and_scale()).to(dtype_of_x) + layer.bias
+        torch.testing.assert_close(y.float(), want, atol=1e-4, rtol=2 * torch.finfo(dtype_of_x).eps)
+        exact = some.double() @ weight.double().T + layer.bias
+        assert (y - exact).std() < 0.02 * exact.std()  # inputs are rounded to int8
+        for rows in (1, 5) if products == "operators" else ():
+            assert torch.equal(layer(some[:rows]), y[:rows])
+
+
+@SCALES
+@OPERATORS
+def test_equal_zero_points_are_as_good_as_none(dtype):
+    """0 has the bits of none; and a zero point of 1 those of codes that are one less."""
+    codes, scale, _, _ = foreign(97, 256, 64, dtype)
+    codes, x, zero = codes.clamp(max=6), random(5, 256), torch.zeros_like(scale, dtype=torch.int8)
+    want = Int4Linear(codes, scale)(x)
+    assert torch.equal(Int4Linear(codes, scale, zero=zero)(x), want)
+    assert torch.equal(Int4Linear(codes + 1, scale, zero=zero + 1)(x), want)
+
+
+@SCALES
+def test_experts_with_zero_points(products, dtype):
+    parts = [foreign(40, 192, 64, dtype, seed) for seed in range(3)]
+    stack = QuantExperts(Int4Linear, (part[:3] for part in parts), 3)
+    assert torch.equal(stack.dequantize(), torch.stack([weight for *_, weight in parts]))
+    x, expert = random(9, 192), torch.tensor([2, 0, 2, 2, 0, 2, 2, 0, 0])
+    y = stack(x, expert)
+    for e in (0, 2):
+        alone = Int4Linear(*parts[e][:2], zero=parts[e][2])
+        assert torch.equal(y[expert == e], alone(x[expert == e]))
+
+
+def test_what_a_zero_point_costs():
+    """Two bytes for each group and output, the scale's other half; without, a layer is as small as it was."""
+    for group in checkpoint.GROUP_SIZES:
+        codes, scale, zero, _ = foreign(96, 256, group, torch.float16)
+        sizes = [
+            sum(t.nbytes for t in state(layer).values())
+            for layer in (Int4Linear(codes, scale.bfloat16()), Int4Linear(codes, scale, zero=zero))
+        ]
+        assert sizes[0] == Int4Linear.stored_bytes(codes.shape, group)
+        assert sizes[1] == sizes[0] + 2 * scale.numel()
+
+
+def test_groups_that_cannot_be_packed():
+    codes = torch.zeros(3, 144, dtype=torch.int8)
+    for count in (3, 5, 1):
+        with pytest.raises(ValueError, match=f"a multiple of 32 inputs; {count} scales of 144 inputs make none"):
+            Int4Linear(codes, torch.ones(3, count).half())
 
 
 # ------------------------------------------------------------------------------------------- directories

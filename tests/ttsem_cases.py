@@ -31,6 +31,7 @@ from ops.cuda.products import Device
 DEVICE = Device(8, 232448, 90)  # an H100 with few processors: few splits
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = ("int4-128", "int4-64", "int4-32", "int8")
+ZEROS = ("int4-128-zeros", "int4-64-zeros", "int4-32-zeros")  # with zero points
 ROWS = (1, 5, 16, 17, 26, 32, 33, 60, 64, 70)
 ROUNDED = {BF16: 2**-8, FP16: 2**-11}  # of a result, relative
 
@@ -54,7 +55,8 @@ DEEP = {"int4-128": 3072, "int4-64": 3072, "int4-32": 3072, "int8": 1536}  # inp
 PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are multiples of no tile
     *((form, 135, 640, rows, BF16) for form in FORMATS for rows in ROWS),
     *((form, 70, K, 5, BF16) for form, K in DEEP.items()),
-    *((form, 64, 384, 5, FP16) for form in FORMATS),
+    *((form, 64, 384, 5, FP16) for form in FORMATS + ZEROS),
+    *((form, 135, 640, rows, BF16) for form in ZEROS for rows in (5, 26, 60)),
 ]
 
 
@@ -100,7 +102,7 @@ def test_what_follows_a_product(form, rows):
 
 
 @pytest.mark.parametrize("routing", ["one row", "two tokens", "tree", "uneven"])
-@pytest.mark.parametrize("form", ["float", *FORMATS])
+@pytest.mark.parametrize("form", ["float", *FORMATS, "int4-64-zeros"])
 def test_experts(form, routing):
     weights, expert = quantized_experts(form, 8, 70, 256), torch.tensor(ROUTINGS[routing])
     x = torch.randn(len(expert), 256, dtype=BF16)

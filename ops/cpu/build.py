@@ -57,8 +57,8 @@ def _angles(freq: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, ...
 
 # schema -> what its results look like, for the compiler; None: it is never compiled
 OPERATORS: dict[str, Callable | None] = {
-    "w4a8(Tensor x, Tensor packed, int n, int group, bool wide, Tensor? expert=None) -> Tensor":
-        lambda x, packed, n, group, wide, expert=None: _rows_of(x, n, wide),
+    "w4a8(Tensor x, Tensor packed, int n, bool wide, Tensor? expert=None) -> Tensor":
+        lambda x, packed, n, wide, expert=None: _rows_of(x, n, wide),
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor":
         lambda x, packed, scale, wide, expert=None: _rows_of(x, scale.shape[-1], wide),
     "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool wide, Tensor? expert=None) -> Tensor":

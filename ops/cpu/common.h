@@ -20,11 +20,10 @@
 // -------------------------------------------------------------------------- what one file takes from another
 
 namespace quantized {
-at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
+at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
                 const std::optional<at::Tensor>& expert);
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert);
-int64_t int4_group(const at::Tensor& packed);
 double dot_peak(int64_t rounds);
 }  // namespace quantized
 namespace linear {
@@ -65,7 +64,8 @@ template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
 
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
-// low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i goes to word i of vector j.
+// words_of: the same bits; low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i
+// goes to word i of vector j.
 
 #if defined(__AVX512VNNI__)
 
@@ -85,6 +85,9 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   return acc;
 }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints mask(Ints v, int32_t bits) { return _mm512_and_si512(v, splat(bits)); }
+inline Floats words_of(Ints v) { return _mm512_castsi512_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
@@ -93,8 +96,7 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
 inline Floats from_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-inline Floats low_half(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
-inline Floats high_half(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, splat(-65536))); }
+inline Floats low_half(Ints v) { return words_of(_mm512_slli_epi32(v, 16)); }
 inline void transpose(Ints (&w)[LANES]) {
   Ints t[LANES];
   for (int i = 0; i < LANES; i += 2)
@@ -139,6 +141,9 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
 #endif
 }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+inline Ints mask(Ints v, int32_t bits) { return _mm256_and_si256(v, splat(bits)); }
+inline Floats words_of(Ints v) { return _mm256_castsi256_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
@@ -147,8 +152,7 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
 inline Floats from_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-inline Floats low_half(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
-inline Floats high_half(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, splat(-65536))); }
+inline Floats low_half(Ints v) { return words_of(_mm256_slli_epi32(v, 16)); }
 inline void transpose(Ints (&w)[LANES]) {
   Ints t[LANES];
   for (int i = 0; i < LANES; i += 2)
@@ -187,6 +191,9 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   return acc;
 }
 inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
+inline Ints multiply(Ints a, Ints b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
+inline Ints mask(Ints v, int32_t bits) { EACH_LANE v.lane[i] &= bits; return v; }
+inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
 inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { EACH_LANE c.lane[i] += a.lane[i] * b.lane[i]; return c; }
 inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
@@ -198,14 +205,14 @@ inline Floats from_bf16(const uint16_t* p) {
   EACH_LANE { uint32_t bits = uint32_t(p[i]) << 16; std::memcpy(&r.lane[i], &bits, 4); }
   return r;
 }
-inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
 inline Floats low_half(Ints v) { EACH_LANE v.lane[i] = int32_t(uint32_t(v.lane[i]) << 16); return words_of(v); }
-inline Floats high_half(Ints v) { EACH_LANE v.lane[i] &= -65536; return words_of(v); }
 inline void transpose(Ints (&w)[LANES]) {
   EACH_LANE for (int j = 0; j < i; j++) std::swap(w[i].lane[j], w[j].lane[i]);
 }
 
 #endif
+
+inline Floats high_half(Ints v) { return words_of(mask(v, -65536)); }
 
 // ------------------------------------------------------------------------------------------- exponentials
 

@@ -93,7 +93,7 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std:
   if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, false, expert);
   const bool int8 = by.scale && by.scale->numel();  // int4 has its scales among the codes
   const at::Tensor y = int8 ? quantized::w8a8(x, by.weight, *by.scale, false, expert)
-                            : quantized::w4a8(x, by.weight, n, quantized::int4_group(by.weight), false, expert);
+                            : quantized::w4a8(x, by.weight, n, false, expert);
   if (by.bias) {
     Value* to = y.mutable_data_ptr<Value>();
     const Value* bias = data(*by.bias);

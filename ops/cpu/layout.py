@@ -16,9 +16,10 @@ def _whole_strips(t: Tensor) -> Tensor:
 def pack_int4_strips(codes: Tensor, scale: Tensor) -> Tensor:
     """Lay out int4 weights for `w4a8`.
 
-    codes: [N, K] int8 in -8 .. 7; scale: [N, K/G] bf16
-    Returns: [ceil(N/32), K/G, 64 + 16 G] uint8; per strip and group 32 scales, then for every 4 values of k a byte per
-    output i < 16 and k: output i in the low nibble, output i + 16 in the high one, both with 8 added.
+    codes: [N, K] int8 in -8 .. 7; scale: [N, K/G] bf16, or int32 as `ops.quantized.join_zeros` makes it; G: 32, 64, 128
+    Returns: [ceil(N/32), K/G, 64 or 128 + 16 G] uint8; per strip and group 32 scales, then for every 4 values of k a
+    byte per output i < 16 and k: output i in the low nibble, output i + 16 in the high one, both with 8 added. The
+    last dimension tells both G and the kind of scales: 16 G is a multiple of 512.
     """
     blocks = scale.shape[1]
     steps = codes.shape[1] // blocks // 4
@@ -30,10 +31,11 @@ def pack_int4_strips(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_int4_strips(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_int4_strips`. Returns: codes [N, K] int8; scale [N, K/G] bf16."""
-    strips, blocks, _ = packed.shape
-    scales, both = packed.split((2 * STRIP, packed.shape[2] - 2 * STRIP), 2)
-    scale = scales.contiguous().view(torch.bfloat16).transpose(1, 2).reshape(-1, blocks)  # [N, blocks]
+    """The inverse of `pack_int4_strips`. Returns: codes [N, K] int8; scale [N, K/G] bf16 or int32."""
+    strips, blocks, size = packed.shape
+    scales, both = packed.split((size % 512, size - size % 512), 2)
+    kind = torch.bfloat16 if size % 512 == 2 * STRIP else torch.int32
+    scale = scales.contiguous().view(kind).transpose(1, 2).reshape(-1, blocks)  # [N, blocks]
     both = both.reshape(strips, blocks, -1, STRIP // 2, 4)  # [strip, block, step, 16, 4]
     halves = torch.stack((both & 15, both >> 4), 1)  # [strip, half, block, step, 16, 4]
     codes = halves.permute(0, 1, 4, 2, 3, 5).reshape(strips * STRIP, -1).to(torch.int8) - 8

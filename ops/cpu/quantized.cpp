@@ -4,7 +4,7 @@
 //    so that an outlier costs precision in its own block only.
 // 2. Weights lie in strips of 32 outputs (layout.py), one contiguous stream each. Codes are stored with an offset (8 or
 //    128), because the hardware multiplies unsigned by signed bytes; integer sums start at -offset * sum(activations),
-//    which takes it out again, exactly.
+//    which takes it out again, exactly. A zero point of a group of int4 is one more offset.
 // 3. Threads share the strips. Within a strip, k goes by panels that stay in the first-level cache while tiles of up to
 //    MB rows pass over them. In a mixture, each expert's rows pass over its own strips; idle experts are not read.
 //
@@ -93,12 +93,17 @@ template <class T> void round_rows(Activations& a, const T* x, int offset) {
 }
 
 // ---------------------------------------------------------------------------------------------- formats
-// A block of a strip: `codes` and, for int4, the 32 bf16 scales in front of them.
+// A block of a strip: `codes` and, for int4, the 32 scales in front of them: bf16, or with ZEROS words of join_zeros
+// (ops/quantized.py). start: of the integer sums, for an activation sum times -OFFSET.
 
-struct Int4 {
+template <bool ZEROS> struct Int4 {
   static constexpr bool SMALL = true;
-  static constexpr int OFFSET = 8, STEP_BYTES = 64;  // a byte: output i low, output i + 16 high
-  static constexpr int HEADER = 2 * STRIP;
+  static constexpr int OFFSET = ZEROS ? 1 : 8, STEP_BYTES = 64;  // a byte: output i low, output i + 16 high
+  static constexpr int HEADER = (ZEROS ? 4 : 2) * STRIP;
+  static inline Ints words(const uint8_t* block, int j) { return load(block + j * 4 * LANES); }
+  static inline Ints start(const uint8_t* block, int j, int32_t sum) {
+    return ZEROS ? multiply(mask(words(block, j), 31), splat(sum)) : splat(sum);
+  }
   static inline void codes(const uint8_t* p, Ints (&w)[NV]) {
     for (int j = 0; j < NV / 2; j++) {
       Ints both = load(p + j * 4 * LANES);
@@ -106,13 +111,16 @@ struct Int4 {
       w[j + NV / 2] = high_nibbles(both);
     }
   }
-  static inline Floats scale(const uint8_t* block, int j) { return from_bf16((const uint16_t*)block + j * LANES); }
+  static inline Floats scale(const uint8_t* block, int j) {
+    return ZEROS ? words_of(mask(words(block, j), ~31)) : from_bf16((const uint16_t*)block + j * LANES);
+  }
 };
 
 struct Int8 {
   static constexpr bool SMALL = false;
   static constexpr int OFFSET = 128, STEP_BYTES = 128;
   static constexpr int HEADER = 0;  // one scale per output, applied at the end
+  static inline Ints start(const uint8_t*, int, int32_t sum) { return splat(sum); }
   static inline void codes(const uint8_t* p, Ints (&w)[NV]) {
     for (int j = 0; j < NV; j++) w[j] = load(p + j * 4 * LANES);
   }
@@ -141,7 +149,7 @@ template <class F, int M> void tile(const Activations& a, Pass pass) {
     Ints dots[U][M][NV];
     for (int u = 0; u < U; u++)
       for (int m = 0; m < M; m++)
-        for (int j = 0; j < NV; j++) dots[u][m][j] = splat(u ? 0 : starts[m]);
+        for (int j = 0; j < NV; j++) dots[u][m][j] = u ? splat(0) : F::start(w, j, starts[m]);
     const auto step = [&](Ints(&sums)[M][NV]) {
       Ints codes[NV];
       F::codes(p, codes);
@@ -264,12 +272,13 @@ double dot_peak(int64_t rounds) {
 
 // ---------------------------------------------------------------------------------------------- operators
 
-// Values of k that share a scale.
-int64_t int4_group(const at::Tensor& packed) { return (packed.size(-1) - Int4::HEADER) / Int4::STEP_BYTES * 4; }
-
-at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, int64_t group, bool wide,
+at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
                 const std::optional<at::Tensor>& expert) {
-  return multiply<Int4>({x, packed, expert, n, group, 3, nullptr, wide});
+  const int64_t size = packed.size(-1), group = size / 512 * 32, header = size % 512;  // as in layout.py
+  TORCH_CHECK(group && (header == Int4<false>::HEADER || header == Int4<true>::HEADER), "weights in blocks of ", size,
+              " bytes do not fit; pack_int4_strips lays them out");
+  const Layer layer{x, packed, expert, n, group, 3, nullptr, wide};
+  return header == Int4<true>::HEADER ? multiply<Int4<true>>(layer) : multiply<Int4<false>>(layer);
 }
 
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,

@@ -23,16 +23,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.layout import COLUMNS
-from ops.cuda.products import Device, ProductPlan, bits_and_group, choose_splits, fit, quantized_product, sum_kernel
+from ops.cuda.products import (
+    Device,
+    ProductPlan,
+    bits_and_group,
+    choose_splits,
+    fit,
+    has_zeros,
+    quantized_product,
+    sum_kernel,
+    words_of,
+)
 
 LISTED = 64  # places that a block of threads lists
 
 
 @cache
 def plan_experts(
-    P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, experts: int
+    P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, experts: int, zeros: bool = False
 ) -> ProductPlan:
-    """Choose tiles, splits and stages for P rows.
+    """Choose tiles, splits and stages for P rows. zeros: whether int4 has zero points
 
     The host cannot look at the routing, so the tile's height follows from the rows that an expert has on average.
     `splits` and the order of every sum are the same for all P: a row's result does not depend on which rows share its
@@ -47,7 +57,7 @@ def plan_experts(
     """
     splits = choose_splits(max(2, experts // 16) * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
     each = triton.cdiv(P, experts)
-    return fit(16 if each <= 4 else 32 if each <= 16 else 64, splits, bits, group, dtype, device)
+    return fit(16 if each <= 4 else 32 if each <= 16 else 64, splits, bits, group, dtype, device, zeros)
 
 
 def most_tiles(P: int, experts: int, tokens: int) -> int:
@@ -125,7 +135,6 @@ def experts_kernel(
     lists: from lists_kernel; y: [P, N], or [SPLITS, P, N] fp32. Writes: y.
     """
     BLOCK: tl.constexpr = 16 // BITS * 64
-    WORDS: tl.constexpr = BLOCK // GROUP // 2 if GROUP > 0 else 0
     expert, at, end = _tile(lists_ptr, tl.program_id(0), EXPERTS, TOKENS)
     if expert >= EXPERTS:
         return
@@ -143,7 +152,7 @@ def experts_kernel(
         total = _float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
     else:
         weight_ptr += before * blocks * 64
-        scale_ptr += before * (blocks * WORDS if GROUP > 0 else 1)
+        scale_ptr += before * (blocks * words_of(GROUP, scale_ptr.dtype.element_ty) if GROUP > 0 else 1)
         total = quantized_product(x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
     out = (split.to(tl.int64) * P + t[None, :]) * N + n[:, None]
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
@@ -182,5 +191,6 @@ def run_experts(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, 
 def experts_product(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device) -> Tensor:
     """`ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16` with lists."""
     (P, K), (bits, group) = x.shape, bits_and_group(scale[0]) if scale is not None else (16, 0)
-    cut = plan_experts(P, weight.shape[-2], K, bits, group, x.dtype, device, experts=len(weight))
+    zeros = scale is not None and has_zeros(scale[0])
+    cut = plan_experts(P, weight.shape[-2], K, bits, group, x.dtype, device, len(weight), zeros)
     return run_experts(x, weight, scale, lists, cut)

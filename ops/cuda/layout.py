@@ -57,18 +57,24 @@ def unpack_int8_planes(packed: Tensor, N: int, K: int) -> Tensor:
 
 
 def pack_scales(scale: Tensor, group: int) -> Tensor:
-    """Lay the scales of int4 groups out for `w4a16`: those of a row and block side by side, two to a word.
+    """Lay the scales of int4 groups out for `w4a16`: those of a row and block side by side, in words.
 
-    scale: [N, K / group] bfloat16; group: 32, 64 or 128
-    Returns: [blocks, N, 128 / group] int32; its last dimension tells the group.
+    scale: [N, K / group] bfloat16, or int32 as `ops.quantized.join_zeros` makes it; group: 32, 64 or 128
+    Returns: [blocks, N, 128 / group] int32, two bfloat16 to a word; or [blocks, N, 256 / group] float32, whose bits are
+    the words with a zero point. `group_of` tells the group.
     """
     per_block = 4 * COLUMNS // group
     padded = F.pad(scale, (0, -scale.shape[1] % per_block))  # [N, blocks * per_block]
     blocks = padded.view(scale.shape[0], -1, per_block).transpose(0, 1).contiguous()  # [blocks, N, per_block]
-    return blocks.view(torch.int32)
+    return blocks.view(torch.int32 if scale.dtype == torch.bfloat16 else torch.float32)
 
 
 def unpack_scales(packed: Tensor, K: int) -> Tensor:
-    """The scales that `pack_scales` was given: [N, K / group] bfloat16."""
-    group = 2 * COLUMNS // packed.shape[2]
-    return packed.view(torch.bfloat16).transpose(0, 1).flatten(1)[:, : K // group]
+    """The scales that `pack_scales` was given: [N, K / group] bfloat16 or int32."""
+    scale = packed.view(torch.bfloat16 if packed.dtype == torch.int32 else torch.int32)
+    return scale.transpose(0, 1).flatten(1)[:, : K // group_of(packed)]
+
+
+def group_of(packed: Tensor) -> int:
+    """How many inputs share one of the scales that `pack_scales` laid out."""
+    return (2 if packed.dtype == torch.int32 else 4) * COLUMNS // packed.shape[2]
