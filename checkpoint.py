@@ -23,11 +23,12 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -292,14 +293,21 @@ class Quantization:
         return self
 
 
+def others_quantization(raw: dict) -> Any:
+    """What a config.json says about quantized weights that are not ours, whatever that is; None: nothing."""
+    said = raw.get("quantization_config", raw.get("compression_config"))  # the older key of compressed-tensors
+    return None if isinstance(said, dict) and said.get("quant_method") == METHOD else said
+
+
 def saved_quantization(raw: dict) -> Quantization | None:
     """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours."""
+    others = others_quantization(raw)
+    if others is not None:
+        method = others.get("quant_method") if isinstance(others, dict) else others
+        raise ValueError(f"checkpoints quantized with {method} are not supported here; use the original")
     said = raw.get("quantization_config")
     if said is None:
         return None
-    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
-        method = said.get("quant_method") if isinstance(said, dict) else said
-        raise ValueError(f"checkpoints quantized with {method} are not supported; use the original with --quant")
     return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check("quantization_config")
 
 
@@ -318,6 +326,7 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     for weight, n in inputs.items():
         if quant.format == "int4" and n % group:
             remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
+            remedy = "another checkpoint" if quant.saved else remedy
             raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
         if n % 4:
             raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")
@@ -327,12 +336,23 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
 # ------------------------------------------------------------------------------------------------ tensors
 
 
+class Codes(NamedTuple):
+    """A quantized weight, as the layers of quantize.py take it."""
+
+    codes: Tensor  # [N, K] int8
+    scale: Tensor  # int8: [N] fp32; int4: [N, K / G], 16 bits; G: a multiple of 32
+    zero: Tensor | None = None  # int4: [N, K / G] int8, what is subtracted from the codes
+
+
 class TensorSource(Protocol):
     """Tensors by name, and their config.json."""
 
     path: Path  # where they come from, for error messages
     config: dict  # the content of config.json
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
+    # weights that others quantized, which are not among the readers, and a function that unpacks one
+    quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
+    note: str = ""  # to be said when all is read
 
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises: ValueError when it is missing."""

@@ -35,7 +35,7 @@ from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
-from hf.weights import load_model
+from hf.weights import int4_group, load_model
 from model import DTYPES, Transformer
 from options import (
     Conversation,
@@ -110,7 +110,7 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     config = resolve_draft(config, path)
     drafter = make_drafter(target, config)  # a draft in int4 has the group size asked for, or chooses its own
     if config.quant == "int4":
-        config = replace(config, group_size=target.lm_head.group_size)
+        config = replace(config, group_size=int4_group(target))
     engine = Engine(
         config, target, drafter, context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),

@@ -403,8 +403,8 @@ def _head_recipes(place: Placement, biased: bool) -> dict[str, Recipe]:
 
 
 @dataclass(frozen=True)
-class InflatedFiles:
-    """The tensors of a stand-in by name, each computed when it is read: a `TensorSource`."""
+class InflatedFiles(TensorSource):
+    """The tensors of a stand-in by name, each computed when it is read."""
 
     path: Path  # of the small model
     config: dict  # config.json of the stand-in

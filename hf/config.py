@@ -20,6 +20,7 @@ from checkpoint import (
     about,
     is_gguf,
     key,
+    others_quantization,
     positive,
     read_fields,
     read_json,
@@ -138,16 +139,28 @@ class Rope:
 
 def open_source(path: Path) -> TensorSource:
     """Open a checkpoint's tensors and config. Raises: ValueError when it is missing, broken or not supported."""
-    if not is_gguf(path):
-        return WeightFiles(path)
-    from hf.gguf import GgufFile
+    if is_gguf(path):
+        from hf.gguf import GgufFile
 
-    return GgufFile(path)
+        return GgufFile(path)
+    files = WeightFiles(path)
+    if others_quantization(files.config) is None:
+        return files
+    from hf.quantized import QuantizedFiles
+
+    return QuantizedFiles(files)
 
 
 def read_raw(path: Path) -> dict:
-    """The content of a checkpoint's config.json. Raises: as `open_source`."""
-    return open_source(path).config if is_gguf(path) else read_json(path / "config.json")
+    """The content of a checkpoint's config.json, as the `config` of `open_source`. Raises: as that."""
+    if is_gguf(path):
+        return open_source(path).config
+    raw = read_json(path / "config.json")
+    if others_quantization(raw) is None:
+        return raw
+    from hf.quantized import as_ours
+
+    return as_ours(raw, path)
 
 
 def read_config(path: Path, raw: dict | None = None) -> ModelConfig:

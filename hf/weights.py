@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -102,14 +103,16 @@ def load_weights(
     if storage.quant is not None:
         kinds = (nn.Linear, ExpertLinear)
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
+        linear = _layers_of_others(files, names, linear) if files.quantized else linear
         inputs = {name: params[name].shape[-1] for name in names if name in linear}
         storage = storage._replace(quant=fit_group(storage.quant, inputs))
     _check_memory(files.path, params, linear, storage)
     wanted = {theirs for parts in names.values() for theirs in parts}
-    if storage.quant is not None and storage.quant.saved:
+    if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
-    missing = sorted(wanted - set(files.readers))
-    unexpected = sorted(n for n in set(files.readers) - wanted if not ignored(n))
+    held = {*files.readers, *files.quantized}
+    missing = sorted(wanted - held)
+    unexpected = sorted(n for n in held - wanted if not ignored(n))
     for what, which in (("missing", missing), ("unexpected", unexpected)):
         if which:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
@@ -126,6 +129,24 @@ def load_weights(
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return storage.quant
+
+
+def _layers_of_others(files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
+    """Which layers others quantized. Raises: ValueError for a weight that cannot be, or a layer that is in part."""
+    found = set()
+    for ours, theirs in names.items():
+        codes = [name for name in theirs if name in files.quantized]
+        rest = [name for name in theirs if name in files.readers]
+        if codes and ours not in linear:
+            rule = f"{codes[0]} is quantized, and only linear layers may be"
+            raise ValueError(f"{files.path}: {rule}; use another checkpoint")
+        if codes and rest:
+            files.read(rest[0])  # one in codes that lacks its scale is refused for that
+            rule = f"{codes[0]} is quantized and {rest[0]} is not, and they are one layer here"
+            raise ValueError(f"{files.path}: {rule}; use another checkpoint")
+        if codes:
+            found.add(ours)
+    return found
 
 
 def _check_memory(path: Path, params: dict[str, Tensor], linear: set[str], storage: Storage) -> None:
@@ -166,24 +187,31 @@ class _Loading:
         """The layer that takes the place of `layer`. wide: its outputs are fp32."""
         kind, shape = FORMATS[self.storage.quant.format], layer.weight.shape
         if isinstance(layer, nn.Linear):
-            return kind(*self._codes_and_scale(kind, names, shape), layer.bias, wide=wide)
-        parts = (self._codes_and_scale(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
+            codes, scale, *zero = self._codes(kind, names, shape)
+            return kind(codes, scale, layer.bias, wide, *zero)
+        parts = (self._codes(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
         return QuantExperts(kind, parts, shape[0])
 
-    def _codes_and_scale(
-        self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size
-    ) -> tuple[Tensor, Tensor]:
-        """Codes and scale of one weight as the files hold them, or made of a float weight in the files' own dtype."""
+    def _codes(self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Codes, scale and, if there is one, zero point of a weight, as the files hold them or made of a float one."""
         quant = self.storage.quant
         if not quant.saved:
-            return kind.encode(self._join(names, shape, None), quant.group_size)
+            return kind.encode(self._join(names, shape, None), quant.group_size)  # in the files' own dtype
+        if self.files.quantized:
+            codes, *rest = zip(*(self.files.quantized[name]() for name in names))
+            rest = [(parts, shape[:1] + parts[0].shape[1:]) for parts in rest if parts[0] is not None]
+            return self._stack(codes, names, shape, None), *(self._stack(p, names, size, None) for p, size in rest)
         stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
         scale_shape = kind.scale_shape(shape, quant.group_size)
         return kind.from_file(stored), self._join(tuple(map(scale_name, names)), scale_shape, kind.scale_dtype)
 
     def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         """The named tensors, one below the other, on the device. dtype: None keeps the files' own."""
-        parts = [self.files.read(name) for name in names]
+        return self._stack([self.files.read(name) for name in names], names, shape, dtype)
+
+    def _stack(
+        self, parts: Sequence[Tensor], names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None
+    ) -> Tensor:
         rows = sum(p.shape[0] for p in parts if p.dim())
         if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
             got = " + ".join(str(list(p.shape)) for p in parts)
@@ -254,14 +282,16 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)
-    quant = load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config))
+    quant = load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config, files))
     if config.tie_embeddings:
         weight = model.embedding.weight
-        if quant is None:
+        if quant is None or files.quantized:  # others leave the LM head in 16 bits
             model.lm_head.weight = weight
         else:
             model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
     model.rope_freq = rope_frequencies(config, device)
+    if files.note:
+        print(f"note: {files.note}", file=sys.stderr)
     return model.eval()
 
 
@@ -284,7 +314,17 @@ def check_experts(config: ModelConfig, files: TensorSource) -> None:
         raise ValueError(f"{files.path}: {said}; {remedy}")
 
 
-def _ignored(config: ModelConfig) -> Callable[[str], bool]:
+def int4_group(model: nn.Module) -> int:
+    """The inputs that share a scale in a model's int4 layers, the fewest of any; 0: it has none."""
+    return min((layer.group_size for layer in model.modules() if isinstance(layer, QuantLinear)), default=0)
+
+
+def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     # old LLaMA files hold RoPE tables; files of a tied model may hold the embedding a second time, as the LM head
     repeated = ("lm_head.weight", scale_name("lm_head.weight")) if config.tie_embeddings else ()
-    return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated
+
+    def no_bias(name: str) -> bool:  # AutoGPTQ wrote zeros where a layer has none
+        layer, _, kind = name.rpartition(".")
+        return kind == "bias" and f"{layer}.weight" in files.quantized and not files.read(name).any()
+
+    return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated or no_bias(name)

@@ -2,6 +2,7 @@
 
     python scripts/quant_quality.py --json quality.json                       # the demo, on its held-out text
     python scripts/quant_quality.py --checkpoint DIR --text some.txt
+    python scripts/quant_quality.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8     # quantized by others
 
 How it works:
 1. The text is cut into sequences that the model reads whole. The reference is the checkpoint's own dtype.
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import _path  # finds the project
-from checkpoint import GROUP_SIZES, Quantization
-from hf.config import read_config
+from checkpoint import GROUP_SIZES, Quantization, saved_quantization
+from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from measure import environment, shown_path
@@ -44,6 +45,7 @@ class QualityConfig:
     """Options. Units and effects are in the help texts."""
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the target")
+    also: str = option("", "quantized directories of the same model, separated by commas")
     text: str = option("", "text files, separated by commas; default: the demo's held-out text")
     seq_len: int = option(512, "tokens per sequence", least=2)
     sequences: int = option(64, "sequences per text", least=1)
@@ -57,15 +59,19 @@ class Row(NamedTuple):
     format: str  # "" is the reference
     group_size: int
     runs: str  # which product
+    path: str = ""  # a directory in this format; "": the target's is rounded
 
 
-def rows() -> Iterator[Row]:
-    """Every format in every way that it runs."""
+def rows(also: list[str]) -> Iterator[Row]:
+    """Every format in every way that it runs, and quantized directories."""
     yield Row("", 0, "reference")
     for format in FORMATS:
         for group in GROUP_SIZES if format == "int4" else (0,):
             kinds = ("int8 activations", "16-bit activations", *(["plain"] if format == "int4" else []))
             yield from (Row(format, group, runs) for runs in kinds)
+    for path in also:
+        name = Path(path).resolve().name
+        yield from (Row(name, 0, runs, path) for runs in ("int8 activations", "16-bit activations"))
 
 
 # ------------------------------------------------------------------------------------------------- texts
@@ -119,7 +125,8 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
     if not row.format:
         model = load_model(path)
         return model, 8.0 * model.embedding.weight.itemsize
-    model = load_model(path, quant=Quantization(row.format, row.group_size or 128))
+    quant = None if row.path else Quantization(row.format, row.group_size or 128)
+    model = load_model(Path(row.path or path), quant=quant)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
     bits = 8 * sum(layer.packed.nbytes + layer.scale.nbytes for layer in layers.values()) / weights
@@ -150,20 +157,35 @@ def compare(reference: Transformer, model: Transformer, texts: list[Tensor]) -> 
     return math.exp(loss / predicted), divergence / tokens, agreement / tokens
 
 
+def check_models(path: Path, also: list[str]) -> None:
+    """Raises: ValueError for models that cannot be compared here."""
+    size = read_config(path).vocab_size
+    for each in (path, *map(Path, also)):
+        model, rounded = read_config(each), saved_quantization(read_raw(each)) is not None
+        if model.n_experts:
+            raise ValueError(
+                f"{each} is a mixture of experts, and only dense models are taken apart here; name another"
+            )
+        if model.vocab_size != size:
+            raise ValueError(f"--also {each} has {model.vocab_size} tokens and {path} has {size}; name a copy of it")
+        if rounded == (each == path):
+            rule = "--checkpoint takes a model in 16 bits, --also quantized ones"
+            raise ValueError(f"{rule}; {each} is {'quantized' if rounded else 'not quantized'}")
+
+
 def run(config: QualityConfig) -> None:
     """Measure and print everything."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    path = Path(config.checkpoint)
-    if read_config(path).n_experts:
-        raise ValueError(f"{path} is a mixture of experts, and only dense models are taken apart here; name another")
+    path, also = Path(config.checkpoint), [name for name in config.also.split(",") if name]
+    check_models(path, also)
     tokenizer = Tokenizer.load(path)
     texts = {name: batches(documents, tokenizer, config) for name, documents in read_texts(config).items()}
     reference, _ = build(path, Row("", 0, "reference"))
     records = []
-    for row in tqdm(list(rows()), unit="format"):
+    for row in tqdm(list(rows(also)), unit="format"):
         model, bits = build(path, row)
-        record = row._asdict() | {"bits_per_weight": bits}
+        record = row._asdict() | {"path": shown_path(row.path), "bits_per_weight": bits}
         for name, text in texts.items():
             perplexity, divergence, agreement = compare(reference, model, text)
             record[name] = {"perplexity": perplexity, "kl": divergence, "agreement": agreement}

@@ -216,6 +216,44 @@ def config_quantization(r: random.Random, folder: Path) -> Case:
     return Case(f"quantization_config {key} = {said(value)}", ids(path))
 
 
+@cache
+def others_model(layout: str) -> tuple[dict, bytes]:
+    """config.json and weights of the dense model as others quantize it."""
+    from test_quantized_files import WHOLE, write_model
+
+    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"hostile-{os.getpid()}-{layout}"
+    write_model(folder, WHOLE[layout], DENSE)
+    found = json.loads((folder / "config.json").read_text()), (folder / "model.safetensors").read_bytes()
+    shutil.rmtree(folder)
+    return found
+
+
+def others_value(r: random.Random, folder: Path) -> Case:
+    """A checkpoint that others quantized, of which one key is junk."""
+    layout = r.choice(["gptq", "awq", "packed", "fp8"])
+    (path, _), (raw, weights) = model(folder), others_model(layout)
+    put(path / "model.safetensors", weights)
+    block = json.loads(json.dumps(raw["quantization_config"]))
+    scheme = block.get("config_groups", {}).get("group_0", {})
+    place = r.choice([block, scheme, scheme["weights"]] if scheme else [block])
+    key, value = r.choice([*place, "weight_block_size"] if layout == "fp8" else list(place)), r.choice(JUNK)
+    place[key] = value
+    put(path / "config.json", raw | {"quantization_config": block})
+    return Case(f"{layout} {key} = {said(value)}", ids(path))
+
+
+def others_file(r: random.Random, folder: Path) -> Case:
+    """The same with broken weights: the file, or a tensor."""
+    layout = r.choice(["gptq", "awq", "packed", "fp8"])
+    (path, _), (raw, weights) = model(folder), others_model(layout)
+    put(path / "config.json", raw), put(path / "model.safetensors", weights)
+    if r.random() < 0.5:
+        return Case(f"{layout} {broken_safetensors(r, path)}", ids(path))
+    tensors = load_file(path / "model.safetensors")
+    name = r.choice([name for name in tensors if "_proj" in name])
+    return Case(f"{layout} {edited(r, path, tensors, name)}", ids(path))
+
+
 def generation_config(r: random.Random, folder: Path) -> Case:
     path, _ = model(folder)
     key, value = r.choice(["eos_token_id", "eos_token_id", "bos_token_id"]), r.choice(JUNK)
@@ -251,15 +289,20 @@ def head_file(r: random.Random, folder: Path) -> Case:
     if r.random() < 0.5:
         return Case(f"head {broken_safetensors(r, path)}", argv)
     name = r.choice([*tensors, *(["d2t"] * 5 if "d2t" in tensors else [])])
+    return Case(f"head {edited(r, path, tensors, name)}", argv)
+
+
+def edited(r: random.Random, path: Path, tensors: dict[str, torch.Tensor], name: str) -> str:
+    """Leave a tensor out of a model, or change its shape or type. Returns: what was done."""
     whole = tensors.pop(name)
     edits = [
         None, whole[:-1], whole.flatten()[:0], whole.flatten()[0], torch.cat([whole, whole]), whole.flatten()[:, None],
         whole.to(torch.complex64), whole.bool(), whole.float(), whole.long() + 2**40, whole.long() - 2**40,
     ]  # fmt: skip
     number = r.randrange(len(edits))
-    save_file(tensors | ({} if edits[number] is None else {name: edits[number].contiguous()}), folder / "new")
-    put(path / "model.safetensors", (folder / "new").read_bytes())
-    return Case(f"head {name} edit {number}", argv)
+    save_file(tensors | ({} if edits[number] is None else {name: edits[number].contiguous()}), path / "new")
+    put(path / "model.safetensors", (path / "new").read_bytes())
+    return f"{name} edit {number}"
 
 
 def draft_value(r: random.Random, folder: Path) -> Case:
@@ -505,13 +548,14 @@ def chat_lines(r: random.Random, folder: Path) -> Case:
 
 
 FAMILIES: dict[Callable[[random.Random, Path], Case], int] = {
-    config_value: 8, config_shape: 3, config_rope: 3, config_quantization: 2, generation_config: 2, head_value: 4, head_nested: 2, head_file: 3,
+    config_value: 8, config_shape: 3, config_rope: 3, config_quantization: 2, others_value: 3, others_file: 3, generation_config: 2, head_value: 4, head_nested: 2, head_file: 3,
     draft_value: 3, tokenizer_value: 4, small_json: 3, number_flag: 4, text_flag: 5, safetensors_file: 3, bin_file: 4,
     sentencepiece_file: 2, tokenizer_json_file: 4, prompt_file: 3, tree_file: 2, token_ranks: 2, gguf_file: 2,
     chat_lines: 1, chat_template: 2, stand_in: 1,
 }  # fmt: skip
 LEAST = {  # share of a family's cases that must be refused, else 3/4: some inputs turn out to be harmless
     generation_config: 0.3, chat_template: 0.4, head_value: 0.5, head_nested: 0.5, config_rope: 0.6, chat_lines: 0,
+    others_value: 0.4,  # much that they say is about how they were made
 }  # fmt: skip
 DECK = [family for family, share in FAMILIES.items() for _ in range(share)]
 

@@ -520,7 +520,7 @@ from checkpoint import Quantization
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) * 1024
 
-load_model(Path(sys.argv[2]), quant=Quantization(sys.argv[4]))  # whatever is only ever made once
+load_model(Path(sys.argv[2]), quant=Quantization.of(sys.argv[4], 0))  # whatever is only ever made once
 before, done = anonymous(), threading.Event()
 peak = before
 
@@ -531,7 +531,7 @@ def watch():
 
 thread = threading.Thread(target=watch)
 thread.start()
-model = load_model(Path(sys.argv[3]), quant=Quantization(sys.argv[4]))
+model = load_model(Path(sys.argv[3]), quant=Quantization.of(sys.argv[4], 0))
 done.set()
 thread.join()
 print(max(peak, anonymous()) - before, sum(t.nbytes for t in (*model.parameters(), *model.buffers())))

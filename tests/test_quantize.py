@@ -679,7 +679,7 @@ def spoil(out: Path, how: str) -> None:
         del raw["quantization_config"]
     else:
         said |= {"format": {"format": "int3"}, "list": {"format": [4]}, "group": {"group_size": 64},
-                 "size": {"group_size": 48}, "gptq": {"quant_method": "gptq"}}[how]  # fmt: skip
+                 "size": {"group_size": 48}, "other": {"quant_method": "hqq"}}[how]  # fmt: skip
     save_file(weights, file)
     config.write_text(json.dumps(raw))
 
@@ -693,7 +693,7 @@ SPOILT = {
     "list": "the format must be one of int8, int4; it is",
     "group": r"group size 64 does not divide in_features 160",
     "size": "the group size must be one of 32, 64, 128; it is 48",
-    "gptq": "quantized with gptq are not supported; use the original with --quant",
+    "other": "quantized with hqq are not supported, only gptq, awq, compressed-tensors, fp8; use another checkpoint",
 }
 
 

@@ -1,0 +1,661 @@
+"""Checkpoints that others quantized: what is decoded, what is decoded from it, what is refused.
+
+compressed-tensors writes its own files here, and its converters decode those of AWQ and of FP8 in blocks. GPTQModel and
+AutoAWQ do not install without a GPU: GPTQ and AWQ files are written as their packers lay them out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quant_quality
+import quantize
+from checkpoint import WeightFiles, write_checkpoint
+from generate import generate, load, main
+from helpers import GOLDEN
+from hf.config import read_config
+from hf.quantized import QuantizedFiles
+from hf.tokenizer import Tokenizer
+from hf.weights import export_weights, load_model, weight_names
+from model import Transformer
+from ops.library import has_cpu_operators
+from options import DEMO
+from quantize import QuantExperts, QuantLinear
+from test_layers_cpu import fuse
+from test_moe import WATCH
+
+OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
+
+Parts = dict[str, Tensor]  # tensors by what they are called behind a layer's name
+
+
+class Layout(NamedTuple):
+    """A kind of file."""
+
+    config: dict  # `quantization_config`
+    write: Callable[[Tensor], tuple[Parts, Tensor]]  # [N, K] fp32 -> the parts; what they stand for, [N, K] fp32
+
+
+# ------------------------------------------------------------------------------------------------ writers
+
+
+def rounded(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, K] and zero points [N, K / G] in 0..15, and fp16 scales, by the extremes of a group."""
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = (groups.abs().amax(-1) / 7.5 if symmetric else (high - low) / 15).half()
+    zero = torch.full_like(low, 8) if symmetric else (-low / scale.float()).round().clamp(0, 15)
+    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    return codes.flatten(1).int(), scale, zero.int()
+
+
+def decoded(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    groups = (codes.float().unflatten(1, (scale.shape[1], -1)) - zero.float()[..., None]) * scale.float()[..., None]
+    return groups.flatten(1)
+
+
+def pack(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """[R, C] in 0..15 -> [R, C / 8] int32; `order`: which of 8 columns is stored first."""
+    packed = torch.zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
+    for column in range(packed.shape[1]):
+        for place, which in enumerate(order):
+            packed[:, column] |= values[:, 8 * column + which].long() << 4 * place
+    return packed.to(torch.int32)  # wraps around
+
+
+def gptq(weight: Tensor, group: int, symmetric: bool, version: int) -> tuple[Parts, Tensor]:
+    """As GPTQModel 7.7 packs (pack_original), and for version 1 lessens (convert_gptq_v2_to_v1_format_module)."""
+    inputs = weight.shape[1]
+    codes, scale, zero = rounded(weight, group if group > 0 else inputs, symmetric)
+    qzeros = pack(zero.T) - (0x11111111 if version == 1 else 0)
+    groups = torch.arange(inputs, dtype=torch.int32) // (inputs // scale.shape[1])
+    parts = {"qweight": pack(codes).T, "qzeros": qzeros, "scales": scale.T, "g_idx": groups}
+    return parts, decoded(codes, scale, zero)
+
+
+def awq(weight: Tensor, group: int) -> tuple[Parts, Tensor]:
+    """As AutoAWQ 0.2.9 packs (WQLinear_GEMM.from_linear), decoded by compressed-tensors."""
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    codes, scale, zero = rounded(weight, group, False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": pack(codes.T, order), "qzeros": pack(zero.T, order), "scales": scale.T.contiguous()}
+    q, s, z = AutoAWQConverter(group_size=group)._convert_gemm_module(
+        parts["qweight"], parts["scales"], parts["qzeros"]
+    )
+    return parts, decoded(q, s, z)
+
+
+def compressed(weight: Tensor, format: str, args: dict) -> tuple[Parts, Tensor]:
+    """Written and decoded by compressed-tensors."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
+    library = BaseCompressor.get_value_from_registry(format)
+    if args["strategy"] == "tensor":
+        low, high = weight.amin()[None], weight.amax()[None]
+    elif args["strategy"] == "block":
+        blocks = [rows.split(128, 1) for rows in weight.split(128)]
+        low, high = (torch.tensor([[float(f(t)) for t in row] for row in blocks]) for f in (torch.min, torch.max))
+    else:
+        groups = weight.unflatten(1, (-1, args.get("group_size") or weight.shape[1]))
+        low, high = groups.amin(-1), groups.amax(-1)
+    scale, zero = calculate_qparams(low, high, scheme.weights)
+    scale = scale.bfloat16()
+    given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+    parts = library.compress(given, scheme)
+    return parts, library.decompress(parts | {"weight_scale": scale.float()}, scheme)["weight"]  # in fp32
+
+
+def fp8(weight: Tensor, block: int | None, dtype: torch.dtype) -> tuple[Parts, Tensor]:
+    """As Qwen3's FP8 files are; None: AutoFP8's, with a scale per tensor. Blocks are decoded by compressed-tensors."""
+    from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
+
+    if block is None:
+        scale = weight.abs().amax() / 448
+        parts = {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+        return parts | {"input_scale": torch.tensor(2.0)}, parts["weight"].float() * scale
+    strips = [[t.abs().amax() / 448 for t in rows.split(block, 1)] for rows in weight.split(block)]
+    scale = torch.tensor(strips).to(dtype)
+    wide = scale.float().repeat_interleave(block, 0).repeat_interleave(block, 1)[: len(weight), : weight.shape[1]]
+    parts = {"weight": (weight / wide).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+    library = FP8BlockDequantizer([], [], (block, block), torch.float32)
+    return parts, library._create_dequantized_weight(parts["weight"], scale)
+
+
+def of_gptq(group: int, symmetric: bool = True, version: int = 1, **more) -> Layout:
+    said = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": False}
+    said["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
+    return Layout(said | more, partial(gptq, group=group, symmetric=symmetric, version=version))
+
+
+def of_awq(group: int, **more) -> Layout:
+    said = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return Layout(said | {"modules_to_not_convert": None} | more, partial(awq, group=group))
+
+
+def of_compressed(
+    format: str, strategy: str, bits: int = 4, type: str = "int", symmetric: bool = True, **more
+) -> Layout:
+    args = {"num_bits": bits, "type": type, "symmetric": symmetric, "strategy": strategy, **more}
+    group = {"targets": ["Linear"], "weights": args | {"actorder": None}, "input_activations": None}
+    said = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    return Layout(
+        said | {"ignore": ["lm_head"], "kv_cache_scheme": None}, partial(compressed, format=format, args=args)
+    )
+
+
+def of_fp8(block: int | None, dtype: torch.dtype = torch.bfloat16) -> Layout:
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    return Layout(
+        said | ({"weight_block_size": [block, block]} if block else {}), partial(fp8, block=block, dtype=dtype)
+    )
+
+
+PACKED, FLOAT = "pack-quantized", "float-quantized"
+LAYOUTS = {
+    "gptq": of_gptq(128),
+    "gptq-32": of_gptq(32),
+    "gptq-256": of_gptq(256),
+    "gptq-channel": of_gptq(-1),
+    "gptq-v2": of_gptq(64, version=2),
+    "gptq-zeros": of_gptq(64, symmetric=False),
+    "gptq-v2-zeros": of_gptq(128, symmetric=False, version=2),
+    "awq": of_awq(128),
+    "awq-64": of_awq(64),
+    "packed-32": of_compressed(PACKED, "group", group_size=32),
+    "packed-64": of_compressed(PACKED, "group", group_size=64),
+    "packed-128": of_compressed(PACKED, "group", group_size=128),
+    "packed-channel": of_compressed(PACKED, "channel"),
+    "packed-zeros": of_compressed(PACKED, "group", group_size=64, symmetric=False),
+    "packed-channel-zeros": of_compressed(PACKED, "channel", symmetric=False),
+    "packed-8": of_compressed(PACKED, "channel", 8),
+    "int8": of_compressed("int-quantized", "channel", 8),
+    "float-tensor": of_compressed(FLOAT, "tensor", 8, "float"),
+    "float-channel": of_compressed(FLOAT, "channel", 8, "float"),
+    "float-block": of_compressed(FLOAT, "block", 8, "float", block_structure=[128, 128]),
+    "fp8": of_fp8(128),
+    "fp8-fp32": of_fp8(128, torch.float32),
+    "fp8-tensor": of_fp8(None),
+}
+ZEROS = [name for name in LAYOUTS if "zeros" in name or "awq" in name]
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+
+
+def write_model(
+    folder: Path, layout: Layout, source: Path = Path(DEMO), keep: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Write a quantized copy of a float model. keep: parts of names of layers that stay as they are.
+
+    Returns: what the library decodes, by name.
+    """
+    folder.mkdir(exist_ok=True)
+    tensors, weights = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith(("_proj", ".w1", ".w2", ".w3")) and not any(part in layer for part in keep):
+            parts, weights[name] = layout.write(tensor.float())
+            tensors |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": layout.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return weights
+
+
+# --------------------------------------------------------------------------------------------- one weight
+
+
+def read_one(folder: Path, layout: Layout, parts: Parts) -> QuantizedFiles:
+    save_file({f"a.{part}": value.contiguous() for part, value in parts.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": layout.config}))
+    return QuantizedFiles(WeightFiles(folder))
+
+
+@each_layout
+def test_a_weight_is_decoded_as_its_library_decodes_it(tmp_path, name):
+    layout = LAYOUTS[name]
+    outputs, inputs = (200, 320) if name in ("fp8", "fp8-fp32", "float-block") else (40, 256)
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    weight[0] = weight[0].abs()  # a zero point of 0 in version 1 of GPTQ borrows from its neighbours
+    weight[1] = -weight[1].abs()
+    parts, expected = layout.write(weight)
+    files = read_one(tmp_path, layout, parts)
+    codes, scale, zero = files.quantized["a.weight"]()
+    assert not files.readers and codes.dtype == torch.int8 and (zero is not None) == (name in ZEROS)
+    if files.recipe.format == "int4":
+        assert (
+            codes.min() == -8
+            and codes.max() == 7
+            and scale.dtype == parts.get("scales", parts.get("weight_scale")).dtype
+        )
+        found = decoded(codes, scale, torch.zeros_like(scale) if zero is None else zero)
+    else:
+        assert scale.dtype == torch.float32 and scale.shape == (outputs,)
+        found = codes.float() * scale[:, None]
+    if files.recipe.format != "fp8":
+        assert torch.equal(found, expected)
+        return
+    assert torch.equal(files.decoded("a"), expected)
+    assert ((found - expected).abs() <= expected.abs().amax(1, keepdim=True) / 127 * 0.5001).all()
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")  # fp32; dim 64, ffn 160, V 97
+WHOLE = {  # one of each layout; what fits the golden models
+    "gptq": of_gptq(32),
+    "gptq-v2-zeros": of_gptq(-1, symmetric=False, version=2),
+    "awq": of_awq(32),
+    "packed": of_compressed(PACKED, "channel"),
+    "packed-zeros": of_compressed(PACKED, "group", group_size=32, symmetric=False),
+    "packed-8": of_compressed(PACKED, "channel", 8),
+    "int8": of_compressed("int-quantized", "channel", 8),
+    "float": of_compressed(FLOAT, "channel", 8, "float"),
+    "fp8": of_fp8(128),
+}
+each_whole = pytest.mark.parametrize("name", WHOLE)
+
+
+def quantized_layers(model: torch.nn.Module) -> dict[str, QuantLinear | QuantExperts]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, (QuantLinear, QuantExperts))}
+
+
+def check_layers(model: torch.nn.Module, names: dict[str, tuple[str, ...]], weights: dict[str, Tensor]) -> None:
+    """What was decoded by the library is what the layers hold, and no other layer is quantized.
+
+    FP8 is rounded once more, to 127 steps of the largest magnitude of an output.
+    """
+    layers = quantized_layers(model)
+    assert {part for layer in layers for part in names[f"{layer}.weight"]} == set(weights)
+    for name, layer in layers.items():
+        expected = torch.cat([weights[part] for part in names[f"{name}.weight"]])
+        found = layer.dequantize().flatten(0, -2)
+        if (found != expected).any():
+            assert ((found - expected).abs() <= 0.5001 * expected.abs().amax(1, keepdim=True) / 127).all(), name
+
+
+@each_whole
+def test_layers_hold_what_the_library_decodes_and_multiply_with_it(tmp_path, capsys, name):
+    weights = write_model(tmp_path / "m", WHOLE[name], PAIR[0])
+    model = load_model(tmp_path / "m")
+    check_layers(model, weight_names(model.config), weights)
+    rounds = name in ("float", "fp8")
+    notes = [line for line in capsys.readouterr().err.splitlines() if "FP8" in line]
+    assert len(notes) == rounds and all(note.endswith("they become int8 with a scale per output") for note in notes)
+    layer = model.layers[0].ffn.w13
+    exact = torch.cat([weights[part] for part in weight_names(model.config)["layers.0.ffn.w13.weight"]])
+    assert rounds or torch.equal(layer.dequantize(), exact)
+    assert not isinstance(model.lm_head, QuantLinear) and model.lm_head.weight.dtype == torch.float32
+    x = torch.randn(5, exact.shape[1], generator=torch.Generator().manual_seed(0))
+    # a CPU rounds activations to 127 steps of the largest of a block, here at most of the row
+    most = x.abs().amax(1, keepdim=True) / 127 * 0.5001 * layer.dequantize().abs().sum(1)
+    assert ((layer(x) - x @ layer.dequantize().T).abs() <= most + 1e-5).all()
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    """A random Mixtral whose widths int4 can have."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    raw = json.loads((GOLDEN / "models/target_mixtral/config.json").read_text())
+    raw |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 4}
+    (folder / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(0)
+    model = Transformer(config := read_config(folder))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    save_file(export_weights(model, weight_names(config), config, torch.float32), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-8", "fp8"])
+def test_experts_are_stacks(mixtral, tmp_path, name):
+    weights = write_model(tmp_path / "m", WHOLE[name], mixtral)
+    model = load_model(tmp_path / "m")
+    check_layers(model, weight_names(model.config), weights)
+    assert isinstance(model.layers[0].ffn.w13, QuantExperts)
+    assert model.layers[0].ffn.router.weight.dtype == torch.float32
+
+
+@each_whole
+def test_trees_and_lookup_say_what_vanilla_says(tmp_path, capsys, name):
+    write_model(tmp_path / "m", WHOLE[name], PAIR[0])
+    options = {"checkpoint": str(tmp_path / "m"), "max_new_tokens": 24, "device": "cpu", "ignore_eos": True}
+    prompts = [[9, 33, 2, 71, 9, 33, 2]]
+    vanilla = load(**options, draft="none")
+    expected = generate(vanilla, prompts).tokens
+    assert vanilla.config.quant == ("int4" if "8" not in name and name != "float" else "int8")
+    assert vanilla.config.group_size == (0 if vanilla.config.quant == "int8" else 32)
+    tree = load(
+        **options, draft="eagle", eagle=str(PAIR[1]), quant_draft="none", tree_depth=3, tree_topk=4, tree_size=12
+    )
+    assert generate(tree, prompts).tokens == expected
+    result = generate(load(**options, draft="ngram"), prompts)
+    assert result.tokens == expected and result.stats["cycles"] > 0
+
+
+def test_a_draft_model_may_be_such_a_file(tmp_path):
+    write_model(tmp_path / "m", WHOLE["awq"], PAIR[0])
+    options = {"checkpoint": str(PAIR[0]), "max_new_tokens": 20, "device": "cpu"}
+    expected = generate(load(**options, draft="none"), [[5, 17, 3]]).tokens
+    engine = load(**options, draft="model", draft_checkpoint=str(tmp_path / "m"))
+    assert engine.config.quant_draft == "int4" and isinstance(engine.drafter.model.layers[0].ffn.w2, QuantLinear)
+    result = generate(engine, [[5, 17, 3]])
+    assert result.tokens == expected and result.stats["tau"] > 1.5
+
+
+@OPERATORS
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("keep", [(), ("layers.0.", "layers.3.mlp", "o_proj")], ids=["all", "some"])
+def test_all_layers_in_one_call(tmp_path, keep, compile):
+    """As with --compile on a CPU in bf16; some of them stay in 16 bits."""
+    weights = write_model(tmp_path / "m", LAYOUTS["packed-zeros" if keep else "gptq"], keep=keep)
+    assert len(weights) == (8 * 7 - 7 - 3 - 7 if keep else 8 * 7)
+    options = {"checkpoint": str(tmp_path / "m"), "max_new_tokens": 16, "device": "cpu", "draft": "none"}
+    prompt, engine = [[1, 293, 401, 5, 77]], load(**options)
+    expected = generate(engine, prompt).tokens
+    if compile:
+        engine = load(**options, compile=True)
+    else:
+        fuse(engine.target.layers)
+    assert engine.target.layers.fused is not None
+    assert generate(engine, prompt).tokens == expected and len(expected[0]) == 16
+    check_layers(engine.target, weight_names(engine.target.config), weights)
+
+
+def test_zeros_where_a_model_has_no_bias_are_no_mistake(tmp_path):
+    """As AutoGPTQ wrote them (AutoGPTQ issue 555)."""
+    out = tmp_path / "m"
+    write_model(out, WHOLE["gptq"], PAIR[0])
+    tensors = load_file(out / "model.safetensors")
+    before = load_model(out)
+    save_file(tensors | {"model.layers.0.mlp.up_proj.bias": torch.zeros(160)}, out / "model.safetensors")
+    assert torch.equal(before.layers[0].ffn.w13.packed, load_model(out).layers[0].ffn.w13.packed)
+    save_file(tensors | {"model.layers.0.mlp.up_proj.bias": torch.ones(160)}, out / "model.safetensors")
+    with pytest.raises(ValueError, match="1 unexpected weight.*up_proj.bias"):
+        load_model(out)
+
+
+def test_scales_of_caches_and_activations_are_not_read(tmp_path):
+    out = tmp_path / "m"
+    write_model(out, WHOLE["float"], PAIR[0])
+    before, tensors = load_model(out), load_file(out / "model.safetensors")
+    more = ("self_attn.k_scale", "self_attn.v_proj.output_scale", "mlp.up_proj.input_scale")
+    save_file(tensors | {f"model.layers.1.{name}": torch.ones(1) for name in more}, out / "model.safetensors")
+    assert torch.equal(before.layers[1].ffn.w13.packed, load_model(out).layers[1].ffn.w13.packed)
+
+
+# --------------------------------------------------------------------------------------------- bad files
+
+UP, DOWN = "model.layers.1.mlp.up_proj.", "model.layers.1.mlp.down_proj."
+
+
+def spoil(folder: Path, edit: Callable[[dict, dict], None]) -> None:
+    """Change the config and the tensors of a directory."""
+    file = folder / "config.json"
+    raw, tensors = json.loads(file.read_text()), load_file(folder / "model.safetensors")
+    edit(raw["quantization_config"], tensors)
+    file.write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def said(**changes) -> Callable[[dict, dict], None]:
+    return lambda config, tensors: config.update(changes)
+
+
+def weights_said(**changes) -> Callable[[dict, dict], None]:
+    return lambda config, tensors: config["config_groups"]["group_0"]["weights"].update(changes)
+
+
+def without(*names: str) -> Callable[[dict, dict], None]:
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def with_(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict, dict], None]:
+    return lambda config, tensors: tensors.update({name: value(tensors[name]).contiguous()})
+
+
+def two_schemes(config: dict, tensors: dict) -> None:
+    one = config["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = one | {"weights": one["weights"] | {"num_bits": 8}}
+
+
+def half_fused(config: dict, tensors: dict) -> None:
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        del tensors[UP + part]
+    tensors[UP + "weight"] = torch.zeros(160, 64)
+
+
+BAD = {  # layout, what is done to it, what the line says
+    "method": ("gptq", said(quant_method="bitsandbytes"), "quantized with bitsandbytes are not supported, only gptq, awq"),
+    "mxfp4": ("gptq", said(quant_method="mxfp4"), "quantized with mxfp4 are not supported"),
+    "no method": ("gptq", said(quant_method=None), "the key 'quant_method' is missing"),
+    "2 bits": ("gptq", said(bits=2), "GPTQ is supported with 4 bits; it has 2"),
+    "3 bits": ("gptq", said(bits=3), "GPTQ is supported with 4 bits; it has 3"),
+    "8 bits": ("gptq", said(bits=8), "GPTQ is supported with 4 bits; it has 8"),
+    "no bits": ("gptq", said(bits=None), "the key 'bits' is missing"),
+    "marlin": ("gptq", said(checkpoint_format="marlin"), "checkpoint_format must be one of .*; it is marlin"),
+    "dynamic": ("gptq", said(dynamic={"-:lm_head": {}, "+:.*mlp.*": {"bits": 8}}), "several formats .*`dynamic` has .:.*mlp"),
+    "group": ("gptq", said(group_size=48), "a group size must be a multiple of 32, or -1, .*; it is 48"),
+    "other group": ("gptq", said(group_size=64), r"q_proj.scales must be .* of shape \[1, 64\]; it is float16 \[2, 64\]: .* use the config"),
+    "larger group": ("gptq", said(group_size=320), "the group size 320 does not divide the 64 inputs"),
+    "not symmetric": ("gptq-v2-zeros", said(sym=True), "q_proj.weight: .* symmetric, and this weight has zero points"),
+    "order": ("gptq", with_(UP + "g_idx", lambda t: t.flip(0)), "up_proj.g_idx permutes the inputs .act-order.*--quant int4"),
+    "no scales": ("gptq", without(UP + "scales"), "the weight model.layers.1.mlp.up_proj.scales is missing"),
+    "no zeros": ("awq", without(UP + "qzeros"), "the weight model.layers.1.mlp.up_proj.qzeros is missing"),
+    "no layer": ("awq", without(*(UP + p for p in ("qweight", "qzeros", "scales"))), "1 missing weight.s.: model.layers.1.mlp.up_proj.weight;"),
+    "short": ("gptq", with_(UP + "scales", lambda t: t[:-1]), r"up_proj.scales must be float16 or bfloat16 of shape \[2, 160\]; it is float16 \[1, 160\]"),
+    "wide scales": ("gptq", with_(UP + "scales", lambda t: t.float()), "up_proj.scales must be float16 or bfloat16"),
+    "shape": ("gptq", with_(DOWN + "qweight", lambda t: t[:-4]), "down_proj.scales must be .* of shape .4, 64.; it is float16 .5, 64."),
+    "bytes": ("gptq", with_(UP + "qweight", lambda t: t.view(torch.int16)), "up_proj.qweight must be int32"),
+    "gemv": ("awq", said(version="gemv"), "AWQ must be of the version gemm; it is gemv"),
+    "half": ("gptq", half_fused, "gate_proj.weight is quantized and model.layers.1.mlp.up_proj.weight is not, and they are one layer"),
+    "nvfp4": ("packed", said(format="nvfp4-pack-quantized"), "format must be one of pack-quantized, .*; it is nvfp4-pack-quantized"),
+    "mxfp4-packed": ("packed", said(format="mxfp4-pack-quantized"), "it is mxfp4-pack-quantized"),
+    "marlin-24": ("packed", said(format="marlin-24"), "it is marlin-24"),
+    "sparse": ("packed", said(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config with format sparse-24"),
+    "schemes": ("packed", two_schemes, "config_groups must be one scheme; it holds 2"),
+    "packed 3": ("packed", weights_said(num_bits=3), "is supported as int with 4 bits or int with 8 bits; it is int with 3 bits"),
+    "packed group": ("packed", weights_said(strategy="tensor_group", group_size=16), "the strategy of int with 4 bits must be one of"),
+    "no group": ("packed", weights_said(strategy="group"), "the key 'group_size' is missing"),
+    "8 groups": ("int8", weights_said(strategy="group", group_size=128), "the strategy of int with 8 bits must be one of"),
+    "8 zeros": ("int8", weights_said(symmetric=False), "int with 8 bits must be symmetric"),
+    "said shape": ("packed", with_(UP + "weight_shape", lambda t: t + 8), r"up_proj.weight_shape says \[168, 72\], and weight_packed holds \[160, 64\]"),
+    "no fp8 scale": ("fp8", without(UP + "weight_scale_inv"), "up_proj.weight is float8_e4m3fn and has no scale"),
+    "no other scale": ("int8", without(DOWN + "weight_scale"), "down_proj.weight is int8 and has no scale"),
+    "e5m2": ("fp8", with_(UP + "weight", lambda t: t.float().to(torch.float8_e5m2)), "up_proj.weight must be float8_e4m3fn of shape"),
+    "block": ("fp8", said(weight_block_size=[64, 64]), r"gate_proj.weight_scale_inv must be .* of shape \[3, 1\]; it is bfloat16 \[2, 1\]"),
+    "no block": ("fp8", said(weight_block_size=[128]), "weight_block_size must be two whole numbers"),
+    "awq of gptq": ("gptq", said(quant_method="awq"), r"21 unexpected weight.s.: .*g_idx"),
+    "gptq of awq": ("awq", said(quant_method="gptq", sym=False), r"q_proj.qzeros must be .* of shape \[16, 1\]|q_proj.scales must be int|q_proj.scales must be .* of shape"),
+    "embedding": ("int8", lambda config, tensors: tensors.update({"model.embed_tokens.weight_scale": torch.ones(97, 1), "model.embed_tokens.weight": torch.ones(97, 64, dtype=torch.int8)}), "embed_tokens.weight is quantized, and only linear layers may be"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Good directories of every layout, each written once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("original") / name
+            write_model(made[name], WHOLE[name], PAIR[0])
+        return made[name]
+
+    return get
+
+
+def failure(capsys, *argv: str) -> str:
+    """The line of a mistake, at status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([*argv, "--prompt_ids", "5,17", "--device", "cpu", "--max_new_tokens", "2"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_what_is_wrong_or_not_served_is_one_line(originals, tmp_path, capsys, how):
+    name, edit, says = BAD[how]
+    out = shutil.copytree(originals(name), tmp_path / "m")
+    spoil(out, edit)
+    line = failure(capsys, "--checkpoint", str(out))
+    assert re.search(says, line) and str(out) in line, line
+
+
+def test_an_expert_count_that_contradicts_the_weights(mixtral, tmp_path, capsys):
+    write_model(tmp_path / "m", WHOLE["gptq"], mixtral)
+    file = tmp_path / "m/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_local_experts": 3}))
+    assert "num_local_experts 3, and the weights hold" in failure(capsys, "--checkpoint", str(tmp_path / "m"))
+
+
+def test_quant_of_such_a_file(originals, capsys):
+    path = str(originals("gptq"))
+    assert "is quantized already (int4); drop --quant" in failure(capsys, "--checkpoint", path, "--quant", "int8")
+    with pytest.raises(SystemExit):
+        quantize.main(["--checkpoint", path, "--out", path + "-int4"])
+    assert "quantized with gptq are not supported here; use the original" in capsys.readouterr().err
+
+
+def test_older_files_say_it_under_another_key(originals, tmp_path):
+    out = shutil.copytree(originals("packed"), tmp_path / "m")
+    raw = json.loads((out / "config.json").read_text())
+    raw["compression_config"] = raw.pop("quantization_config")
+    (out / "config.json").write_text(json.dumps(raw))
+    assert load(checkpoint=str(out), draft="none", device="cpu").config.quant == "int4"
+
+
+# ------------------------------------------------------------------------------------------------ quality
+
+
+def test_its_quality_beside_its_parents(tmp_path):
+    """What `--also` of scripts/quant_quality.py adds to the table."""
+    write_model(tmp_path / "m", LAYOUTS["awq-64"])
+    own = [row for row in quant_quality.rows([str(tmp_path / "m")]) if row.path]
+    assert [row.runs for row in own] == ["int8 activations", "16-bit activations"]
+    quant_quality.check_models(Path(DEMO), [row.path for row in own])
+    with pytest.raises(ValueError, match="--also quantized ones; .* is not quantized"):
+        quant_quality.check_models(Path(DEMO), [DEMO + "/../demo"])
+    with pytest.raises(ValueError, match="--checkpoint takes a model in 16 bits, .* is quantized"):
+        quant_quality.check_models(tmp_path / "m", [])
+    text = ["def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n"] * 8
+    config = quant_quality.QualityConfig(seq_len=64, sequences=2)
+    texts = quant_quality.batches(text, Tokenizer.load(Path(DEMO)), config)
+    reference, _ = quant_quality.build(Path(DEMO), quant_quality.Row("", 0, "reference"))
+    exact, none, all_equal = quant_quality.compare(reference, reference, texts)
+    assert none == 0 and all_equal == 1
+    for row in own:
+        model, bits = quant_quality.build(Path(DEMO), row)
+        perplexity, divergence, agreement = quant_quality.compare(reference, model, texts)
+        assert 4.4 < bits < 4.6 and 0 < divergence < 0.2 and agreement > 0.8, (row, divergence, agreement)
+        assert abs(perplexity / exact - 1) < 0.2
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+SHAPES = {"small": (512, 1024, 8, 2000), "1b": (2048, 5632, 22, 32000)}  # width, inner width, layers, vocabulary
+
+
+def random_parts(name: str, n: int, k: int) -> Parts:
+    """A random weight as the layout has it; nothing is rounded."""
+    numbers = {"dtype": torch.int32, "low": -(2**31), "high": 2**31 - 1}
+    match name:
+        case "gptq":
+            zeros = torch.full((k // 128, n // 8), 0x77777777, dtype=torch.int32)
+            groups = torch.arange(k, dtype=torch.int32) // 128
+            scale = torch.full((k // 128, n), 0.01).half()
+            return {
+                "qweight": torch.randint(size=(k // 8, n), **numbers),
+                "qzeros": zeros,
+                "scales": scale,
+                "g_idx": groups,
+            }
+        case "awq":
+            packed, zeros = (torch.randint(size=(rows, n // 8), **numbers) for rows in (k, k // 128))
+            return {"qweight": packed, "qzeros": zeros, "scales": torch.full((k // 128, n), 0.01).half()}
+        case "packed-128" | "packed-64":
+            scale = torch.full((n, k // int(name[7:])), 0.01).bfloat16()
+            parts = {"weight_packed": torch.randint(size=(n, k // 8), **numbers), "weight_scale": scale}
+            return parts | {"weight_shape": torch.tensor([n, k])}
+        case "int8":
+            return {"weight": torch.randint(-128, 128, (n, k), dtype=torch.int8), "weight_scale": torch.ones(n, 1)}
+        case _:
+            codes = torch.randint(0, 0x70, (n, k), dtype=torch.uint8).view(torch.float8_e4m3fn)
+            return {"weight": codes, "weight_scale_inv": torch.full((-(-n // 128), -(-k // 128)), 0.01).bfloat16()}
+
+
+def write_random_model(folder: Path, name: str, dim: int, inner: int, layers: int, vocab: int) -> int:
+    """Returns: the bytes of its files. Writes: `folder`."""
+    raw = json.loads((Path(DEMO) / "config.json").read_text())
+    raw |= {"hidden_size": dim, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
+    raw |= {"num_attention_heads": dim // 64, "num_key_value_heads": dim // 256, "head_dim": 64}
+    raw["quantization_config"] = LAYOUTS[name].config
+    rows = {"q": dim, "k": dim // 4, "v": dim // 4, "o": dim, "gate": inner, "up": inner, "down": dim}
+
+    def tensors():
+        for end in ("model.embed_tokens", "lm_head"):
+            yield f"{end}.weight", torch.full((vocab, dim), 0.01).bfloat16()
+        yield "model.norm.weight", torch.ones(dim).bfloat16()
+        for i in range(layers):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield f"model.layers.{i}.{norm}.weight", torch.ones(dim).bfloat16()
+            for part, n in rows.items():
+                layer = f"model.layers.{i}.{'self_attn' if part in 'qkvo' else 'mlp'}.{part}_proj"
+                for end, value in random_parts(name, n, inner if part == "down" else dim).items():
+                    yield f"{layer}.{end}", value
+
+    write_checkpoint(folder, tensors(), raw, Path(DEMO))
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@OPERATORS
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("awq", "small"), ("fp8", "small")]
+    + [pytest.param(name, "1b", marks=pytest.mark.slow) for name in ("gptq", "awq", "packed-128", "int8", "fp8")],
+)
+def test_loading_takes_little_more_memory_than_the_file_has(tmp_path, name, size):
+    """Weights are unpacked and packed one by one."""
+    write_random_model(tmp_path / "first", name, 256, 256, 1, 200)
+    file_bytes = write_random_model(tmp_path / "m", name, *SHAPES[size])
+    assert file_bytes > (1.9e6 if size == "small" else 6e8)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # the allocator keeps small blocks: these shall be given back as those of a real model are
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "100000"} if size == "small" else {}
+    command = [
+        sys.executable,
+        "-c",
+        WATCH,
+        str(Path(quantize.__file__).parent),
+        tmp_path / "first",
+        tmp_path / "m",
+        "none",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    peak_bytes, model_bytes = map(int, done.stdout.split())
+    print(
+        f"{name}: {file_bytes / 1e6:.0f} MB of files, {model_bytes / 1e6:.0f} MB kept, at most {peak_bytes / 1e6:.0f} MB"
+    )
+    assert 0.9 * model_bytes <= peak_bytes <= 1.25 * file_bytes
