@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -171,6 +172,18 @@ class CompiledStep:
         return result
 
 
+def take_over(device: str, compile: Callable[[], None]) -> None:
+    """Let compiled steps take over from those that run as they are. compile: makes them. Where it fails, say why."""
+    try:
+        reason = why_not_compiled(device)
+        if not reason:
+            compile()
+    except Exception as error:  # whatever a compiler raises; the eager cycles go on
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    if reason:
+        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
+
+
 _threads: list[threading.Thread] = []
 
 
@@ -232,6 +245,21 @@ def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
     if sys.stderr.isatty():
         text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}" if number < len(presets) else ""
         print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def time_presets(time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None) -> list[float]:
+    """Run some cycles of every preset. say: told the number of each, with all of them, and at last how many there are.
+
+    Returns: the time of one (s); the first two after a change do not count.
+    """
+    times: list[float] = []
+    for preset in range(len(presets)):
+        if say:
+            say(preset, presets)
+        times.append(statistics.mean([time_cycle(preset) for _ in range(4)][2:]))
+    if say:
+        say(len(times), presets)
+    return times
 
 
 def _probe(x: Tensor) -> Tensor:
