@@ -204,7 +204,8 @@ class Cycle:
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Rows, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        window = Window(state.pos[:, None] + self.nodes, state.pos, tree.mask)  # slots are not positions
+        begin = torch.where(state.done, 0, state.pos)  # what is done costs no attention to its text
+        window = Window(state.pos[:, None] + self.nodes, begin, tree.mask)  # slots are not positions
         features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call, self.taps)
         return self.decide(cache, state, tree, noise, features)
 
@@ -322,7 +323,7 @@ class Workspace:
             draft=drafter.init(B, slots),
         )  # fmt: skip
         self.start = number[:1].clone()  # of a chunk of a prompt
-        self.replays: dict[Any, Replay] = {}  # by preset, or width and row, what was captured over these buffers
+        self.replays, self.scratch = {}, {}  # by preset, or width and row, what was captured; where prefills compute
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
         """Make every row idle and empty. Writes: the state in place."""
@@ -355,7 +356,7 @@ class Workspace:
 
     def _replay(self, key: Any, body: Callable[[], Any]) -> Any:
         if key not in self.replays:
-            self.replays[key] = Replay(body, self.state.pos.device)
+            self.replays[key] = Replay(body, self.state.pos.device, self.scratch)
         return self.replays[key]()
 
 
@@ -387,12 +388,11 @@ class Session:
         seed, columns = engine.config.seed, (torch.tensor(column, device=device) for column in zip(*streams))
         words = torch.tensor([seed & sampling.MASK32, seed >> 32], device=device).expand(B, 2)
         self.work.reset(engine, NoiseKey(words, *columns))
-        self.preset = 0  # the largest that makes sense in the next cycle
+        self.preset, self.read_at = 0, 0.0  # the largest that makes sense next; when a report was last read (s)
         self.history: list[list[int]] = [[] for _ in range(B)]  # every token, prompts and roots included
         self.waiting: dict[int, list[int]] = {}  # prompts that are not cached whole, by row; history has what is
         self.live = [False] * B  # rows that decode
         self.pending: deque[Launched] = deque()  # cycles whose reports were not read
-        self.read_at = 0.0  # when the last one was (host's clock, s)
         self.stats, self.trace = Stats(), []
 
     @property

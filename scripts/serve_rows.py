@@ -109,6 +109,7 @@ class Rows(threading.Thread):
         with self.changed:
             if not self.open:
                 raise Refusal(500, "the server is shutting down")
+            self.waiting = deque(job for job in self.waiting if not job.left)
             if len(self.waiting) + len(jobs) > self.most + self.jobs.count(None):
                 raise Refusal(429, f"{len(self.waiting)} answers wait already, {self.most} may; try again later")
             self.waiting += jobs

@@ -17,13 +17,14 @@ import pytest
 
 import decode
 import generate as program
+import model
 from decode import Session, with_cycles
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
 from generate import Result, generate, load, main, time_cycles
-from helpers import engine_for, golden_head, golden_target, noisy_copy
+from helpers import engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO, in_order
 from runtime import leaves
 from sampling import Sampling
@@ -147,6 +148,16 @@ def test_long_prompts_let_the_others_decode(monkeypatch):
     session.admit(1, list(range(20)))
     session.admit(2, [1, 2, 3])
     assert [[len(x) for x in session.step()] for _ in range(4)] == [[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]
+
+
+def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
+    session = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=3, ignore_eos=True, batch_size=2))
+    list(session.run([IDS[0], IDS[1]]))
+    session.admit(0, IDS[2])
+    session.step()
+    calls = record(monkeypatch, model, "tree_attention")
+    session.step()
+    assert calls[0].args[3].tolist() == [len(IDS[2]), 0]
 
 
 def test_cycles_are_timed_with_all_rows_and_move_none():
