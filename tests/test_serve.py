@@ -25,8 +25,9 @@ from options import DEMO, parse  # noqa: E402
 from serve_rows import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
-ARGV = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--chat", "vicuna", "--max_body", "20000"]
-ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--tree", "dynamic", "--port", "0"]
+TREE = ["--tree", "dynamic", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
+ARGV = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--chat", "vicuna", "--max_body", "20000", *TREE]
+ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--port", "0"]
 
 
 class Running:
