@@ -7,12 +7,14 @@ A `Cycle` has three steps, each tensors to tensors with static shapes, compiled 
 3. extend: the drafter takes in the rows that were accepted, with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each.
 
-A `Session` prefills the prompts of a turn, which decides a root for each row, then launches cycles and reads their
-reports until every row is done: on CUDA one cycle late, so that the device never waits for the host. Finished rows
-still run, but change no state. The output is a function of (weights, prompt, seed) alone; sampling.py says why.
+A `Session` has B rows. `admit` gives one a prompt while the others decode; every `step` launches a cycle, reads a
+report, on CUDA one cycle late, so that the device never waits for the host, and runs chunks of prompts, the last of
+which decides a row's root. Rows that are done still run, but change no state. The output is a function of (weights,
+prompt, seed) alone; sampling.py says why.
 
-Trade-off: prefill is not compiled: it is bound by matrix products, and on CUDA captured in two widths. Not here: how a
-step is compiled and captured (runtime.py), loading, the command line (generate.py).
+Trade-off: prefill is not compiled: it is bound by matrix products, and on CUDA captured in two widths for each row. A
+device waits for the host before and after. Not here: how a step is compiled and captured (runtime.py), loading, which
+prompt comes next (generate.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +110,7 @@ class Engine:
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
     other_rule: Callable[..., Accepted] | None = None  # of acceptance, in place of `accept` (extras/residual.py)
+    ends: Tensor | None = None  # [E] int64, tokens that end a row; -1, which is none, keeps it from being empty
     cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     chooser: Any = field(default_factory=Largest)
@@ -115,11 +119,6 @@ class Engine:
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
-
-
-def end_ids(engine: Engine) -> list[int]:
-    """Token ids that end a row; -1, which is no token, keeps the list from being empty."""
-    return [-1] if engine.config.ignore_eos else [*engine.eos_ids, -1]
 
 
 def with_cycles(engine: Engine) -> Engine:
@@ -132,12 +131,15 @@ def with_cycles(engine: Engine) -> Engine:
     compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
     for layers in filter(None, (engine.target.layers, engine.drafter.layers)):
         layers.fused = FusedLayers(layers) if compile and FusedLayers.fits(layers) else None
+    ends = [-1, *(() if engine.config.ignore_eos else engine.eos_ids)]
+    ends = torch.tensor(ends, device=engine.target.embedding.weight.device)
+    engine = replace(engine, ends=ends, captured=compile and cuda, chooser=Largest(), pool=[])
     cycles = [Cycle(engine, preset) for preset in engine.drafter.presets]
     if compile and cuda:
         cycles = [cycle.compiled_by_layer() for cycle in cycles]
     elif compile:  # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
         cycles = [CompiledStep(cycle) for cycle in cycles]
-    return replace(engine, cycles=tuple(cycles), captured=compile and cuda, chooser=Largest(), pool=[])
+    return replace(engine, cycles=tuple(cycles))
 
 
 # ----------------------------------------------------------------------------------------------- cycle
@@ -147,10 +149,9 @@ class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
     def __init__(self, engine: Engine, drafter: Drafter):
-        self.target, self.drafter, self.rule = engine.target, drafter, engine.config.sampling
+        self.target, self.drafter, self.rule, self.ends = engine.target, drafter, engine.config.sampling, engine.ends
         self.prefer, self.other_rule, self.taps = engine.drafter.prefer, engine.other_rule, engine.drafter.taps
         device = engine.target.embedding.weight.device
-        self.ends = torch.tensor(end_ids(engine), device=device)
         self.levels = torch.arange(drafter.depth + 1, device=device)
         self.nodes = torch.arange(drafter.size, device=device)
         self.fresh_rows = torch.arange(drafter.fresh_rows, device=device)
@@ -204,7 +205,8 @@ class Cycle:
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Rows, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        window = Window(state.pos[:, None] + self.nodes, state.pos, tree.mask)  # slots are not positions
+        begin = torch.where(state.done, 0, state.pos)  # what is done costs no attention to its text
+        window = Window(state.pos[:, None] + self.nodes, begin, tree.mask)  # slots are not positions
         features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call, self.taps)
         return self.decide(cache, state, tree, noise, features)
 
@@ -260,7 +262,7 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
 
     start: [B] int64, index of each row's first token in the chunk; rows that end earlier are padded
     A row whose prompt ends in this chunk gets its root: only that one feature goes through the LM head.
-    Writes: both caches, state.tokens.
+    Writes: both caches, state.tokens. Returns: the state; a row that got its root is done if nothing may follow.
     """
     rule = engine.config.sampling
     start = torch.minimum(start, state.pos)
@@ -274,17 +276,28 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     if rule.temperature > 0:
         logits, noise = sampling.process(logits, rule), sampling.gumbel(state.key, draws, logits.shape[2])  # [B, 1, V]
     root = best(logits, noise, torch.zeros_like(draws))  # [B, 1]
-    ends_here = ((count > 0) & (start + count == state.pos))[:, None]
+    ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
-    state.tokens.scatter_(1, torch.where(ends_here, state.pos[:, None], trash), root)
+    state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
     rows = Rows(state.tokens.gather(1, span), features, count)  # read again: by now the roots are in
-    return changed(state, draft=engine.drafter.extend(state.draft, rows))
+    done = torch.where(ends_here, (root == engine.ends).any(1) | (state.pos >= state.limit), state.done)
+    draft = engine.drafter.extend(state.draft, rows)
+    return changed(state, draws=state.draws + ends_here, done=done, draft=draft)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """How many leading tokens two sequences share."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def row_of(record: Any, row: int) -> Any:
+    """One row of nested NamedTuples of tensors [B, ...], as views: [1, ...]."""
+    if isinstance(record, KVCache):
+        return record.row(row)
+    if isinstance(record, Tensor):
+        return record[row : row + 1]
+    return type(record)(*(row_of(part, row) for part in record))
 
 
 # --------------------------------------------------------------------------------------------- session
@@ -298,58 +311,53 @@ class Workspace:
         weight = target.embedding.weight
         slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
         heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
-        caches = B * slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
-        scores = B * 4 * target.config.vocab_size * max(drafter.size, drafter.width)
-        plan = {"the caches": caches, "scores of a tree": scores, "its candidates": B * 20 * drafter.width**2}
-        check_memory(plan, str(weight.device), "lower --batch_size, --context or --tree_topk")
+        caches = slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
+        scores = 4 * target.config.vocab_size * max(drafter.size, drafter.width)
+        plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
+        check_memory(plan, str(weight.device), "lower --batch_size, --context or --tree_topk", B)
         self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
         number = torch.zeros(B, dtype=torch.long, device=weight.device)
         self.state = DecodeState(
             tokens=torch.zeros(B, engine.context + 1, dtype=torch.long, device=weight.device),
             pos=number, draws=number.clone(), done=number == 0, limit=number.clone(),
-            key=NoiseKey(number.new_zeros(2), number.clone(), number.clone()),
+            key=NoiseKey(number.new_zeros(B, 2), number.clone(), number.clone()),
             draft=drafter.init(B, slots),
         )  # fmt: skip
-        self.start = number.clone()  # of a chunk of prompts
-        self.replays: dict[Any, Replay] = {}  # by preset or width, what was captured over these buffers
+        self.start = number[:1].clone()  # of a chunk of a prompt
+        self.replays, self.scratch = {}, {}  # by preset, or width and row, what was captured; where prefills compute
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
-        """Make every row idle and empty."""
+        """Make every row idle and empty. Writes: the state in place."""
         zeros = torch.zeros_like(self.state.pos)
         self.state.tokens.zero_()
         draft = engine.drafter.rewind(self.state.draft, zeros)
-        self.put(engine, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft))
+        store(self.state, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft))
 
-    def put(self, engine: Engine, state: DecodeState) -> None:
-        """Set the state. Writes: the buffers in place, where cycles are captured."""
-        if engine.captured:
-            store(self.state, state)
-        else:
-            self.state = state
-
-    def prefill(self, engine: Engine, start: Tensor, width: int) -> None:
-        """`prefill_chunk` over these buffers. Without a graph the host would be slower than a GPU."""
-        if engine.captured:
-            start, width = self.start.copy_(start), next(w for w in PREFILL_WIDTHS if w >= width)
+    def prefill(self, engine: Engine, row: int, start: int, width: int) -> None:
+        """`prefill_chunk` of one row alone, whatever the others do. Writes: its part of the buffers, in place."""
+        if engine.captured:  # without a graph the host would be slower than a GPU
+            width = next(w for w in PREFILL_WIDTHS if w >= width)
+        self.start.fill_(start)
 
         def body() -> None:
-            self.put(engine, prefill_chunk(engine, self.cache, self.state, start, width))
+            state = row_of(self.state, row)
+            store(state, prefill_chunk(engine, self.cache.row(row), state, self.start, width))
 
-        return self._replay(("prefill", width), body) if engine.captured else body()
+        return self._replay(("prefill", width, row), body) if engine.captured else body()
 
     def replay(self, engine: Engine, preset: int) -> Outcome:
-        """Run a cycle over these buffers, captured the first time."""
+        """Run a cycle over these buffers, in place where cycles are captured."""
 
         def body() -> Outcome:
             state, outcome = engine.cycles[preset](self.cache, self.state)
-            self.put(engine, state)
+            store(self.state, state)
             return outcome
 
         return self._replay(preset, body)
 
     def _replay(self, key: Any, body: Callable[[], Any]) -> Any:
         if key not in self.replays:
-            self.replays[key] = Replay(body, self.state.pos.device)
+            self.replays[key] = Replay(body, self.state.pos.device, self.scratch)
         return self.replays[key]()
 
 
@@ -363,55 +371,119 @@ class Launched(NamedTuple):
 
 
 class Session:
-    """B conversations that share a cache. A row may be given turn after turn; what it has cached stays."""
+    """B rows over one cache, each with a conversation of its own. What a row has cached stays until it is overwritten.
 
-    def __init__(self, engine: Engine, streams: list[tuple[int, int]], lag: int | None = None):
-        """streams: (prompt, sample) per row, the key of its noise; further rows of the batch stay idle
+    `admit` gives a row a turn, `step` advances all of them, `run` does both.
+    """
+
+    def __init__(self, engine: Engine, streams: list[tuple[int, int]] = (), lag: int | None = None):
+        """streams: (prompt, sample) per row, the key of its noise, until `admit` names another; (0, 0) for further rows
         lag: cycles launched before the host reads the first of them; default 1 on CUDA, 0 elsewhere
         """
         self.engine, B = engine, engine.config.batch_size
         assert len(streams) <= B, (streams, B)
         self.work = engine.pool.pop() if engine.pool else Workspace(engine)
         weakref.finalize(self, engine.pool.append, self.work)
-        device, streams = self.state.pos.device, streams + [(0, 0)] * (B - len(streams))
+        device, streams = self.state.pos.device, [*streams, *[(0, 0)] * (B - len(streams))]
         self.lag = int(device.type == "cuda") if lag is None else lag
-        seed = torch.tensor([engine.config.seed & sampling.MASK32, engine.config.seed >> 32], device=device)
-        self.work.reset(engine, NoiseKey(seed, *(torch.tensor(column, device=device) for column in zip(*streams))))
-        self.preset = 0  # the largest that makes sense in the next cycle
+        seed, columns = engine.config.seed, (torch.tensor(column, device=device) for column in zip(*streams))
+        words = torch.tensor([seed & sampling.MASK32, seed >> 32], device=device).expand(B, 2)
+        self.work.reset(engine, NoiseKey(words, *columns))
+        self.preset, self.read_at = 0, 0.0  # the largest that makes sense next; when a report was last read (s)
         self.history: list[list[int]] = [[] for _ in range(B)]  # every token, prompts and roots included
-        self.stats = Stats()
-        self.trace: list[dict] = []
+        self.waiting: dict[int, list[int]] = {}  # prompts that are not cached whole, by row; history has what is
+        self.live = [False] * B  # rows that decode
+        self.pending: deque[Launched] = deque()  # cycles whose reports were not read
+        self.stats, self.trace = Stats(), []
 
     @property
     def state(self) -> DecodeState:
         """Where the rows are, after every cycle that was launched."""
         return self.work.state
 
-    def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
-        """Decode one turn. Yields the new tokens of every row, cycle by cycle; the first ones are the roots.
+    def busy(self, row: int) -> bool:
+        """Whether a row's turn goes on."""
+        return self.live[row] or row in self.waiting
 
-        prompts: per row the conversation so far, or None to leave the row idle, which empties it
-        Writes: history, stats, trace.
+    def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
+        """Decode one turn. Yields the new tokens of every row, step by step; the first ones are the roots.
+
+        prompts: per row the conversation so far, or None to leave the row idle
         """
-        prompts = prompts + [None] * (len(self.history) - len(prompts))
-        began = time.perf_counter()
-        roots, finished = self._prefill(prompts)
-        self.stats.prefill_s += time.perf_counter() - began
-        yield self._note(roots)
-        began, pending = time.perf_counter(), deque()
-        while not finished:
-            pending.append(self._launch())
-            if len(pending) > self.lag:
-                new, finished = self._read(pending.popleft())
-                self.stats.decode_s += (read := time.perf_counter()) - began
-                yield self._note(new)
-                began = read if self.lag else time.perf_counter()  # only a device goes on while the caller works
+        for row, prompt in zip_longest(range(len(self.history)), prompts):
+            self.admit(row, prompt) if prompt else self.release(row)
+        while any(self.live) or self.waiting:
+            yield self.step()
+
+    def admit(self, row: int, prompt: list[int], stream: tuple[int, int] | None = None, most: int = 0) -> None:
+        """Give a row a turn: the coming steps cache its prompt and decode, beside the other rows.
+
+        prompt: the conversation so far, below `engine.context` tokens; what the row has cached of it is not run again
+        stream: (prompt, sample), the key of the noise of a new conversation; None: the row's own goes on, and its draws
+        most: new tokens; 0: the engine's `max_new_tokens`
+        """
+        self.release(row)
+        engine, state, length = self.engine, self.state, len(prompt)
+        # the head's row below the common prefix pairs it with the token after it, so one row is done again;
+        # the last token of a history (the root) is not cached
+        begin = max(common_prefix(self.history[row][:-1], prompt) - 1, 0)
+        self.history[row], self.waiting[row] = prompt[:begin], prompt
+        state.tokens[row, :length] = torch.tensor(prompt, device=state.pos.device)
+        state.pos[row] = length  # cycles that run meanwhile write their scratch behind the prompt
+        state.limit[row] = min(length + (most or engine.config.max_new_tokens), engine.context) - 1
+        draft = row_of(state.draft, row)
+        store(draft, engine.drafter.rewind(draft, torch.full_like(state.pos[:1], begin)))
+        if stream is not None:
+            state.key.prompt[row], state.key.sample[row], state.draws[row] = *stream, 0
+
+    def release(self, row: int) -> None:
+        """End a row's turn, if it has one."""
+        self.waiting.pop(row, None)
+        self.live[row], self.state.done[row] = False, True
+        if not any(self.live):
+            self.pending.clear()
+
+    def step(self) -> list[list[int]]:
+        """Run a cycle of the rows that decode, and chunks of prompts that wait.
+
+        Returns: the new tokens of every row that were read. Writes: history, stats, trace.
+        """
+        new: list[list[int]] = [[] for _ in self.history]
+        began = self.read_at if self.pending else time.perf_counter()  # only a device goes on while the caller works
+        late = 0 if self.waiting else self.lag  # prompts are cached when no cycle is in flight
+        while any(self.live) and len(self.pending) <= late:
+            self.pending.append(self._launch())
+        while len(self.pending) > late:
+            self._read(self.pending.popleft(), new)
+        self.read_at = time.perf_counter()
+        self.stats.decode_s += self.read_at - began
+        if self.waiting:
+            self._prefill(new)
+            self.stats.prefill_s += time.perf_counter() - self.read_at
+        for row, tokens in enumerate(new):
+            self.history[row] += tokens
+        return new
+
+    def _prefill(self, new: list[list[int]]) -> None:
+        """Run all chunks of the prompts that wait, or beside rows that decode about one. Writes: roots, to `new`."""
+        left = PREFILL_CHUNK if any(self.live) else sum(map(len, self.waiting.values()))  # tokens
+        for row, prompt in list(self.waiting.items()):
+            while left > 0 and row in self.waiting:
+                begin = len(self.history[row])
+                chunk = prompt[begin : begin + PREFILL_CHUNK]
+                self.work.prefill(self.engine, row, begin, len(chunk))
+                self.history[row] += chunk
+                left -= len(chunk)
+                root = int(self.state.tokens[row, len(prompt)])  # waits for the chunk: its time counts as prefill
+                if len(self.history[row]) == len(prompt):
+                    new[row] = [root]
+                    self.live[row], self.preset = not self.state.done[row], len(self.engine.cycles) - 1
+                    del self.waiting[row]
 
     def _launch(self, preset: int | None = None) -> Launched:
         """Run a cycle of a preset, or of the one that the chooser takes."""
         engine, work, began = self.engine, self.work, time.perf_counter()
-        if preset is None:
-            preset = engine.chooser.next(self.preset)
+        preset = engine.chooser.next(self.preset) if preset is None else preset
         cycle = engine.cycles[preset]
         self.stats.eager_cycles += isinstance(cycle, CompiledStep) and not cycle.waits
         if engine.captured:
@@ -435,57 +507,25 @@ class Session:
         on_device = (report.times[-1] - report.times[0]) / 1e9
         return on_device if self.lag and on_device else time.perf_counter() - launched.began
 
-    def _read(self, launched: Launched) -> tuple[list[list[int]], bool]:
-        """Returns: the new tokens of every row; whether all rows are done. Writes: preset, stats, trace."""
+    def _read(self, launched: Launched, new: list[list[int]]) -> None:
+        """Take in what a cycle decided. Writes: its tokens, to `new`; live, preset, stats, trace."""
         (packed,) = launched.report.read()
-        reports = Report.rows(packed)
-        drawn = launched.drawn.read() if launched.drawn else None
-        live = [row for row, report in enumerate(reports) if report.count]  # the others were done before this cycle
-        if drawn:
-            self.trace += [trace_row(drawn, row, reports[row]) for row in live]
+        reports, drawn = Report.rows(packed), launched.drawn.read() if launched.drawn else None
+        live = [row for row, report in enumerate(reports) if self.live[row] and report.count]
+        if not live:  # a surplus cycle
+            return
+        for row in live:
+            new[row] += reports[row].emitted[: reports[row].count]
+            self.live[row] = not reports[row].done
+        self.trace += [trace_row(drawn, row, reports[row]) for row in live if drawn]
         lengths = [reports[row].length for row in live]
         stats, (began, drafted, verified, ended) = self.stats, reports[0].times
         stats.live_rows.append(live)
         stats.accept_lengths += lengths
-        stats.tokens += sum(report.count for report in reports)
+        stats.tokens += sum(reports[row].count for row in live)
         stats.draft_s += (drafted - began + ended - verified) / 1e9
         stats.verify_s += (verified - drafted) / 1e9
-        wanted = [report.preset for report in reports if not report.done]
-        self.preset = min(max(wanted, default=0), len(self.engine.cycles) - 1)
-        if live:
-            seconds = self._seconds(launched, reports[0])
-            stats.presets.append((launched.preset, seconds))
-            self.engine.chooser.observe(launched.preset, sum(lengths) / len(live), seconds)
-        return [report.emitted[: report.count] for report in reports], not wanted
-
-    def _note(self, new: list[list[int]]) -> list[list[int]]:
-        for row, tokens in zip(self.history, new):
-            row.extend(tokens)
-        return new
-
-    def _prefill(self, prompts: list[list[int] | None]) -> tuple[list[list[int]], bool]:
-        """Cache the prompts and decide a root for each. Returns: the roots; whether all rows are done already."""
-        engine, state, device = self.engine, self.state, self.state.pos.device
-        # the head's row below the common prefix pairs it with the token after it, so one row is done again;
-        # the last token of a history (the root) is not cached
-        begins = [max(common_prefix(h[:-1], p or []) - 1, 0) for h, p in zip(self.history, prompts)]
-        lengths = [len(p) if p else 0 for p in prompts]
-        for row, prompt in enumerate(prompts):
-            self.history[row] = (prompt or [])[: begins[row]]  # what is cached, should Ctrl-C end this
-            if prompt:
-                state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
-        begin, length = torch.tensor(begins, device=device), torch.tensor(lengths, device=device)
-        limit = (length + engine.config.max_new_tokens - 1).clamp(max=engine.context - 1)
-        rewound = engine.drafter.rewind(state.draft, begin)
-        self.work.put(engine, changed(state, pos=length, limit=limit, draft=rewound))
-        longest = max(end - start for start, end in zip(begins, lengths))
-        for offset in range(0, longest, PREFILL_CHUNK):
-            self.work.prefill(engine, begin + offset, min(PREFILL_CHUNK, longest - offset))
-        state = self.state
-        roots = state.tokens.gather(1, length[:, None])  # [B, 1]
-        ends = torch.tensor(end_ids(engine), device=device)
-        done = (length == 0) | (roots == ends).any(1) | (length >= limit)
-        self.work.put(engine, changed(state, done=done, draws=state.draws + (length > 0)))
-        self.preset, self.history = len(engine.cycles) - 1, [list(p or []) for p in prompts]  # idle rows are scratch
-        new = [[root] if prompt else [] for root, prompt in zip(roots.squeeze(1).tolist(), prompts)]
-        return new, bool(done.all())
+        wanted = max((reports[row].preset for row in live if self.live[row]), default=0)
+        self.preset = min(wanted, len(self.engine.cycles) - 1)
+        stats.presets.append((launched.preset, self._seconds(launched, reports[0])))
+        self.engine.chooser.observe(launched.preset, sum(lengths) / len(live), stats.presets[-1][1])

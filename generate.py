@@ -7,21 +7,20 @@ From Python:
     result = generate(engine, ["def read_lines(path):"])          # .text, .tokens, .finish_reason, .stats
     for piece in stream(engine, "def read_lines(path):"): print(piece, end="")
 
-`load` reads the target, the drafter and the tokenizer and warms the compiled steps; `generate` decodes any number of
-prompts, `batch_size` at a time; `stream` yields text as it is decided. The loop is in decode.py, options in options.py.
+`load` reads the target, the drafter and the tokenizer and warms the steps; `generate` decodes any number of prompts
+through `batch_size` rows; `stream` yields text as it is decided. The loop is in decode.py, options in options.py.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 
 import eagle_draft
 from checkpoint import Quantization, saved_quantization
-from decode import Engine, Session, with_cycles
+from decode import PREFILL_WIDTHS, Engine, Session, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
@@ -41,19 +40,18 @@ from options import (
     Conversation,
     GenerateConfig,
     check_ids,
+    in_order,
     one_line_errors,
     parse,
     pick_device,
     read_prompts,
     write_text,
 )  # fmt: skip
-from runtime import WARM_UPS, ends_at_once, say_what_compiles, why_not_compiled
-from stats import Stats, environment, peak_memory_bytes, stats_line
+from runtime import WARM_UPS, ends_at_once, say_what_compiles, store, take_over, time_presets, why_not_compiled
+from stats import Stats, environment, stats_line, summary
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
 MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
-
-Watcher = Callable[[list[list[int]]], None]
 
 
 class Entry(NamedTuple):
@@ -62,6 +60,14 @@ class Entry(NamedTuple):
     index: tuple[int, int, int]  # (prompt, sample, turn)
     prompt: list[int]
     new: list[int]
+
+
+Watcher = Callable[[list[list[int]]], Any]  # told the new tokens of every row, step by step
+Teller = Callable[[list[Entry]], Any]  # told the turns of a conversation that is over
+
+
+def nobody(news: list) -> None:
+    """Is told, and does nothing."""
 
 
 @dataclass
@@ -153,30 +159,17 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
             drafter = load_drafter(target, config)
         case _:  # eagle, eagle+ngram
-            drafter = eagle_draft.load_drafter(target, config, **_head_extras(target, config))
+            added = {}
+            if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":
+                from extras.heads import head_extras
+
+                added = head_extras(target, config)
+            drafter = eagle_draft.load_drafter(target, config, **added)
     if config.tree_shape == "auto":
         from extras.autosize import with_smaller_trees
 
         drafter = with_smaller_trees(drafter)
     return drafter
-
-
-def _head_extras(target: Transformer, config: GenerateConfig) -> dict[str, Any]:
-    """What --inflate, --draft_vocab and eagle+ngram add to a head."""
-    extras: dict[str, Any] = {}
-    if config.inflate:
-        from extras.stand_in import head_source
-
-        extras["source"] = head_source(config, target)
-    if config.draft_vocab:
-        from extras.draft_vocab import vocab_from
-
-        extras["vocab"] = vocab_from(config, target)
-    if config.draft == "eagle+ngram":
-        from extras.ngram_draft import Ngram
-
-        extras["lookup"] = Ngram.from_config(config)
-    return extras
 
 
 def warm_up(engine: Engine, wait: bool = True) -> Engine:
@@ -188,7 +181,7 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
     if engine.config.compile and not wait and engine.target.layers.fused and engine.other_rule is None:
         eager = replace(engine, cycles=tuple(cycle.step for cycle in engine.cycles))
         engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
-        work = [lambda: _take_over(engine)]
+        work = [lambda: take_over(engine.config.device, lambda: _compile_apart(engine))]
         for cycle in engine.cycles:
             cycle.waits, cycle.on_first_run = False, work
         return engine
@@ -198,32 +191,16 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
     for _ in range(1 + WARM_UPS if engine.captured else 1):
-        if engine.captured:  # both widths of passes over prompts
-            next(Session(engine, [(0, 0)]).run([[0]]))
+        for width in PREFILL_WIDTHS if engine.captured else ():
+            next(Session(engine).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
         time_cycles(engine, say_what_compiles if engine.config.compile else None)
     return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
-
-
-def _take_over(engine: Engine) -> None:
-    """Compile the cycles while others decode with the eager ones, and let them take over."""
-    try:
-        reason = why_not_compiled(engine.config.device)
-        if not reason:
-            _compile_apart(engine)
-    except Exception as error:  # whatever a compiler raises; the eager cycles go on
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    if reason:
-        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
 
 
 def _compile_apart(engine: Engine) -> None:
     apart = replace(engine, pool=[])  # with buffers of its own
     slow, fast = (replace(apart, cycles=tuple(c)) for c in zip(*((c.step, c.compiled) for c in engine.cycles)))
-    session = Session(fast, [(0, 0)])
-    next(session.run([[0]]))
-    for preset in range(len(engine.cycles)):
-        session.time_cycle(preset)
-    del session  # returns the buffers
+    time_cycles(fast)
     for cycle in engine.cycles:  # all at once: torch refuses to run one step while it traces another in any thread
         cycle.waits = True
     if engine.drafter.timed:  # beside the decoding both are slow; their ratio is not
@@ -240,19 +217,11 @@ def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
-    """Run some cycles of every preset. say: told the number of each, with all of them, and at last how many there are.
-
-    Returns: the time of one (s); the first two after a change do not count.
-    """
-    session, times = Session(engine, [(0, 0)]), []
-    next(session.run([[0] * min(TIMED_BEHIND, engine.context - 1)]))
-    for preset in range(len(engine.cycles)):
-        if say:
-            say(preset, engine.drafter.presets)
-        times.append(statistics.mean([session.time_cycle(preset) for _ in range(4)][2:]))
-    if say:
-        say(len(times), engine.drafter.presets)
-    return times
+    """The time of a cycle of every preset (s), with all rows behind some tokens. say: as `time_presets` takes it."""
+    session = Session(engine)
+    session.state.pos.fill_(min(TIMED_BEHIND, engine.context - 1))
+    store(session.state.draft, engine.drafter.rewind(session.state.draft, session.state.pos))
+    return time_presets(session.time_cycle, engine.drafter.presets, say)
 
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -276,7 +245,7 @@ def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
 
 
 class Batch:
-    """Conversations that are decoded group by group, and what comes out of them."""
+    """Conversations that take the rows of a session one after the other, and what comes out of them."""
 
     def __init__(self, engine: Engine, prompts: list[str | Conversation]):
         """Encode and check the first turns, before anything is decoded, so that nothing is lost."""
@@ -286,64 +255,67 @@ class Batch:
         self.conversations = [[p] if isinstance(p, str) else list(p) for p in prompts]
         self.first = [first_ids(engine, c) for c in self.conversations]
         samples, size = engine.config.num_samples, engine.config.batch_size
-        streams = [(p, s) for p in range(len(prompts)) for s in range(samples)]
-        self.groups = [streams[first : first + size] for first in range(0, len(streams), size)]
+        self.streams = [(p, s) for p in range(len(prompts)) for s in range(samples)]
+        self.groups = [self.streams[first : first + size] for first in range(0, len(self.streams), size)]
 
-    def run(self, group: list[tuple[int, int]], watch: Watcher | None = None) -> None:
-        """Decode one of `groups`, turn by turn. watch: told the new tokens of every row, cycle by cycle."""
-        engine, session = self.engine, Session(self.engine, group)
-        entries: list[list[Entry]] = [[] for _ in group]  # per row
-        prompts: list[list[int] | None] = [self.first[prompt] for prompt, _ in group]
-        while any(prompts):
-            for new in session.run(prompts):
-                if watch is not None:
-                    watch(new)
-            for row, ids in enumerate(prompts):
-                if ids is not None:
-                    index = (*group[row], len(entries[row]))
-                    entries[row].append(Entry(index, ids, session.history[row][len(ids) :]))
-                    prompts[row] = self._next(group[row][0], entries[row])
-        first = self.groups.index(group) * engine.config.batch_size
-        self.entries += chain.from_iterable(entries)
-        self.trace += [{**line, "row": first + line["row"]} for line in session.trace]
+    def run(self, streams: list[tuple[int, int]], watch: Watcher = nobody, tell: Teller = nobody) -> None:
+        """Decode some of `streams`, in order: where a conversation is over, the next one takes its row."""
+        session, coming, over = Session(self.engine), iter(streams), []
+        talks: list[list[Entry]] = [[] for _ in session.live]  # per row, the turns of its conversation
+        while True:
+            for row, talk in enumerate(talks):
+                if not session.busy(row) and not self._go_on(session, row, talk):
+                    if talk:
+                        over += talk
+                        tell(talk)
+                    talks[row] = self._begin(session, row, next(coming, None))
+            if not any(talks):
+                break
+            new = session.step()
+            for row, talk in enumerate(talks):
+                if new[row]:
+                    talk[-1].new.extend(new[row])
+            for line in session.trace:
+                prompt, sample, _ = talks[line["row"]][0].index
+                self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
+            session.trace.clear()
+            watch(new)
+        self.entries += sorted(over)
         self.stats.add(session.stats)
 
-    def _next(self, prompt: int, done: list[Entry]) -> list[int] | None:
-        """The prompt of a conversation's next turn; None where it is over. A turn that does not fit ends it."""
-        turns, turn = self.conversations[prompt], len(done)
-        if isinstance(turns[0], int) or turn == len(turns):  # ids are a single turn
-            return None
-        ids = encode(self.engine, turns[: turn + 1], [text_of(self.engine, entry.new) for entry in done])
-        if len(ids) < self.engine.context:
-            return ids
-        where = f"turn {turn + 1} of prompt {prompt + 1}"
-        print(f"note: {where} no longer fits the context of {self.engine.context} tokens", file=sys.stderr)
-        return None
+    def _begin(self, session: Session, row: int, stream: tuple[int, int] | None) -> list[Entry]:
+        """Give a row the first turn of a conversation, if there is one. Returns: its turns."""
+        if stream is None:
+            return []
+        session.admit(row, self.first[stream[0]], stream)
+        return [Entry((*stream, 0), self.first[stream[0]], [])]
+
+    def _go_on(self, session: Session, row: int, talk: list[Entry]) -> bool:
+        """Give a row its conversation's next turn. Returns: whether there is one. A turn that does not fit ends it."""
+        turns = self.conversations[talk[0].index[0]] if talk else []
+        if len(talk) == len(turns) or isinstance(turns[0], int):  # ids are a single turn
+            return False
+        ids = encode(self.engine, turns[: len(talk) + 1], [text_of(self.engine, entry.new) for entry in talk])
+        prompt, sample, turn = talk[-1].index
+        if len(ids) >= self.engine.context:
+            where = f"turn {turn + 2} of prompt {prompt + 1}"
+            print(f"note: {where} no longer fits the context of {self.engine.context} tokens", file=sys.stderr)
+            return False
+        session.admit(row, ids)
+        talk.append(Entry((prompt, sample, turn + 1), ids, []))
+        return True
 
     def result(self) -> Result:
         """Everything so far."""
-        engine = self.engine
-        return Result(
-            index=[e.index for e in self.entries],
-            tokens=[e.new for e in self.entries],
-            text=[text_of(engine, e.new) for e in self.entries],
-            finish_reason=[finish_reason(engine, e.new) for e in self.entries],
-            prompt_tokens=[len(e.prompt) for e in self.entries],
-            stats=summary(engine, self.stats),
-            trace=self.trace,
-        )
+        rows = [facts(self.engine, entry) for entry in self.entries]
+        columns = {f.name: [row[f.name] for row in rows] for f in fields(Result)[:5]}
+        return Result(**columns, stats=summary(self.engine, self.stats), trace=self.trace)
 
 
-def summary(engine: Engine, stats: Stats) -> dict[str, Any]:
-    """The `stats` object of `--json`."""
-    stand_in, table = engine.target.config.stand_in, engine.chooser.table(stats.presets)
-    return (
-        ({"stand_in": stand_in} if stand_in else {})  # its numbers never go without its name
-        | ({"tree_auto": table} if table else {})
-        | stats.summary()
-        | {"compile_s": engine.compile_s, "load_s": engine.load_s}
-        | {"peak_memory_bytes": peak_memory_bytes(engine.config.device)}
-    )
+def facts(engine: Engine, entry: Entry) -> dict[str, Any]:
+    """What a `Result` tells of a turn, in its first five fields."""
+    told = (entry.index, entry.new, text_of(engine, entry.new), finish_reason(engine, entry.new), len(entry.prompt))
+    return dict(zip([f.name for f in fields(Result)], told))
 
 
 def text_of(engine: Engine, ids: list[int]) -> str:
@@ -351,11 +323,12 @@ def text_of(engine: Engine, ids: list[int]) -> str:
     return engine.tokenizer.decode(ids, continuation=engine.template is None) if engine.tokenizer else ""
 
 
-def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher | None = None, **options: Any) -> Result:
-    """Decode prompts, `batch_size` rows at a time, `num_samples` times each.
+def generate(
+    engine: Engine, prompts: list[str | Conversation], watch: Watcher = nobody, tell: Teller = nobody, **options: Any
+) -> Result:
+    """Decode prompts, `num_samples` times each: `batch_size` rows, each of which takes the next when it has ended.
 
     prompts: texts, lists of turns, or lists of token ids
-    watch: told the new tokens of every row in the batch, cycle by cycle
     options: `max_new_tokens`, `num_samples` or `seed`, where they differ from the engine's
     Raises: ValueError for a prompt that cannot be decoded.
     """
@@ -368,12 +341,11 @@ def generate(engine: Engine, prompts: list[str | Conversation], watch: Watcher |
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     batch = Batch(engine, prompts)
-    for group in batch.groups:
-        batch.run(group, watch)
+    batch.run(batch.streams, watch, tell)
     return batch.result()
 
 
-def compare(engine: Engine, prompts: list[Conversation]) -> tuple[Result, dict[str, Any]]:
+def compare(engine: Engine, prompts: list[Conversation], tell: Teller = nobody) -> tuple[Result, dict[str, Any]]:
     """Decode every group of prompts without and with drafting, in turn, in this process.
 
     Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of equal sequences
@@ -384,7 +356,7 @@ def compare(engine: Engine, prompts: list[Conversation]) -> tuple[Result, dict[s
     plain, drafted = Batch(warm_up(with_cycles(vanilla)), prompts), Batch(engine, prompts)
     for number, group in enumerate(drafted.groups):
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
-            side.run(group)
+            side.run(group, tell=tell if side is drafted else nobody)
     a, b = plain.result(), drafted.result()
     same = [x == y for x, y in zip(a.tokens, b.tokens)]
     rate = a.stats["tokens_per_s"]
@@ -405,11 +377,11 @@ def stream(engine: Engine, prompt: str | list[int]) -> Iterator[str]:
     """Decode one prompt, a text or token ids, and yield its text as it is decided, never half a character."""
     if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
         raise ValueError("stream() takes one text or one list of token ids; use generate() for turns")
-    conversation = [prompt] if isinstance(prompt, str) else prompt
-    yield from _stream_ids(Session(engine, [(0, 0)]), first_ids(engine, conversation))
+    yield from pieces(Session(engine), first_ids(engine, [prompt] if isinstance(prompt, str) else prompt))
 
 
-def _stream_ids(session: Session, ids: list[int]) -> Iterator[str]:
+def pieces(session: Session, ids: list[int]) -> Iterator[str]:
+    """The text that follows token ids on the first row, as it is decided. Raises: ValueError without a tokenizer."""
     engine = session.engine
     if engine.tokenizer is None:
         Tokenizer.load(Path(engine.config.checkpoint))  # says what is missing
@@ -422,60 +394,39 @@ def _stream_ids(session: Session, ids: list[int]) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------- main
 
 
-def chat(engine: Engine) -> None:
-    """Talk on the terminal. When the history no longer fits, the oldest turns are dropped, and a line says so."""
-    session, turns, answers = Session(engine, [(0, 0)]), [], []
-    reserve = min(engine.config.max_new_tokens, engine.context // 2)
-    while True:
-        try:
-            turn = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            return print()
-        if not turn.strip():
-            continue
-        said, past = [*turns, turn], list(answers)
-        try:
-            ids = encode(engine, said, past)
-            while len(ids) + reserve > engine.context and len(said) > 1:
-                said, past = said[1:], past[1:]
-                ids = encode(engine, said, past)
-            check_ids(ids, engine.target.config.vocab_size, engine.context)
-        except ValueError as error:  # the conversation so far stays
-            print(f"[{error}]")
-            continue
-        dropped = len(turns) + 1 - len(said)
-        if dropped:
-            print(f"[the context of {engine.context} tokens is full: {dropped} oldest turn(s) dropped]")
-        turns, answers = said, past
-        session.stats, answer = Stats(), ""
-        try:
-            for piece in _stream_ids(session, ids):
-                answer += piece
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            print(" [stopped]", end="")
-        answers.append(answer)
-        print(f"\n[{stats_line(summary(engine, session.stats))}]")
-
-
 def run(engine: Engine, prompts: list[Conversation]) -> None:
-    """Decode, print, and write the files that were asked for."""
-    config = engine.config
+    """Decode, print and write every conversation as it ends, and the files that were asked for."""
+    config, batch = engine.config, Batch(engine, prompts)
     quiet = "-" in (config.json, config.trace, config.profile)
     one_turn = len(prompts) == config.num_samples == 1 and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
     live = one_turn and not quiet and not config.compare and engine.tokenizer is not None
     decoder = engine.tokenizer.stream(continuation=engine.template is None) if live else None
+    streams, results = batch.streams, None
+    if config.results:
+        from extras.results import Results
+
+        results = Results(engine, prompts)
+        streams = [stream for stream in streams if stream not in results.done]
+    gap = chain([""], repeat("\n"))  # between one and the next
+    show = in_order(streams, lambda texts: print(next(gap) + "\n\n".join(texts), flush=True))
+
+    def tell(talk: list[Entry]) -> None:
+        turns = [facts(engine, entry) for entry in talk]
+        if results:
+            results.add(turns)
+        if not quiet and not live:
+            show(talk[0].index[:2], [turn["text"] if engine.tokenizer else str(turn["tokens"]) for turn in turns])
+
     with torch.profiler.profile() if config.profile else nullcontext() as profiler:
         if config.compare:
-            result, outcome = compare(engine, prompts)
+            result, outcome = compare(engine, prompts, tell)
             result.stats |= outcome
         else:
-            show = lambda new: print(decoder.push(new[0]), end="", flush=True)  # noqa: E731
-            result = generate(engine, prompts, show if live else None)
+            watch = lambda new: print(decoder.push(new[0]), end="", flush=True)  # noqa: E731
+            batch.run(streams, watch if live and streams else nobody, tell)
+            result = batch.result()
     if live:
         print(decoder.flush())
-    elif not quiet:
-        print("\n\n".join(result.text if engine.tokenizer else map(str, result.tokens)))
     print(stats_line(result.stats), file=sys.stderr if quiet else sys.stdout)
     if config.profile:
         with tempfile.TemporaryDirectory() as folder:
@@ -496,7 +447,11 @@ def main(argv: list[str] | None = None, wait: bool = True) -> None:
         config.check()
         prompts = [] if config.interactive else read_prompts(config)
         engine = load(config, wait or bool(config.compare or config.json or config.trace or config.profile))
-        chat(engine) if config.interactive else run(engine, prompts)
+        if not config.interactive:
+            return run(engine, prompts)
+        from extras.chat import chat
+
+        chat(engine, encode, pieces)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,11 @@ class KVCache(NamedTuple):
         k, v = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)) for _ in range(2))
         return KVCache(k, v, torch.tensor([buffer.data_ptr() for buffer in (*k, *v)], device=device))
 
+    def row(self, row: int) -> KVCache:
+        """One row, as views, whose addresses no kernel knows: it cannot be compacted."""
+        k, v = (tuple(buffer[row : row + 1] for buffer in buffers) for buffers in (self.k, self.v))
+        return KVCache(k, v, self.addresses[:0])
+
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the accepted rows of a verified tree next to the prefix.
 

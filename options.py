@@ -14,7 +14,8 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
@@ -60,6 +61,7 @@ SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate)
 TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
 TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
 CHAT = Need("belongs to a chat template; add --chat", lambda o: o.chat is not None)
+ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)
 NOT_CHAT = Need("cannot go with --interactive, which is one conversation", lambda o: not o.interactive)
 
 
@@ -185,6 +187,10 @@ class GenerateConfig:
         False, "also decode without drafting, check that the tokens agree, print the speedup", needs=(NOT_CHAT,)
     )
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
+    results: str = option(
+        "", "write every conversation to this JSONL file when it is over; a run that was stopped goes on behind it",
+        needs=(NOT_CHAT, ONCE),
+    )  # fmt: skip
     trace: str = option("", "write one JSON line per cycle and row; - is standard output", needs=(NOT_CHAT,))
     profile: str = option("", "write a profiler trace of the decoding (chrome://tracing)", needs=(NOT_CHAT,))
 
@@ -257,7 +263,8 @@ class GenerateConfig:
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
-        for name in ("json", "trace", "profile"):
+        _rule(self.results != "-", "--results is read again by the next run; name a file instead of -")
+        for name in ("json", "results", "trace", "profile"):
             where = Path(getattr(self, name))
             try:
                 where.with_name(where.name + TEMPORARY).exists() if where.name else None
@@ -523,3 +530,15 @@ def write_text(where: str, text: str) -> None:
         replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
+
+
+def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Returns: what hands (key, thing) to `take` as soon as the things of all keys before it have come."""
+    coming, ready = deque(keys), {}
+
+    def put(key: Any, thing: Any) -> None:
+        ready[key] = thing
+        while coming and coming[0] in ready:
+            take(ready.pop(coming.popleft()))
+
+    return put

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -49,8 +50,10 @@ class Replay:
 
     captures = True  # until a capture fails: its stream and its memory may stay as they were then
 
-    def __init__(self, body: Callable[[], Any], device: torch.device):
+    def __init__(self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None):
+        """scratch: memory that graphs share whose bodies return nothing, and which are dropped together"""
         self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
+        self.scratch = {} if scratch is None else scratch
 
     def __call__(self) -> Any:
         """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
@@ -58,20 +61,24 @@ class Replay:
         if self.device.type == "cuda" and Replay.captures and self.graph is None and self.runs > WARM_UPS:
             self._capture()
         if self.graph is None:
-            return self.body()
-        self.graph.replay()
+            self.result = self.body()
+        else:
+            self.graph.replay()
         return self.result
 
     def _capture(self) -> None:
         """Record the body, which does not run. Where that fails, say why; it runs as it is from then on."""
-        graph = torch.cuda.CUDAGraph()
+        graph, nothing = torch.cuda.CUDAGraph(), self.result is None  # which the warm-ups have returned
+        pool = self.scratch if nothing else {}
         torch.cuda.synchronize(self.device)
         try:
             before = torch.cuda.stream(torch.cuda.current_stream(self.device))
             # `before` restores the stream, as the other context does not where the body has broken the capture
-            with before, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with before, torch.cuda.graph(graph, capture_error_mode="thread_local", **pool):
                 self.result = self.body()
             self.graph = graph
+            if nothing:
+                self.scratch.setdefault("pool", graph.pool())
         except Exception as error:  # of the body; or of the end of a capture that the body's own error has broken
             Replay.captures, self.result = False, None
             error = error.__context__ or error
@@ -171,6 +178,18 @@ class CompiledStep:
         return result
 
 
+def take_over(device: str, compile: Callable[[], None]) -> None:
+    """Let compiled steps take over from those that run as they are. compile: makes them. Where it fails, say why."""
+    try:
+        reason = why_not_compiled(device)
+        if not reason:
+            compile()
+    except Exception as error:  # whatever a compiler raises; the eager cycles go on
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    if reason:
+        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
+
+
 _threads: list[threading.Thread] = []
 
 
@@ -232,6 +251,21 @@ def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
     if sys.stderr.isatty():
         text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}" if number < len(presets) else ""
         print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def time_presets(time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None) -> list[float]:
+    """Run some cycles of every preset. say: told the number of each, with all of them, and at last how many there are.
+
+    Returns: the time of one (s); the first two after a change do not count.
+    """
+    times: list[float] = []
+    for preset in range(len(presets)):
+        if say:
+            say(preset, presets)
+        times.append(statistics.mean([time_cycle(preset) for _ in range(4)][2:]))
+    if say:
+        say(len(times), presets)
+    return times
 
 
 def _probe(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ DOMAIN_SHIFT = 30  # leaves 2^30 draws per conversation
 class NoiseKey(NamedTuple):
     """Which noise a row reads. Fixed by the request, never by the batch row."""
 
-    seed: Tensor  # [2] int64, low and high 32 bits
+    seed: Tensor  # [B, 2] int64, low and high 32 bits; [2]: of all rows
     prompt: Tensor  # [B] int64, index of the prompt in the request
     sample: Tensor  # [B] int64, index of the sample of that prompt
 
@@ -63,7 +63,7 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
     blocks = torch.arange((count + 3) // 4, device=draws.device)  # [C]
     word = draws[:, :, None] + (domain << DOMAIN_SHIFT)  # [B, R, 1]
     counter = (blocks, word, key.sample[:, None, None], key.prompt[:, None, None])
-    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, (key.seed[0:1], key.seed[1:2]))), dim=-1)
+    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, key.seed[..., None, None].unbind(-3))), dim=-1)
     bits = words.flatten(2)[:, :, :count]  # [B, R, count]
     # fp32 rounds the topmost values to 1, where the logarithms below would give infinity
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

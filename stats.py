@@ -51,6 +51,18 @@ class Stats:
         }
 
 
+def summary(engine: Any, stats: Stats) -> dict[str, Any]:
+    """The `stats` object of `--json`. engine: `decode.Engine`."""
+    stand_in, table = engine.target.config.stand_in, engine.chooser.table(stats.presets)
+    return (
+        ({"stand_in": stand_in} if stand_in else {})  # its numbers never go without its name
+        | ({"tree_auto": table} if table else {})
+        | stats.summary()
+        | {"compile_s": engine.compile_s, "load_s": engine.load_s}
+        | {"peak_memory_bytes": peak_memory_bytes(engine.config.device)}
+    )
+
+
 def stats_line(stats: dict[str, Any]) -> str:
     """The line a run ends with."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
@@ -145,12 +157,19 @@ def free_bytes(device: str) -> int:
     return free
 
 
-def check_memory(plan: dict[str, int], device: str, remedy: str) -> None:
-    """Check that memory is free before it is taken. plan: what takes it -> how much (bytes).
+def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) -> None:
+    """Check that memory is free before it is taken; of several rows, say how many would fit.
 
+    plan: what takes it -> how much a row takes (bytes)
     Raises: ValueError with the sum and its parts.
     """
-    need, free = sum(plan.values()), free_bytes(device)
+    each, free = sum(plan.values()), free_bytes(device)
+    need, fit = each * rows, free // max(each, 1)
     if need > free:
-        parts = " + ".join(f"{what} {size / 1e9:.1f} GB" for what, size in plan.items())
-        raise ValueError(f"{parts} = {need / 1e9:.1f} GB of memory are needed, {free / 1e9:.1f} GB are free; {remedy}")
+        parts = " + ".join(f"{what} {size * rows / 1e9:.1f} GB" for what, size in plan.items())
+        fits = f", enough for {fit} of the {rows} rows" if rows > 1 else ""
+        raise ValueError(
+            f"{parts} = {need / 1e9:.1f} GB of memory are needed, {free / 1e9:.1f} GB are free{fits}; {remedy}"
+        )
+    if rows > 1:
+        print(f"note: {rows} rows take {need / 1e9:.2f} GB of memory; {fit} would fit", file=sys.stderr)

@@ -6,6 +6,7 @@ Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real gr
 
 from __future__ import annotations
 
+import itertools
 import operator
 import shutil
 import time
@@ -102,7 +103,8 @@ def test_prompts_run_in_passes_of_two_widths():
     want = decode(engine, *prompts).history
     session = decode(replace(engine, captured=True), *prompts)
     assert session.history == want
-    assert {key for key in session.work.replays if isinstance(key, tuple)} == {("prefill", 64), ("prefill", 256)}
+    ran = {key for key in session.work.replays if isinstance(key, tuple)}
+    assert ran == {("prefill", 256, 0), ("prefill", 64, 0), ("prefill", 64, 1)}, "width and row"
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
@@ -193,6 +195,30 @@ def test_a_capture_that_fails_is_told_and_not_replayed(monkeypatch, capsys, fail
         assert told.count("\n") == 1 and told.endswith("a capture failed: copies to the host\n")
     else:
         assert results == [1, 2, 3, 3, 3] and replayed == [3, 3, 3] and not told
+
+
+def test_graphs_that_return_nothing_share_their_memory(monkeypatch):
+    """The first one's, of those that are dropped together; others, whose results are read later, have their own."""
+    asked = []
+
+    class Taken(Capture):
+        def __init__(self, graph, pool=None, **options):
+            asked.append(pool)
+
+    numbers = itertools.count()
+
+    def made():
+        number = next(numbers)
+        return SimpleNamespace(replay=lambda: None, pool=lambda: number)
+
+    fakes = {"CUDAGraph": made, "graph": Taken, "stream": restored, "current_stream": lambda device: "main"}
+    for name, fake in fakes.items() | {("synchronize", lambda device: None)}:
+        monkeypatch.setattr(torch.cuda, name, fake)
+    scratch = {}
+    for body in (lambda: None, lambda: 1, lambda: None, lambda: None):
+        replay = Replay(body, torch.device("cuda"), scratch)
+        assert [replay() for _ in range(4)] == [body()] * 4
+    assert asked == [None, None, 0, 0]
 
 
 def test_what_the_caller_does_is_not_decoding():

@@ -602,3 +602,22 @@ def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
         assert generate(load(tree=tree, batch_size=2, **options), prompts).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
+    """Prompts of one pass and of several are cached by graphs of each row, while the other rows decode."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
+    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    options = {"device": "cuda", "temperature": temperature, "max_new_tokens": 30, "seed": 7, "draft": "none"}
+    config = GenerateConfig(**options, ignore_eos=True)
+    prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 137 * k % 400)] for k in range(1, 9)]
+    vanilla = with_cycles(Engine(config, target, RootOnly(), 512, ()))
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling)
+    config = replace(config, compile=compiled, batch_size=3)
+    drafted = warm_up(with_cycles(Engine(config, target, drafter, 512, ())))
+    want = generate(vanilla, prompts).tokens
+    for _ in range(2):
+        assert generate(drafted, prompts).tokens == want

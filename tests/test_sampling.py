@@ -113,7 +113,7 @@ def test_noise_is_never_read_twice():
 def test_seeds_above_32_bits():
     def seed(value):
         engine = engine_for(golden_target(), RootOnly(), seed=value, context=8)
-        return Session(engine, [(0, 0)]).state.key.seed.tolist()
+        return Session(engine, [(0, 0)]).state.key.seed[0].tolist()
 
     assert seed(7) == [7, 0]
     assert seed(2**32 + 7) == [7, 1]

@@ -130,13 +130,13 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
 
 // ---------------------------------------------------------------------------------------------- operators
 
-// `gumbel` of sampling.py: [B, R, V] fp32. seed: [2]; prompt, sample: [B]; draws: [B, R], all int64
+// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample: [B]; draws: [B, R], all int64
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& draws,
                   int64_t vocab, int64_t domain) {
   const int64_t rows = draws.numel(), per_row = draws.size(1), whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
   const at::Tensor noise = at::empty({draws.size(0), per_row, vocab}, draws.options().dtype(at::kFloat));
-  TORCH_CHECK(seed.numel() == 2, "a seed has two words; this one has ", seed.numel());
-  const at::Tensor at_draw = draws.contiguous(), both = seed.contiguous();
+  TORCH_CHECK(seed.size(-1) == 2, "a seed has two words; this one has ", seed.size(-1));
+  const at::Tensor at_draw = draws.contiguous(), both = seed.expand({draws.size(0), 2}).contiguous();
   const at::Tensor of_row = prompt.expand({draws.size(0)}).contiguous();
   const at::Tensor of_sample = sample.expand({draws.size(0)}).contiguous();
   const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = at_draw.const_data_ptr<int64_t>();
@@ -145,7 +145,7 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
       const int64_t row = piece / whole, first = piece % whole * 4 * SIDE, b = row / per_row;
-      const Key key{{uint32_t(seeds[0]), uint32_t(seeds[1])}, uint32_t(prompts[b]), uint32_t(samples[b])};
+      const Key key{{uint32_t(seeds[2 * b]), uint32_t(seeds[2 * b + 1])}, uint32_t(prompts[b]), uint32_t(samples[b])};
       float made[4 * SIDE];
       fill_noise(key, uint32_t(draw[row]) + (uint32_t(domain) << 30), uint32_t(first), made);
       std::copy_n(made, std::min<int64_t>(4 * SIDE, vocab - first), to + row * vocab + first);

@@ -1,0 +1,278 @@
+"""Rows that take one prompt after the other: the tokens of each are those of a run of its own, and a run that is killed
+goes on where it was."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import decode
+import generate as program
+import model
+from decode import Session, with_cycles
+from draft_tree import DynamicTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter
+from extras.model_draft import ModelDrafter
+from generate import Result, generate, load, main, time_cycles
+from helpers import engine_for, golden_head, golden_target, noisy_copy, record
+from options import DEMO, in_order
+from runtime import leaves
+from sampling import Sampling
+from stats import check_memory
+from test_lossless import assert_same, held_out_prompts, needs_operators
+
+DRAFTS = {"vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}}
+DEMO_IN_BF16 = {"checkpoint": DEMO, "device": "cpu", "seed": 5}
+IDS = [[(7 * i + i * i * k) % 97 for i in range(5 + 11 * k % 60)] for k in range(1, 8)]  # 16 to 60 tokens
+
+
+@functools.cache
+def one_by_one(texts: tuple[str, ...], length: int, temperature: float) -> tuple[tuple[int, ...], Result]:
+    """Ends of sequences that make rows end at different times, and what vanilla decoding gives without a batch."""
+    engine = load(**DEMO_IN_BF16, draft="none", temperature=temperature, max_new_tokens=length)
+    free = generate(engine, list(texts)).tokens
+    ends = tuple({new[length // 4 + row % (length // 2)] for row, new in enumerate(free[::3])})
+    return ends, generate(with_cycles(replace(engine, eos_ids=ends)), list(texts))
+
+
+def check_rows(texts: list[str], rows: int, length: int, temperature: float, **draft) -> None:
+    """Through a few rows as one by one, in bf16, where a row's bits do not depend on the others."""
+    ends, want = one_by_one(tuple(texts), length, temperature)
+    engine = load(**DEMO_IN_BF16, temperature=temperature, max_new_tokens=length, batch_size=rows, **draft)
+    got = generate(with_cycles(replace(engine, eos_ids=ends)), texts)
+    assert got.tokens == want.tokens and got.index == want.index and got.finish_reason == want.finish_reason
+    assert len(set(map(len, want.tokens))) > 3, "rows end at different times"
+
+
+@needs_operators
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
+    """The prompts in chunks of 8 tokens, so that they are cached while other rows decode."""
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
+    check_rows(
+        [text[-30 - 6 * i :] for i, text in enumerate(held_out_prompts()[14:26])], 4, 16, temperature, **DRAFTS[draft]
+    )
+
+
+@pytest.mark.slow
+@needs_operators
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_forty_prompts_through_eight_rows(draft, temperature):
+    check_rows(held_out_prompts(), 8, 128, temperature, **DRAFTS[draft])
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle", "model"])
+@pytest.mark.parametrize("captured, lag", [(False, 0), (True, 1), (False, 3)])
+def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, lag, monkeypatch):
+    """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, lag=lag))
+    target, rule, tree = golden_target(), Sampling(1.0), DynamicTree(depth=3, topk=4, size=12)
+    made = {
+        "none": RootOnly(),
+        "eagle": EagleDrafter(golden_head(), target, tree, rule),
+        "model": ModelDrafter(noisy_copy(target, 0.02), target, tree, rule),
+    }[drafter]
+    options = {"temperature": 1.0, "max_new_tokens": 14, "seed": 3, "context": 128}
+    vanilla = engine_for(target, RootOnly(), **options)
+    engine = replace(engine_for(target, made, batch_size=3, **options), captured=captured)
+    want, got = generate(vanilla, IDS, num_samples=2), generate(engine, IDS, num_samples=2)
+    for index, prompt, a, b in zip(got.index, sorted(IDS * 2, key=IDS.index), got.tokens, want.tokens):
+        assert_same(vanilla, prompt, a, b, index[:2])
+    ran = {line["row"] for line in got.trace}
+    assert ran == set(range(14)), "lines tell the conversation, not the row it had"
+    assert sum(len(x) - 1 for x in got.tokens) == sum(len(x) - 1 for x in want.tokens) == vanilla_tokens(want)
+
+
+def vanilla_tokens(result) -> int:
+    return len(result.stats["accept_lengths"])
+
+
+def test_caching_a_prompt_leaves_the_other_rows_alone():
+    """Not a bit of their caches and of their state changes, and they cost nothing."""
+    target = golden_target()
+    engine = engine_for(target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), Sampling()), batch_size=3)
+    session = Session(engine, [(0, 0), (1, 0), (2, 0)])
+    list(session.run(IDS[:3]))
+    tensors = [*session.work.cache.k, *session.work.cache.v, *leaves(session.state)]
+    tensors = [x for x in tensors if x.shape[0] == 3]
+    session.admit(1, IDS[5], (9, 0))
+    before = [x.clone() for x in tensors]
+    calls = []
+    target.register_forward_pre_hook(hook := lambda module, inputs: calls.append(inputs[0].shape[0]))
+    try:
+        session.step()
+    finally:
+        target._forward_pre_hooks.clear()
+    assert hook and calls == [1], "one row is run"
+    for x, y in zip(tensors, before):
+        assert x[0].equal(y[0]) and x[2].equal(y[2])
+    assert not session.state.pos.equal(before[-1])
+
+
+def test_a_row_that_is_released_is_free_at_once():
+    engine = engine_for(golden_target(), RootOnly(), max_new_tokens=30, ignore_eos=True, batch_size=2)
+    session = Session(engine)
+    session.admit(0, IDS[0], (0, 0))
+    session.admit(1, IDS[1], (1, 0), most=5)
+    for _ in range(4):
+        session.step()
+    session.release(0)
+    assert not session.busy(0) and session.busy(1)
+    session.admit(0, IDS[2], (2, 0), most=3)
+    while session.busy(0) or session.busy(1):
+        session.step()
+    want = generate(engine, IDS[:3]).tokens
+    assert session.history[1][len(IDS[1]) :] == want[1][:5] and session.history[0][len(IDS[2]) :] == want[2][:3]
+
+
+def test_long_prompts_let_the_others_decode(monkeypatch):
+    """At most about a chunk of prompts runs between two cycles, and all of them where no row decodes."""
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
+    session = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True, batch_size=3))
+    session.admit(0, IDS[3])
+    assert [len(x) for x in session.step()] == [1, 0, 0]
+    session.admit(1, list(range(20)))
+    session.admit(2, [1, 2, 3])
+    assert [[len(x) for x in session.step()] for _ in range(4)] == [[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]
+
+
+def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
+    session = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=3, ignore_eos=True, batch_size=2))
+    list(session.run([IDS[0], IDS[1]]))
+    session.admit(0, IDS[2])
+    session.step()
+    calls = record(monkeypatch, model, "tree_attention")
+    session.step()
+    assert calls[0].args[3].tolist() == [len(IDS[2]), 0]
+
+
+def test_cycles_are_timed_with_all_rows_and_move_none():
+    engine = engine_for(golden_target(), RootOnly(), batch_size=3)
+    assert len(time_cycles(engine)) == 1
+    assert engine.pool[0].state.pos.tolist() == [200] * 3 and engine.pool[0].state.done.all()
+
+
+def test_results_in_order():
+    taken, put = [], None
+    put = in_order("abcd", taken.append)
+    for key in "bdac":
+        put(key, key.upper())
+    assert "".join(taken) == "ABCD"
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+BASE = [
+    "--checkpoint",
+    DEMO,
+    "--device",
+    "cpu",
+    "--draft",
+    "none",
+    "--max_new_tokens",
+    "12",
+    "--batch_size",
+    "3",
+    "--temperature",
+    "1",
+]
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    file = tmp_path / "p.jsonl"
+    rows = [{"turns": [f"def f{i}("]} for i in range(8)] + [{"turns": ["def f():", "return"]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
+    """In the order of the prompts on the terminal, in the order of their ends in the file."""
+    file = tmp_path / "r.jsonl"
+    main([*BASE, "--prompt_file", str(prompts), "--results", str(file), "--json", str(tmp_path / "j")])
+    out, err = capsys.readouterr()
+    whole = json.loads((tmp_path / "j").read_text())
+    assert out.startswith("\n\n".join(whole["text"]) + "\n") and "rows take" in err
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted((row["prompt"], row["sample"]) for row in rows) == [(i, 0) for i in range(9)]
+    rows.sort(key=lambda row: row["prompt"])
+    for name in ("tokens", "text", "finish_reason", "prompt_tokens"):
+        assert [x for row in rows for x in row[name]] == whole[name]
+    # again: nothing is left to do; other options, or another prompt, are refused
+    before = file.read_bytes()
+    again = ["--prompt_file", str(prompts), "--results", str(file)]
+    main([*BASE, *again])
+    out, err = capsys.readouterr()
+    assert "9 of 9 results are in" in err and out.startswith("0 tokens in") and file.read_bytes() == before
+    for argv in (["--seed", "1"], ["--max_new_tokens", "13"], ["--prompt_file", str(tmp_path / "q.jsonl")]):
+        (tmp_path / "q.jsonl").write_text('{"turns": ["other"]}')
+        refused(capsys, "is no result of these prompts and options", *BASE, *again, *argv)
+    file.write_text(file.read_text() + "notes")
+    refused(capsys, "ends with what no run has written", *BASE, *again)
+    file.write_text("some\nnotes")
+    refused(capsys, "line 1", *BASE, *again)
+    assert file.read_text() == "some\nnotes"
+    refused(capsys, "cannot go with --compare", *BASE, *again, "--compare")
+    refused(capsys, "name a file instead of -", *BASE, *again[:2], "--results", "-")
+
+
+def refused(capsys, message: str, *argv: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and message in err and err.count("\n") == 1 + err.count("note:"), err
+
+
+def test_a_killed_run_goes_on(tmp_path, prompts):
+    """Killed after its first results, in the middle of a line at worst; the file ends up as if it had not been."""
+    file, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
+    command = [sys.executable, "generate.py", *BASE, "--prompt_file", str(prompts), "--results"]
+    root = Path(program.__file__).parent
+    killed = subprocess.Popen([*command, str(file)], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while (
+        time.monotonic() < until and killed.poll() is None and (not file.exists() or file.read_text().count("\n") < 2)
+    ):
+        time.sleep(0.001)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    lines = file.read_text().splitlines()
+    assert 2 <= len(lines) < 9
+    file.write_text("\n".join(lines)[:-20])  # a line that was cut
+    done = subprocess.run([*command, str(file)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(lines) - 1} of 9 results are in" in done.stderr
+    main([*command[2:], str(whole)])
+    assert sorted(file.read_text().splitlines()) == sorted(whole.read_text().splitlines())
+
+
+# -------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
+    monkeypatch.setattr("stats.free_bytes", lambda device: 10**9)
+    check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
+    assert capsys.readouterr().err == "note: 3 rows take 0.90 GB of memory; 3 would fit\n"
+    with pytest.raises(
+        ValueError, match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 rows; lower"
+    ):
+        check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 4)
+    check_memory({"caches": 3 * 10**8}, "cpu", "lower it")
+    assert capsys.readouterr().err == ""
+
+
+def test_rows_that_do_not_fit_are_refused(capsys):
+    refused(capsys, "rows; lower --batch_size", *BASE, "--batch_size", str(10**9), "--prompt", "x")

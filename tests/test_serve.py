@@ -1,0 +1,310 @@
+"""The server, driven by the official client: what it answers, what it refuses, and that rows are freed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+import serve  # noqa: E402
+from generate import encode, generate  # noqa: E402
+from options import DEMO, parse  # noqa: E402
+from serve_rows import Answer  # noqa: E402
+
+PROMPT = "def read_lines(path):"
+TREE = ["--tree", "dynamic", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
+ARGV = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--chat", "vicuna", "--max_body", "20000", *TREE]
+ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--port", "0"]
+
+
+class Running:
+    """A server in a thread, and clients of it."""
+
+    def __init__(self, *argv: str):
+        config = parse(serve.ServeConfig, "serve.py", "", [*ARGV, *argv])
+        config.check()
+        self.socket = serve.listen(config)
+        self.server = serve.Server(serve.load_engine(config), config)
+        self.engine, self.rows, self.port = self.server.engine, self.server.rows, self.socket.getsockname()[1]
+        self.uvicorn = serve.Listener(self.server)
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+        wait_for(lambda: self.uvicorn.started)
+
+    def complete(self, prompt=PROMPT, **options):
+        return self.client.completions.create(model="demo", prompt=prompt, **{"max_tokens": 24, **options})
+
+    def own(self, prompts, seed: int, **options):
+        """What `generate` makes of it."""
+        engine = replace(self.engine, template=None, pool=[], config=replace(self.engine.config, batch_size=1))
+        return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
+
+    def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
+        """Status and JSON of a request by hand."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body, {"Content-Type": kind})
+        response = connection.getresponse()
+        found = json.loads(response.read())
+        connection.close()
+        return response.status, found
+
+    def close(self):
+        self.uvicorn.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive() and not self.rows.is_alive()
+
+
+def wait_for(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def running():
+    running = Running()
+    yield running
+    running.close()
+
+
+def test_models(running):
+    assert [model.id for model in running.client.models.list()] == ["demo"]
+    assert running.client.models.retrieve("demo").object == "model"
+
+
+def test_a_completion_is_what_generate_makes_of_it(running):
+    found, want = running.complete(seed=2**40 + 3), running.own([PROMPT], 2**40 + 3)
+    assert found.object == "text_completion" and found.model == "demo"
+    assert found.choices[0].text == want.text[0] and found.choices[0].finish_reason == want.finish_reason[0]
+    usage = found.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (want.prompt_tokens[0], len(want.tokens[0]))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    texts = {running.complete().choices[0].text for _ in range(4)}
+    assert len(texts) > 1, "without a seed one is drawn"
+
+
+def test_several_prompts_and_choices(running):
+    prompts = [PROMPT, "import "]
+    want = running.own(prompts, 7, num_samples=2).text
+    found = running.complete(prompts, seed=7, n=2).choices
+    assert [choice.index for choice in found] == [0, 1, 2, 3] and [choice.text for choice in found] == want
+    ids = [running.engine.tokenizer.encode(text, bos=True) for text in prompts]
+    assert [choice.text for choice in running.complete(ids, seed=7).choices] == want[::2]
+    assert running.complete(ids[0], seed=7).choices[0].text == want[0]
+
+
+def test_a_stream_is_the_whole_in_parts(running):
+    whole = running.complete(seed=5)
+    events = list(running.complete(seed=5, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text and len(events) > 3
+    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason and not events[-1].choices
+    assert events[-1].usage == whole.usage and events[0].usage is None
+    assert len({event.id for event in events}) == 1
+    without = list(running.complete(seed=5, stream=True))
+    assert without[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_chat(running):
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Bye"},
+    ]
+    options = {"model": "demo", "messages": messages, "seed": 4, "max_completion_tokens": 20}
+    found = running.client.chat.completions.create(**options)
+    template = serve.chat_template(serve.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short.")
+    ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
+    want = generate(replace(running.engine, pool=[]), [ids], seed=4, max_new_tokens=20)
+    assert found.choices[0].message.content == want.text[0] and found.choices[0].message.role == "assistant"
+    assert found.usage.prompt_tokens == len(ids) and found.object == "chat.completion"
+    events = list(running.client.chat.completions.create(**options, stream=True))
+    assert events[0].choices[0].delta.role == "assistant" and events[0].object == "chat.completion.chunk"
+    assert "".join(event.choices[0].delta.content for event in events) == want.text[0]
+
+
+def test_stop_strings(running):
+    whole = running.complete(seed=5, max_tokens=60).choices[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    for stops in (stop, [stop, "never said"]):
+        found = running.complete(seed=5, max_tokens=60, stop=stops)
+        assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
+    text = "".join(e.choices[0].text for e in running.complete(seed=5, max_tokens=60, stop=stop, stream=True))
+    assert text == whole[: whole.index(stop)] and found.usage.completion_tokens < 60
+
+
+class Letters:
+    """A decoder whose tokens are letters; of the last there is more to come."""
+
+    def push(self, ids):
+        return "".join(map(chr, ids))
+
+    def flush(self):
+        return ""
+
+
+@pytest.mark.parametrize("text, stops, want", [
+    ("abcabd.", ["abd"], ["", "", "", "abc"] + [""] * 2), ("aab", ["ab"], ["", "a", ""]), ("abc", ["bd"], ["a", "", "bc"]),
+    ("xyz", ["z", "yz"], ["x", "", ""]), ("ab!cd", [], ["a", "b", "!"]), ("ab", ["abc"], ["", "", "ab"]),
+])  # fmt: skip
+def test_text_that_may_begin_a_stop_is_held_back(text, stops, want):
+    """`!` ends the sequence; a text that ends otherwise is told what was held back."""
+    answer, told = Answer(Letters(), stops, [ord("!")]), []
+    for letter in text:
+        if not answer.over:
+            told.append(answer.push(ord(letter)))
+    stopped = answer.over
+    if not stopped:
+        told.append(answer.close())
+    assert [t for t in told if t] == [t for t in want if t]
+    assert answer.stopped == stopped and answer.tokens == len(told) - (not stopped)
+
+
+def test_a_crowd_gets_what_one_gets(running):
+    crowd(running, 12)
+
+
+@pytest.mark.slow
+def test_a_load_of_two_hundred():
+    running = Running("--max_waiting", "200")
+    crowd(running, 200)
+    running.close()
+
+
+def crowd(running, size: int) -> None:
+    """Requests at once, whole and streamed, each with the text that it would have alone."""
+    rng = random.Random(0)
+    asked = [
+        (rng.choice([PROMPT, "import ", "class A", "x = [" * 9]), rng.randrange(99), rng.randint(1, 30))
+        for _ in range(size)
+    ]
+    alone = {each: running.own([each[0]], each[1], max_new_tokens=each[2]).text[0] for each in set(asked)}
+
+    def ask(number: int) -> str:
+        prompt, seed, most = asked[number]
+        found = running.complete(prompt, seed=seed, max_tokens=most, stream=number % 3 == 0)
+        return "".join(e.choices[0].text for e in found) if number % 3 == 0 else found.choices[0].text
+
+    with ThreadPoolExecutor(size) as pool:
+        assert list(pool.map(ask, range(size))) == [alone[each] for each in asked]
+    assert running.rows.jobs == [None] * 3 and not running.rows.waiting
+
+
+def test_who_leaves_frees_the_row(running):
+    """In the middle of a stream, and while waiting for a whole answer."""
+    events = running.complete(max_tokens=400, stream=True, n=3)
+    next(iter(events))
+    assert None not in running.rows.jobs
+    events.close()
+    wait_for(lambda: running.rows.jobs == [None] * 3)
+    assert max(map(len, running.rows.session.history)) < 300, "long before the end"
+    with pytest.raises(openai.APITimeoutError):
+        running.client.with_options(timeout=0.2).completions.create(model="demo", prompt=PROMPT, max_tokens=400, n=3)
+    wait_for(lambda: running.rows.jobs == [None] * 3)
+
+
+def test_too_many_are_refused(running):
+    streams = [running.complete(max_tokens=400, stream=True, n=3) for _ in range(5)]
+    try:
+        with pytest.raises(openai.RateLimitError, match="answers wait already, 12 may"):
+            running.complete()
+    finally:
+        for stream in streams:
+            stream.close()
+    wait_for(lambda: running.rows.jobs == [None] * 3 and not running.rows.waiting)
+    assert running.complete(max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("body, status, message", [
+    (b"", 400, "is not JSON"), (b"{", 400, "is not JSON"), (b"\xff", 400, "is not JSON"), (b"[1]", 400, "a JSON object"),
+    (b"[" * 9000, 400, "is not JSON"), (b'{"prompt": NaN}', 400, "NaN is no number"), (b"{}", 400, "prompt is missing"),
+    (b" " * 30000, 413, "more than 20000 bytes"), ({"prompt": []}, 400, "the prompt is empty"),
+    ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4' here; this is demo"),
+    ({"prompt": [1, "a"]}, 400, "prompt must be"), ({"prompt": {"a": 1}}, 400, "prompt must be"),
+    ({"prompt": [10**9]}, 400, "token ids must be in"), ({"prompt": "a b " * 2500}, 400, "the context holds"),
+    ({"prompt": "a", "max_tokens": 401}, 400, "at most 400"), ({"prompt": "a", "max_tokens": 0}, 400, "from 1 on"),
+    ({"prompt": "a", "max_tokens": "9"}, 400, "whole number"), ({"prompt": "a", "seed": 1.5}, 400, "seed must be"),
+    ({"prompt": "a", "n": 99}, 400, "at most 15 answers"), ({"prompt": "a", "temperature": 0.5}, 400, "temperature is 1 for"),
+    ({"prompt": "a", "top_p": 0.9}, 400, "top_p is 1"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
+    ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
+    ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
+    ({"prompt": "a", "stream": "yes"}, 400, "stream must be"), ({"prompt": "a", "stream_options": 1}, 400, "stream_options"),
+])  # fmt: skip
+def test_garbage(running, body, status, message):
+    found = running.raw(body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert found[0] == status and message in found[1]["error"]["message"], found
+    assert set(found[1]["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("messages, message", [
+    ([], "at least one"), ("hi", "at least one"), ([{"role": "user"}], "a role and a text"), ([1], "a role and a text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "a role and a text"),
+    ([{"role": "system", "content": "a"}], "must go user"), ([{"role": "assistant", "content": "a"}], "must go user"),
+    ([{"role": "user", "content": "a"}] * 2, "must go user, assistant"),
+])  # fmt: skip
+def test_garbage_of_chats(running, messages, message):
+    status, found = running.raw(json.dumps({"messages": messages}).encode(), "/v1/chat/completions")
+    assert status == 400 and message in found["error"]["message"] and found["error"]["param"] == "messages"
+
+
+def test_other_paths_methods_and_kinds(running):
+    assert running.raw(b"", "/v2")[0] == running.raw(b"", "/v1/models/x", "GET")[0] == 404
+    status, found = running.raw(b"", method="GET")
+    assert status == 405 and found["error"]["message"].startswith("GET /v1/completions")
+    assert running.raw(b'{"prompt": "a"}', kind="text/plain")[0] == 415
+
+
+def test_without_a_template_a_chat_is_refused(running):
+    reader = serve.Reader(
+        replace(running.engine, config=replace(running.engine.config, chat=None)), running.server.config, "demo"
+    )
+    with pytest.raises(serve.Refusal, match="no chat template; serve it with --chat NAME"):
+        reader.read({"messages": [{"role": "user", "content": "a"}]}, True)
+
+
+def test_a_server_that_fails_says_so(monkeypatch, capfd):
+    running = Running()
+    monkeypatch.setattr(running.rows.session, "step", lambda: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="ended before the answer"):
+        running.complete()
+    with pytest.raises(openai.InternalServerError, match="shutting down"):
+        running.complete()
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    running.close()
+
+
+def test_a_port_in_use_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as stop:
+        serve.main([*ARGV[:-1], str(taken.getsockname()[1])])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "name another port" in err
+
+
+def test_ctrl_c_ends_it(tmp_path):
+    server = subprocess.Popen([sys.executable, serve.__file__, *ARGV], stderr=subprocess.PIPE, text=True)
+    lines = []
+    while not lines or "http" not in lines[-1]:
+        lines.append(server.stderr.readline())
+    port = int(lines[-1].partition("/v1")[0].rpartition(":")[2])
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    events = iter(client.completions.create(model="demo", prompt=PROMPT, max_tokens=400, stream=True))
+    next(events)
+    server.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="the server ended before the answer"):
+        list(events)
+    assert server.wait(30) == 130 and server.stderr.read() == ""
