@@ -601,8 +601,8 @@ def test_compiled_steps_check_modes_and_not_their_modules():
             stepped(x)
 
 
-def test_an_idle_row_is_emptied():
-    """A row without a prompt lends its slots as scratch; what it had is computed again when it comes back."""
+def test_an_idle_row_keeps_what_it_has():
+    """Scratch of the cycles that run meanwhile lies behind it."""
     engine = engine_for(
         golden_target(), drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=15, ignore_eos=True, batch_size=2
     )
