@@ -95,7 +95,7 @@ def broken(device):
     ids=["none", "broken"],
 )  # fmt: skip
 def test_without_a_compiler_it_says_so_and_goes_on(monkeypatch, capsys, reason, says):
-    monkeypatch.setattr("generate.why_not_compiled", reason)
+    monkeypatch.setattr("runtime.why_not_compiled", reason)
     engine = load(wait=False, compile=True, checkpoint=DEMO, tree="chain", max_new_tokens=20)
     assert len(generate(engine, [PROMPT]).tokens[0]) == 20
     ends, said = time.monotonic() + 30, ""
