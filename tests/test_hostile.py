@@ -812,7 +812,10 @@ def test_declared_keys():
 
 def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
     said = refused(capfd, *ids(DENSE, "--batch_size", "2000000000"))
-    assert re.search(r"the caches \d+\.\d GB \+ .* = \d+\.\d GB of memory are needed, \d+\.\d GB are free, enough for \d+ of the 2000000000 rows; lower", said)
+    assert re.search(
+        r"the caches \d+\.\d GB \+ .* = \d+\.\d GB of memory are needed, \d+\.\d GB are free, enough for \d+ of the 2000000000 rows; lower",
+        said,
+    )
     path, raw = model(tmp_path)
     put(path / "config.json", raw | {"vocab_size": 2**24, "hidden_size": 2**20, "num_attention_heads": 2**10})
     for more, remedy in (((), "model or --quant"), (("--quant", "int8"), "model")):

@@ -645,18 +645,11 @@ def test_loading_takes_little_more_memory_than_the_file_has(tmp_path, name, size
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     # the allocator keeps small blocks: these shall be given back as those of a real model are
     environment |= {"MALLOC_MMAP_THRESHOLD_": "100000"} if size == "small" else {}
-    command = [
-        sys.executable,
-        "-c",
-        WATCH,
-        str(Path(quantize.__file__).parent),
-        tmp_path / "first",
-        tmp_path / "m",
-        "none",
-    ]
+    house = str(Path(quantize.__file__).parent)
+    command = [sys.executable, "-c", WATCH, house, tmp_path / "first", tmp_path / "m", "none"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     peak_bytes, model_bytes = map(int, done.stdout.split())
-    print(
-        f"{name}: {file_bytes / 1e6:.0f} MB of files, {model_bytes / 1e6:.0f} MB kept, at most {peak_bytes / 1e6:.0f} MB"
-    )
-    assert 0.9 * model_bytes <= peak_bytes <= 1.25 * file_bytes
+    sizes = {"of files": file_bytes, "kept": model_bytes, "at most": peak_bytes}
+    print(name, ", ".join(f"{said}: {size_bytes / 1e6:.0f} MB" for said, size_bytes in sizes.items()))
+    unpacked = 2e6 if size == "small" else 0  # a weight's codes and words, which a real file dwarfs
+    assert 0.9 * model_bytes <= peak_bytes <= 1.25 * file_bytes + unpacked
