@@ -8,7 +8,8 @@
 3. Every step has the cross-entropy with the target's distribution of x_{t+2+s} over the draft vocabulary, and in
    version 1 the SmoothL1 between its output and f_{t+1+s}. A row counts if x_{t+s} is marked; in version 3 also only if
    the target's best token is in the draft vocabulary.
-4. The draft vocabulary is made of the most frequent tokens among those that are trained on.
+4. The first layer is trained over inputs of equal scale (`scale_inputs`).
+5. The draft vocabulary is made of the most frequent tokens among those that are trained on.
 
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3 (arXiv 2503.01840), section 3; HASS (arXiv 2408.15766), 3.2.
 Weights, masks, positions and normalisers are the official code's of EAGLE-1 and EAGLE-3.
@@ -18,11 +19,13 @@ rows without a truth do not count.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import _path  # noqa: F401  (finds the project)
 from drafters import DraftVocab
@@ -127,6 +130,49 @@ def unrolled_losses(
             far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(-1)  # [B, T]
             regressions.append((far * counts).sum() / total)
     return (*entropies, *regressions)
+
+
+# ------------------------------------------------------------------------------------- scales of inputs
+
+
+class Scaled(nn.Module):
+    """A parametrization: the weight is what is trained, each column divided by the scale of its input."""
+
+    def __init__(self, scale: Tensor):
+        """scale: [K] fp32, the root mean square of each input"""
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, trained: Tensor) -> Tensor:  # [N, K] -> [N, K]
+        return trained / self.scale
+
+    def right_inverse(self, weight: Tensor) -> Tensor:  # [N, K] -> [N, K]
+        return weight * self.scale
+
+
+@torch.no_grad()
+def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
+    """Train `fc` as if its inputs had the same scale. No output changes now, but each step changes them evenly.
+
+    A target's features have channels far larger than its embeddings (SmolLM2's last ones: 2 and 0.14 as a root mean
+    square, a single channel of its layers 1,000). Updates of one size would hardly use the token ahead.
+    embedded: [B, T, F]; features: [B, T, (1 + taps) F]; a batch. Writes: head.fc, until `plain_copy`.
+    """
+    seen: list[Tensor] = []
+    hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    head.first(embedded, head.fuse(features))
+    hook.remove()
+    if isinstance(head.fc, nn.Linear):
+        scale = seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6)  # [K]
+        parametrize.register_parametrization(head.fc, "weight", Scaled(scale))
+
+
+def plain_copy(head: EagleHead) -> EagleHead:
+    """A copy whose `fc` has its weight as decoding takes it."""
+    head = copy.deepcopy(head)
+    if parametrize.is_parametrized(head.fc):
+        parametrize.remove_parametrizations(head.fc, "weight")
+    return head
 
 
 # -------------------------------------------------------------------------------------------- new heads
