@@ -25,14 +25,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 import _path  # noqa: F401  (finds the project)
 from drafters import DraftVocab
 from eagle_chains import row_inputs
 from eagle_draft import Eagle3Head, EagleHead
 from hf.heads import DRAFT_INPUTS, Eagle3, EagleConfig
-from model import Attention, ModelConfig, Transformer
+from model import Attention, Linear, ModelConfig, Transformer
 from ops.attention import rope_angles, rotary
 from quantize import QuantLinear
 
@@ -135,43 +134,47 @@ def unrolled_losses(
 # ------------------------------------------------------------------------------------- scales of inputs
 
 
-class Scaled(nn.Module):
-    """A parametrization: the weight is what is trained, each column divided by the scale of its input."""
+class ScaledLinear(Linear):
+    """A linear layer that divides its inputs by their scale first, and computes the same."""
 
-    def __init__(self, scale: Tensor):
+    def __init__(self, plain: nn.Linear, scale: Tensor):
         """scale: [K] fp32, the root mean square of each input"""
-        super().__init__()
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        self.weight, self.bias = nn.Parameter(plain.weight * scale), plain.bias
         self.register_buffer("scale", scale)
 
-    def forward(self, trained: Tensor) -> Tensor:  # [N, K] -> [N, K]
-        return trained / self.scale
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        return super().forward(x / self.scale)
 
-    def right_inverse(self, weight: Tensor) -> Tensor:  # [N, K] -> [N, K]
-        return weight * self.scale
+    def plain(self) -> Linear:
+        """The layer as decoding takes it."""
+        plain = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain.weight, plain.bias = nn.Parameter(self.weight / self.scale), self.bias
+        return plain
 
 
 @torch.no_grad()
 def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
-    """Train `fc` as if its inputs had the same scale. No output changes now, but each step changes them evenly.
+    """Train `fc` over inputs of equal scale. No output changes now, but each step changes all of them evenly.
 
     A target's features have channels far larger than its embeddings (SmolLM2's last ones: 2 and 0.14 as a root mean
     square, a single channel of its layers 1,000). Updates of one size would hardly use the token ahead.
     embedded: [B, T, F]; features: [B, T, (1 + taps) F]; a batch. Writes: head.fc, until `plain_copy`.
     """
-    seen: list[Tensor] = []
-    hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    head.first(embedded, head.fuse(features))
-    hook.remove()
     if isinstance(head.fc, nn.Linear):
-        scale = seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6)  # [K]
-        parametrize.register_parametrization(head.fc, "weight", Scaled(scale))
+        seen: list[Tensor] = []
+        hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        head.first(embedded, head.fuse(features))
+        hook.remove()
+        head.fc = ScaledLinear(head.fc, seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6))
 
 
+@torch.no_grad()
 def plain_copy(head: EagleHead) -> EagleHead:
-    """A copy whose `fc` has its weight as decoding takes it."""
+    """A copy whose `fc` is as decoding takes it."""
     head = copy.deepcopy(head)
-    if parametrize.is_parametrized(head.fc):
-        parametrize.remove_parametrizations(head.fc, "weight")
+    if isinstance(head.fc, ScaledLinear):
+        head.fc = head.fc.plain()
     return head
 
 
