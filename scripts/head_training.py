@@ -8,7 +8,8 @@
 3. Every step has the cross-entropy with the target's distribution of x_{t+2+s} over the draft vocabulary, and in
    version 1 the SmoothL1 between its output and f_{t+1+s}. A row counts if x_{t+s} is marked; in version 3 also only if
    the target's best token is in the draft vocabulary.
-4. The draft vocabulary is made of the most frequent tokens among those that are trained on.
+4. The first layer is trained over inputs of equal scale (`scale_inputs`).
+5. The draft vocabulary is made of the most frequent tokens among those that are trained on.
 
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3 (arXiv 2503.01840), section 3; HASS (arXiv 2408.15766), 3.2.
 Weights, masks, positions and normalisers are the official code's of EAGLE-1 and EAGLE-3.
@@ -18,6 +19,7 @@ rows without a truth do not count.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ from drafters import DraftVocab
 from eagle_chains import row_inputs
 from eagle_draft import Eagle3Head, EagleHead
 from hf.heads import DRAFT_INPUTS, Eagle3, EagleConfig
-from model import Attention, ModelConfig, Transformer
+from model import Attention, Linear, ModelConfig, Transformer
 from ops.attention import rope_angles, rotary
 from quantize import QuantLinear
 
@@ -127,6 +129,53 @@ def unrolled_losses(
             far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(-1)  # [B, T]
             regressions.append((far * counts).sum() / total)
     return (*entropies, *regressions)
+
+
+# ------------------------------------------------------------------------------------- scales of inputs
+
+
+class ScaledLinear(Linear):
+    """A linear layer that divides its inputs by their scale first, and computes the same."""
+
+    def __init__(self, plain: nn.Linear, scale: Tensor):
+        """scale: [K] fp32, the root mean square of each input"""
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        self.weight, self.bias = nn.Parameter(plain.weight * scale), plain.bias
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        return super().forward(x / self.scale)
+
+    def plain(self) -> Linear:
+        """The layer as decoding takes it."""
+        plain = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain.weight, plain.bias = nn.Parameter(self.weight / self.scale), self.bias
+        return plain
+
+
+@torch.no_grad()
+def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
+    """Train `fc` over inputs of equal scale. No output changes now, but each step changes all of them evenly.
+
+    A target's features have channels far larger than its embeddings (SmolLM2's last ones: 2 and 0.14 as a root mean
+    square, a single channel of its layers 1,000). Updates of one size would hardly use the token ahead.
+    embedded: [B, T, F]; features: [B, T, (1 + taps) F]; a batch. Writes: head.fc, until `plain_copy`.
+    """
+    if isinstance(head.fc, nn.Linear):
+        seen: list[Tensor] = []
+        hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        head.first(embedded, head.fuse(features))
+        hook.remove()
+        head.fc = ScaledLinear(head.fc, seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6))
+
+
+@torch.no_grad()
+def plain_copy(head: EagleHead) -> EagleHead:
+    """A copy whose `fc` is as decoding takes it."""
+    head = copy.deepcopy(head)
+    if isinstance(head.fc, ScaledLinear):
+        head.fc = head.fc.plain()
+    return head
 
 
 # -------------------------------------------------------------------------------------------- new heads

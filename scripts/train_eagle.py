@@ -358,7 +358,7 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
 def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     """Write the official layout: config.json and model.safetensors."""
     out, c = Path(config.out), head.config.model
-    tensors = export_weights(head, head_names(head.config), c, DTYPES[config.dtype])
+    tensors = export_weights(head_training.plain_copy(head), head_names(head.config), c, DTYPES[config.dtype])
     tensors |= head_training.vocab_layout(head)
     further = head_training.keys_of(head) if head.config.three else {"draft_inputs": config.inputs}
     raw = {
@@ -460,6 +460,10 @@ def train(config: TrainConfig) -> None:
     target = load_model(Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device)
     examples, sequences = prepare(config, target)
     head = make_head(config, target, examples)
+    features = Features(config, target, head.taps, laid_out(examples, 0)[0])
+    tokens, _, number = next(batches(examples, config, 0))
+    tokens = tokens.to(config.device)
+    head_training.scale_inputs(head, target.embedding(tokens).float(), features.of(tokens, number).float())
     optimizers = train_demo.make_optimizers(head, config, lambda name: not name.startswith("lm_head"))
     schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
     info = {"config": asdict(config), "parameters": sum(p.numel() for p in head.parameters()), "curve": []}
@@ -467,7 +471,6 @@ def train(config: TrainConfig) -> None:
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
     autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32")
-    features = Features(config, target, head.taps, laid_out(examples, 0)[0])
     losses = losses_of(config, head, target)
     weights = torch.tensor(list(config.losses.values()), device=config.device)
     feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
