@@ -299,12 +299,16 @@ def others_quantization(raw: dict) -> Any:
     return None if isinstance(said, dict) and said.get("quant_method") == METHOD else said
 
 
-def saved_quantization(raw: dict) -> Quantization | None:
-    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours."""
+def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:
+    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours.
+
+    path: the directory, for the message
+    """
     others = others_quantization(raw)
     if others is not None:
         method = others.get("quant_method") if isinstance(others, dict) else others
-        raise ValueError(f"checkpoints quantized with {method} are not supported here; use the original")
+        where = f"{path}: " if path else ""
+        raise ValueError(f"{where}checkpoints quantized with {method} are not supported here; use the original")
     said = raw.get("quantization_config")
     if said is None:
         return None

@@ -127,7 +127,7 @@ def load_head(
     with torch.device("meta"):
         head = Eagle3Head(config) if config.three else EagleHead(config)
     head.vocab = draft_vocab(files, config, weight.device)
-    storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config) or quant)
+    storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config, path) or quant)
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
     head.rope_freq = rope_frequencies(config.model, weight.device)
     if head.embedding is not None and torch.equal(head.embedding.weight, weight):
@@ -206,7 +206,7 @@ def load_drafter(
     source: tensors that stand for the head's files; options: vocab and lookup, as for `TreeDrafter`
     """
     path = Path(config.eagle)
-    quant = saved_quantization(source.config if source else read_json(path / "config.json"))
+    quant = saved_quantization(source.config if source else read_json(path / "config.json"), path)
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
     vocab = options.get("vocab", None if head.lm_head else head.vocab)

@@ -332,7 +332,7 @@ def quantize_directory(
     """
     quant.check("--quant")
     raw = read_json(path / "config.json")
-    if saved_quantization(raw) is not None:
+    if saved_quantization(raw, path) is not None:
         raise ValueError(f"{path} is quantized already ({raw['quantization_config']['format']}); give the original")
     if out.resolve() in (path.resolve(), *path.resolve().parents):
         raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")

@@ -69,8 +69,10 @@ class Recipe:
     less_one: bool = False  # stored zero points are one too small
 
     def as_ours(self) -> dict:
-        """`quantization_config` of the layers that are made of these weights; the files know their groups."""
-        return {"quant_method": METHOD, "format": "int4" if self.format == "int4" else "int8"}
+        """`quantization_config` of the layers made of these weights, with the file's groups or parts of them."""
+        said = {"quant_method": METHOD, "format": "int4" if self.format == "int4" else "int8"}
+        ours = [size for size in GROUP_SIZES if self.group_size and self.group_size % size == 0]
+        return said | ({"group_size": ours[-1]} if ours else {})
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ class Gptq:
 
     bits: int = key(whole(1, 64))
     group_size: int = key(GROUP)
-    sym: bool = key(rules.FLAG, True)
-    checkpoint_format: str = key(rules.TEXT, "gptq")
+    sym: bool = key(rules.FLAG, False)  # where it is missing, the stored zero points say it
+    checkpoint_format: str = key(rules.TEXT, "")
+    format: str = key(rules.TEXT, "")  # another name of it
+    is_marlin_format: bool = key(rules.FLAG, False)
     pack_dtype: str = key(rules.TEXT, "int32")
     rotation: str = key(rules.TEXT, "")
     dynamic: dict | None = key(rules.OBJECT, None)  # pattern -> what differs in the layers that it names; "-:" none
@@ -102,7 +106,8 @@ class Awq:
     group_size: int | None = key(GROUP, None)
     q_group_size: int = key(GROUP, 128)
     zero_point: bool = key(rules.FLAG, True)
-    version: str = key(rules.TEXT, "gemm")
+    version: str = key(rules.TEXT, "")
+    format: str = key(rules.TEXT, "")
 
 
 @dataclass(frozen=True)
@@ -156,23 +161,34 @@ def _group(size: int) -> int:
     return max(size, 0)
 
 
+def _agreed(first: tuple[str, str], second: tuple[str, str], default: str) -> str:
+    """What two keys of one meaning say, in lower case. first, second: name and value; "": not given"""
+    (name, value), (other, another) = first, second
+    same = not value or not another or value.lower() == another.lower()
+    _refuse(same, f"{name} and {other} must be equal; they are {value} and {another}")
+    return (value or another or default).lower()
+
+
 def _gptq(said: dict) -> Recipe:
     own = read_fields(said, Gptq)
+    form = _agreed(("checkpoint_format", own.checkpoint_format), ("format", own.format), "gptq")
     _refuse(own.bits == 4, f"GPTQ is supported with 4 bits; it has {own.bits}")
     kinds = ("gptq", "gptq_v2")
-    _refuse(own.checkpoint_format in kinds, f"checkpoint_format must be one of {kinds}; it is {own.checkpoint_format}")
+    _refuse(form in kinds, f"checkpoint_format, or format, must be one of {kinds}; it is {form}")
+    _refuse(not own.is_marlin_format, "GPTQ in Marlin's layout (is_marlin_format: true) is not supported")
     _refuse(own.pack_dtype == "int32", f"pack_dtype must be int32; it is {own.pack_dtype}")
     _refuse(not own.rotation, f"GPTQ with a rotation ({own.rotation}) is not supported")
     other = next((pattern for pattern in own.dynamic or {} if not pattern.startswith("-:")), None)
     _refuse(other is None, f"layers in several formats are not supported; `dynamic` has {other}")
-    return Recipe("gptq", "gptq", "int4", _group(own.group_size), own.sym, less_one=own.checkpoint_format == "gptq")
+    return Recipe("gptq", "gptq", "int4", _group(own.group_size), own.sym, less_one=form == "gptq")
 
 
 def _awq(said: dict) -> Recipe:
     own = read_fields(said, Awq)
     bits, group = own.bits or own.w_bit, own.q_group_size if own.group_size is None else own.group_size
     _refuse(bits == 4, f"AWQ is supported with 4 bits; it has {bits}")
-    _refuse(own.version.lower() == "gemm", f"AWQ must be of the version gemm; it is {own.version}")
+    version = _agreed(("version", own.version), ("format", own.format), "gemm")
+    _refuse(version == "gemm", f"AWQ must be of the version gemm; it is {version}")
     return Recipe("awq", "awq", "int4", _group(group), not own.zero_point)
 
 
@@ -189,8 +205,10 @@ def _compressed(said: dict) -> Recipe:
         value = (getattr(own, name) or {}).get(says)
         _refuse(value in (None, {}, "dense"), f"{name} with {says} {str(value)[:40]} is not supported")
     schemes = [read_fields(s if isinstance(s, dict) else {}, Scheme) for s in own.config_groups.values()]
-    _refuse(len({str(s) for s in schemes}) == 1, f"config_groups must be one scheme; it holds {len(schemes)}")
-    format, weights = schemes[0].format or own.format, read_fields(schemes[0].weights, Weights)
+    found = [(scheme.format or own.format, read_fields(scheme.weights, Weights)) for scheme in schemes]
+    one = bool(found) and all(each == found[0] for each in found)
+    _refuse(one, f"config_groups must be one scheme; it holds {len(found)}")
+    format, weights = found[0]
     bits, group = f"{weights.type} with {weights.num_bits} bits", weights.group_size
     kinds = COMPRESSED.get(format)
     _refuse(kinds is not None, f"format must be one of {', '.join(COMPRESSED)}; it is {format}")
@@ -234,6 +252,8 @@ def read_recipe(raw: dict, path: Path) -> Recipe:
         said = others_quantization(raw)
         if not isinstance(said, dict):
             raise ValueError(f"quantization_config must be an object; it is {str(said)[:40]}")
+        if said.get("quant_method") is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+            said = said | {"quant_method": "bitsandbytes"}  # its older files leave the name out
         method = read_fields(said, Method).quant_method
         rule = f"checkpoints quantized with {method} are not supported, only {', '.join(METHODS)}"
         _refuse(method in METHODS, rule)
@@ -306,11 +326,13 @@ class QuantizedFiles(TensorSource):
             if missing:
                 raise ValueError(f"{self.path}: the weight {layer}.{missing} is missing; download it again")
         used = {f"{layer}.{part}" for layer, parts in layers.items() for part in parts}
-        rest = (name for name in files.readers if name not in used and name.rpartition(".")[2] not in IGNORED)
-        self.readers = {name: partial(self._float, name) for name in rest}
+        rest = [name for name in files.readers if name not in used]
+        kept = [name for name in rest if name.rpartition(".")[2] not in IGNORED]
+        self.readers = {name: partial(self._float, name) for name in kept}
         self.quantized = {f"{layer}.weight": partial(self._codes, layer, parts) for layer, parts in layers.items()}
-        if self.recipe.format == "fp8":
-            self.note = f"{self.path} holds weights in FP8; they become int8 with a scale per output"
+        fp8 = ["holds weights in FP8; they become int8 with a scale per output"] * (self.recipe.format == "fp8")
+        unused = ["scales of activations and of the cache are not used"] * (len(kept) < len(rest))
+        self.note = f"{self.path}: {'; '.join(fp8 + unused)}" if fp8 + unused else ""
 
     def _float(self, name: str) -> Tensor:
         """A tensor that is not quantized. Raises: ValueError for codes, which lack their scale then."""
@@ -396,11 +418,16 @@ class QuantizedFiles(TensorSource):
         return decode_fp8(weight, scale, block)
 
     def _read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        """A tensor, checked. shapes: those it may have; -1: any size but 0. Raises: ValueError for another."""
+        """A tensor, checked. shapes: those it may have; -1: any size but 0.
+
+        Raises: ValueError for another, and for scales that are not finite.
+        """
         tensor = self.files.read(name)
         for shape in shapes:
             fits = len(shape) == tensor.dim() and all(want == n or want < 0 < n for want, n in zip(shape, tensor.shape))
             if fits and tensor.dtype in dtypes:
+                if tensor.dtype in FLOATS and not tensor.isfinite().all():
+                    raise ValueError(f"{self.path}: {name} holds NaN or infinite values; download it again")
                 return tensor
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         sizes = " or ".join(str(list(shape)).replace("-1", "any") for shape in shapes)

@@ -104,9 +104,10 @@ def load_weights(
         kinds = (nn.Linear, ExpertLinear)
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
         linear = _layers_of_others(files, names, linear) if files.quantized else linear
-        inputs = {name: params[name].shape[-1] for name in names if name in linear}
+        where = f" of {files.path}" if storage.quant.saved else ""
+        inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
         storage = storage._replace(quant=fit_group(storage.quant, inputs))
-    _check_memory(files.path, params, linear, storage)
+    _check_memory(files, params, linear, storage)
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
@@ -149,18 +150,20 @@ def _layers_of_others(files: TensorSource, names: dict[str, tuple[str, ...]], li
     return found
 
 
-def _check_memory(path: Path, params: dict[str, Tensor], linear: set[str], storage: Storage) -> None:
+def _check_memory(files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage) -> None:
     """Raises: ValueError when the weights, in the shapes that config.json says, do not fit the memory."""
-    need = 0
+    need, quant = 0, storage.quant
     for name, parameter in params.items():
         width = parameter.shape[-1]
-        if name in linear and storage.quant is not None:
+        if name in linear and quant is not None:
             rows = torch.Size((parameter.numel() // width, width))
-            need += FORMATS[storage.quant.format].stored_bytes(rows, storage.quant.group_size)
+            need += FORMATS[quant.format].stored_bytes(rows, quant.group_size)
+            if files.quantized and quant.format == "int4":  # fp16 scales and zero points take words of 4 bytes
+                need += 2 * rows.numel() // quant.group_size
         else:
             need += parameter.numel() * storage.dtype.itemsize
-    remedy = "use a smaller model" + (" or --quant" if storage.quant is None else "")
-    check_memory({f"the weights of {path}, by its config,": need}, storage.device, remedy)
+    remedy = "use a smaller model" + (" or --quant" if quant is None else "")
+    check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
 
 
 @dataclass(frozen=True)
@@ -278,6 +281,9 @@ def load_model(
     if saved is not None and quant is not None:
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
     quant = saved or quant
+    if config.tie_embeddings and "lm_head.weight" in files.quantized:
+        rule = "tie_word_embeddings is true, and lm_head.weight is quantized, so that they differ"
+        raise ValueError(f"{path}: {rule}; set tie_word_embeddings to false in config.json")
     check_layers(config, files)
     with torch.device("meta"):
         model = Transformer(config)

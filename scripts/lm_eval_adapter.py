@@ -32,7 +32,8 @@ from measure import environment, shown_path
 from model import KVCache, causal_window
 from options import DEFAULT, GenerateConfig, check_ids, one_line_errors, option, parse, write_text
 
-GENERATION = {"until", "max_gen_toks", "do_sample", "temperature"}  # what a task may say about a text
+GENERATION = {"until", "max_gen_toks", "do_sample"}  # what a task may say about a text
+OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # without effect on greedy texts, as in lm_eval's `hf` backend
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,11 @@ class Scorer:
             yield from (cut(text + decoder.flush(), until) for text, decoder in zip(texts, decoders))
 
 
+def stops(until: list[str | None]) -> list[str]:
+    """The stop strings of a task without empty ones, which would end every text at once, and without null."""
+    return [stop for stop in until if stop]
+
+
 def cut(text: str, until: list[str]) -> str:
     """A text up to the first of some stop strings."""
     return text[: min([text.find(stop) for stop in until if stop in text], default=len(text))]
@@ -186,7 +192,8 @@ def adapter(engine: Engine) -> Any:
                 said = normalize_gen_kwargs(json.loads(kind))
                 check_generation(said)
                 prompts = [self.tok_encode(requests[i].args[0]) for i in members]
-                found |= zip(members, scorer.texts(prompts, said["until"], said["max_gen_toks"]))
+                until = stops(said["until"])
+                found |= zip(members, scorer.texts(prompts, until, said["max_gen_toks"]))
             return [found[i] for i in range(len(requests))]
 
         def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
@@ -196,8 +203,11 @@ def adapter(engine: Engine) -> Any:
 
 
 def check_generation(said: dict) -> None:
-    """Raises: ValueError for what a task wants of its texts and this script cannot do."""
-    unknown = sorted(said.keys() - GENERATION)
+    """Raises: ValueError for what a task wants of its texts and this script cannot do.
+
+    said: as lm_eval's `normalize_gen_kwargs` returns it, which asks for sampling at a temperature above 0
+    """
+    unknown = sorted(said.keys() - GENERATION - OF_SAMPLING)
     if unknown or said["do_sample"]:
         what = f"the generation arguments {', '.join(unknown)}" if unknown else "sampling"
         raise ValueError(f"a task asks for {what}, and texts are greedy here; use other tasks")
@@ -206,12 +216,27 @@ def check_generation(said: dict) -> None:
 def rendered(engine: Engine, messages: list[dict], asks: bool) -> str:
     """A conversation as the template has it. asks: for an answer, of which nothing is there yet
 
-    Raises: ValueError for one that is not of questions and answers in turn.
+    A system message at the beginning, a task's `description`, follows that of --system behind an empty line.
+    Raises: ValueError for one that is not of questions and answers in turn, or a message that the template leaves out.
     """
+    system = [m["content"] for m in messages[:1] if m["role"] == "system"]
+    roles = [m["role"] for m in messages[len(system) :]]
     turns, answers = ([m["content"] for m in messages if m["role"] == role] for role in ("user", "assistant"))
-    if not asks or [m["role"] for m in messages] != (["user", "assistant"] * len(turns))[: 2 * len(turns) - 1]:
-        raise ValueError("a task gives a system message or the start of an answer; use --system, or other tasks")
-    return engine.template.render(turns, answers)
+    if not asks or roles != (["user", "assistant"] * len(turns))[: 2 * len(turns) - 1]:
+        raise ValueError("a task gives a later system message or the start of an answer; use other tasks")
+    if not any(system):
+        return engine.template.render(turns, answers)
+    joined = "\n\n".join(filter(None, (engine.config.system, *system)))
+    try:
+        text, other = (replace(engine.template, system=s).render(turns, answers) for s in (joined, f"Also: {joined}"))
+    except ValueError:
+        engine.template.render(turns, answers)  # what fails without the message too is refused for that
+        text = other = ""
+    if text == other:
+        raise ValueError(
+            "a task gives a system message, and the chat template takes none; use --chat NAME, or other tasks"
+        )
+    return text
 
 
 # -------------------------------------------------------------------------------------------------- main

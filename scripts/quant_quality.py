@@ -10,6 +10,7 @@ How it works:
    activations" is what CUDA computes, here with the dequantized weights in the model's dtype.
 3. "plain" rounds int4 by the largest magnitude of a group, without the search of quantize.py.
 
+Dense models only: a mixture's experts are one stack, which is not taken apart here.
 KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the same best token.
 Not here: the change of tau (bench.py, as `--methods eagle:dynamic:quant_draft=int4`).
 """
@@ -159,18 +160,21 @@ def compare(reference: Transformer, model: Transformer, texts: list[Tensor]) -> 
 
 def check_models(path: Path, also: list[str]) -> None:
     """Raises: ValueError for models that cannot be compared here."""
+    rule = "--checkpoint takes a model in 16 bits, --also quantized ones"
     size = read_config(path).vocab_size
     for each in (path, *map(Path, also)):
-        model, rounded = read_config(each), saved_quantization(read_raw(each)) is not None
-        if model.n_experts:
+        if read_config(each).n_experts:
             raise ValueError(
                 f"{each} is a mixture of experts, and only dense models are taken apart here; name another"
             )
-        if model.vocab_size != size:
-            raise ValueError(f"--also {each} has {model.vocab_size} tokens and {path} has {size}; name a copy of it")
-        if rounded == (each == path):
-            rule = "--checkpoint takes a model in 16 bits, --also quantized ones"
-            raise ValueError(f"{rule}; {each} is {'quantized' if rounded else 'not quantized'}")
+    if saved_quantization(read_raw(path)) is not None:
+        raise ValueError(f"{rule}; {path} is quantized")
+    for each in map(Path, also):
+        own = read_config(each).vocab_size
+        if own != size:
+            raise ValueError(f"--also {each} has {own} tokens and {path} has {size}; name a copy of it")
+        if saved_quantization(read_raw(each)) is None:
+            raise ValueError(f"{rule}; {each} is not quantized")
 
 
 def run(config: QualityConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from drafters import RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load
 from helpers import GOLDEN, engine_for, golden_target
-from hf.chat import CHAT_TEMPLATES
-from lm_eval_adapter import EvalConfig, Scorer, check_generation, cut, rendered
+from hf.chat import CHAT_TEMPLATES, JinjaTemplate
+from lm_eval_adapter import EvalConfig, Scorer, check_generation, cut, rendered, stops
 from options import DEMO
 
 TARGET = "models/target_llama_mha"
@@ -110,12 +111,14 @@ def test_texts_end_at_stop_strings_whoever_drafts():
 
 
 def test_cut():
+    assert stops(["", "\n", ""]) == ["\n"] and stops([None]) == []
     assert cut("a b c", []) == "a b c" and cut("a b c", ["c", "b", "x"]) == "a " and cut("ab", ["a"]) == ""
 
 
 def test_what_tasks_may_ask_for():
     said = {"until": ["\n"], "max_gen_toks": 5, "do_sample": False, "temperature": 0.0}
     check_generation(said)
+    check_generation(said | {"top_p": 0.95, "top_k": 20, "min_p": 0.0, "temperature": 0.7})
     for change, words in (({"do_sample": True}, "sampling"), ({"num_beams": 4}, "the generation arguments num_beams")):
         with pytest.raises(ValueError, match=f"a task asks for {words}"):
             check_generation(said | change)
@@ -127,9 +130,42 @@ def test_chats():
     user, assistant = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
     assert rendered(engine, [user], True) == template.render(["u"], [])
     assert rendered(engine, [user, assistant, user], True) == template.render(["u", "u"], ["a"])
-    for messages, asks in (([{"role": "system", "content": "s"}, user], True), ([user, assistant], False)):
-        with pytest.raises(ValueError, match="use --system, or other tasks"):
+    system = {"role": "system", "content": "s"}
+    for messages, asks in (
+        ([user, assistant, system], True),
+        ([user, system, assistant, user], True),
+        ([user, assistant], False),
+    ):
+        with pytest.raises(ValueError, match="a later system message or the start of an answer; use other tasks"):
             rendered(engine, messages, asks)
+
+
+class Program:
+    """In the place of a template's program."""
+
+    def __init__(self, takes: bool, fails: bool = False):
+        self.takes, self.fails = takes, fails
+
+    def render(self, messages: list[dict], **_) -> str:
+        roles = [m["role"] for m in messages]
+        if self.fails and "system" in roles:
+            raise ValueError("raises: no system message")
+        return "|".join(m["content"] for m in messages if self.takes or m["role"] != "system")
+
+
+def test_descriptions_are_system_messages():
+    system, user = {"role": "system", "content": "Do it."}, {"role": "user", "content": "u"}
+    vicuna = CHAT_TEMPLATES["vicuna"]
+    own = {f: JinjaTemplate(Path("m"), Program(*f), {}) for f in ((True, False), (False, False), (True, True))}
+    for template, begin in ((vicuna, "{} USER: u"), (own[True, False], "{}|u")):
+        for said, joined in ((None, "Do it."), ("", "Do it."), ("Be brief.", "Be brief.\n\nDo it.")):
+            engine = engine_for(golden_target(TARGET), RootOnly(), system=said, chat="")
+            engine = lm_eval_adapter.replace(engine, template=template)
+            assert rendered(engine, [system, user], True).startswith(begin.format(joined))
+    for template in (CHAT_TEMPLATES["mistral"], own[False, False], own[True, True]):
+        engine = lm_eval_adapter.replace(engine_for(golden_target(TARGET), RootOnly()), template=template)
+        with pytest.raises(ValueError, match="a task gives a system message, and the chat template takes none"):
+            rendered(engine, [system, user], True)
 
 
 def told(monkeypatch, capsys, *argv: str) -> str:

@@ -395,13 +395,83 @@ def test_zeros_where_a_model_has_no_bias_are_no_mistake(tmp_path):
         load_model(out)
 
 
-def test_scales_of_caches_and_activations_are_not_read(tmp_path):
+def test_what_is_missing_in_a_config_is_read_elsewhere(tmp_path):
+    """The version under its other name, and without `sym` the zero points of the file."""
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
+    for version, symmetric in ((1, True), (2, True), (2, False)):
+        layout = of_gptq(64, symmetric, version)
+        config = {name: value for name, value in layout.config.items() if name not in ("checkpoint_format", "sym")}
+        parts, expected = layout.write(weight)
+        files = read_one(tmp_path, Layout(config | {"format": f"gptq_v{version}".removesuffix("_v1")}, None), parts)
+        codes, scale, zero = files.quantized["a.weight"]()
+        assert torch.equal(decoded(codes, scale, zero), expected)
+    layout = of_awq(64, version=None, format="GEMM")
+    assert read_one(tmp_path, layout, layout.write(weight)[0]).recipe.method == "awq"
+
+
+def test_groups_of_layers_may_differ_in_how_they_were_made(originals, tmp_path):
+    def observed(config: dict, tensors: dict) -> None:
+        one = config["config_groups"]["group_0"]
+        config["config_groups"]["group_1"] = one | {
+            "weights": one["weights"] | {"observer": "mse", "actorder": "static"}
+        }
+
+    out = shutil.copytree(originals("packed"), tmp_path / "m")
+    spoil(out, observed)
+    assert torch.equal(load_model(out).layers[0].ffn.w2.packed, load_model(originals("packed")).layers[0].ffn.w2.packed)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, name):
+    """Scales in fp16 and zero points are words of 4 bytes, as many as the file has groups."""
+    asked = []
+    monkeypatch.setattr("hf.weights.check_memory", lambda plan, *rest: asked.append(sum(plan.values())))
+    model = load_model(originals(name), dtype=torch.bfloat16)
+    taken = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not model.rope_freq)
+    assert taken <= asked[0] <= 1.02 * taken, (asked, taken)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_they_run_in_bfloat16(tmp_path, name):
+    """What the README advises for a CPU: their config.json says float16."""
+    write_model(tmp_path / "m", LAYOUTS[name])
+    file = tmp_path / "m/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float16"}))
+    options = {"checkpoint": str(tmp_path / "m"), "draft": "none", "device": "cpu", "max_new_tokens": 8}
+    half, other = load(**options), load(**options, dtype="bfloat16")
+    assert (half.config.dtype, other.config.dtype, other.config.quant) == ("float16", "bfloat16", "int4")
+    assert generate(half, [[1, 293, 401, 5, 77]]).tokens == generate(other, [[1, 293, 401, 5, 77]]).tokens
+
+
+def test_an_lm_head_in_codes(originals, tmp_path):
+    """It is loaded where it is a weight of its own, and never dropped."""
+    out = shutil.copytree(originals("int8"), tmp_path / "m")
+    codes = {"weight": torch.ones(97, 64, dtype=torch.int8), "weight_scale": torch.full((97, 1), 0.5)}
+    spoil(out, lambda config, tensors: tensors.update({f"lm_head.{part}": t for part, t in codes.items()}))
+    assert (load_model(out).lm_head.dequantize() == 0.5).all()
+    file = out / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="m: tie_word_embeddings is true, and lm_head.weight is quantized.*; set tie"):
+        load_model(out)
+
+
+def test_a_head_of_others_is_refused_with_its_path(originals, tmp_path, capsys):
+    out = shutil.copytree(PAIR[1], tmp_path / "head")
+    file = out / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": WHOLE["gptq"].config}))
+    line = failure(capsys, "--checkpoint", str(PAIR[0]), "--eagle", str(out))
+    assert f"{out}: checkpoints quantized with gptq are not supported here" in line
+
+
+def test_scales_of_caches_and_activations_are_not_read(tmp_path, capsys):
     out = tmp_path / "m"
     write_model(out, WHOLE["float"], PAIR[0])
     before, tensors = load_model(out), load_file(out / "model.safetensors")
     more = ("self_attn.k_scale", "self_attn.v_proj.output_scale", "mlp.up_proj.input_scale")
     save_file(tensors | {f"model.layers.1.{name}": torch.ones(1) for name in more}, out / "model.safetensors")
+    assert "not used" not in capsys.readouterr().err
     assert torch.equal(before.layers[1].ffn.w13.packed, load_model(out).layers[1].ffn.w13.packed)
+    assert capsys.readouterr().err.count("; scales of activations and of the cache are not used\n") == 1
 
 
 # --------------------------------------------------------------------------------------------- bad files
@@ -439,6 +509,16 @@ def two_schemes(config: dict, tensors: dict) -> None:
     config["config_groups"]["group_1"] = one | {"weights": one["weights"] | {"num_bits": 8}}
 
 
+def unnamed(config: dict, tensors: dict) -> None:
+    config.clear()
+    config["load_in_4bit"] = True
+
+
+def with_nan(tensor: Tensor) -> Tensor:
+    tensor.view(-1)[3] = torch.nan
+    return tensor
+
+
 def half_fused(config: dict, tensors: dict) -> None:
     for part in ("qweight", "qzeros", "scales", "g_idx"):
         del tensors[UP + part]
@@ -453,11 +533,16 @@ BAD = {  # layout, what is done to it, what the line says
     "3 bits": ("gptq", said(bits=3), "GPTQ is supported with 4 bits; it has 3"),
     "8 bits": ("gptq", said(bits=8), "GPTQ is supported with 4 bits; it has 8"),
     "no bits": ("gptq", said(bits=None), "the key 'bits' is missing"),
-    "marlin": ("gptq", said(checkpoint_format="marlin"), "checkpoint_format must be one of .*; it is marlin"),
+    "unnamed": ("gptq", unnamed, "quantized with bitsandbytes are not supported, only gptq, awq"),
+    "marlin": ("gptq", said(checkpoint_format="marlin"), "checkpoint_format, or format, must be one of .*; it is marlin"),
+    "marlin layout": ("gptq", said(is_marlin_format=True), "Marlin's layout .is_marlin_format: true. is not supported"),
+    "two versions": ("gptq", said(format="gptq_v2"), "checkpoint_format and format must be equal; they are gptq and gptq_v2"),
+    "other version": ("gptq", said(checkpoint_format=None, format="marlin"), "format, must be one of .*; it is marlin"),
     "dynamic": ("gptq", said(dynamic={"-:lm_head": {}, "+:.*mlp.*": {"bits": 8}}), "several formats .*`dynamic` has .:.*mlp"),
     "group": ("gptq", said(group_size=48), "a group size must be a multiple of 32, or -1, .*; it is 48"),
-    "other group": ("gptq", said(group_size=64), r"q_proj.scales must be .* of shape \[1, 64\]; it is float16 \[2, 64\]: .* use the config"),
-    "larger group": ("gptq", said(group_size=320), "the group size 320 does not divide the 64 inputs"),
+    "other group": ("gptq", said(group_size=-1), r"q_proj.scales must be .* of shape \[1, 64\]; it is float16 \[2, 64\]: .* use the config"),
+    "larger group": ("gptq", said(group_size=96), "the group size 96 does not divide the 64 inputs"),
+    "unfit group": ("gptq", said(group_size=64), "int4 group size 64 does not divide in_features 160 of .*w2.weight of .*; use another checkpoint"),
     "not symmetric": ("gptq-v2-zeros", said(sym=True), "q_proj.weight: .* symmetric, and this weight has zero points"),
     "order": ("gptq", with_(UP + "g_idx", lambda t: t.flip(0)), "up_proj.g_idx permutes the inputs .act-order.*--quant int4"),
     "no scales": ("gptq", without(UP + "scales"), "the weight model.layers.1.mlp.up_proj.scales is missing"),
@@ -467,7 +552,11 @@ BAD = {  # layout, what is done to it, what the line says
     "wide scales": ("gptq", with_(UP + "scales", lambda t: t.float()), "up_proj.scales must be float16 or bfloat16"),
     "shape": ("gptq", with_(DOWN + "qweight", lambda t: t[:-4]), "down_proj.scales must be .* of shape .4, 64.; it is float16 .5, 64."),
     "bytes": ("gptq", with_(UP + "qweight", lambda t: t.view(torch.int16)), "up_proj.qweight must be int32"),
+    "nan": ("gptq", with_(UP + "scales", with_nan), "up_proj.scales holds NaN or infinite values; download it again"),
+    "infinite": ("fp8", with_(UP + "weight_scale_inv", lambda t: t / 0), "up_proj.weight_scale_inv holds NaN or infinite"),
     "gemv": ("awq", said(version="gemv"), "AWQ must be of the version gemm; it is gemv"),
+    "other gemv": ("awq", said(version=None, format="gemv"), "AWQ must be of the version gemm; it is gemv"),
+    "two gemv": ("awq", said(format="gemv"), "version and format must be equal; they are gemm and gemv"),
     "half": ("gptq", half_fused, "gate_proj.weight is quantized and model.layers.1.mlp.up_proj.weight is not, and they are one layer"),
     "nvfp4": ("packed", said(format="nvfp4-pack-quantized"), "format must be one of pack-quantized, .*; it is nvfp4-pack-quantized"),
     "mxfp4-packed": ("packed", said(format="mxfp4-pack-quantized"), "it is mxfp4-pack-quantized"),
@@ -560,6 +649,8 @@ def test_its_quality_beside_its_parents(tmp_path):
         quant_quality.check_models(Path(DEMO), [DEMO + "/../demo"])
     with pytest.raises(ValueError, match="--checkpoint takes a model in 16 bits, .* is quantized"):
         quant_quality.check_models(tmp_path / "m", [])
+    with pytest.raises(ValueError, match="--also quantized ones; .* is not quantized"):
+        quant_quality.check_models(Path(DEMO), [DEMO])
     text = ["def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n"] * 8
     config = quant_quality.QualityConfig(seq_len=64, sequences=2)
     texts = quant_quality.batches(text, Tokenizer.load(Path(DEMO)), config)
