@@ -289,7 +289,8 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, special: bool) -> list[int]:
         self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
-        with refusing(self._path, "use --prompt_ids"):  # and not `quiet`: other threads print
+        alone = threading.current_thread() is threading.main_thread()  # a server's threads must not lose what others print
+        with (reading if alone else refusing)(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             batch = _within(
                 SPLIT_S + len(text) / 10_000, lambda: self._tok.encode_batch([text], add_special_tokens=False)

@@ -314,7 +314,7 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, capfd):
 
 def test_names_of_other_machines_are_refused(running):
     """At a loopback address, against pages whose name is resolved to it."""
-    for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("example.org", 400)):
+    for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:1", 200), ("example.org", 400)):
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("GET", "/v1/models", headers={"Host": host})
         assert connection.getresponse().status == status
