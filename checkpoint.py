@@ -75,13 +75,21 @@ def one_line(message: Any, most: int = 1000) -> str:
 def reading(
     file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
 ) -> Iterator[None]:
-    """Let a library read a file: what it raises becomes one ValueError with the file's name, what it prints is dropped.
+    """Let a library read a file: as `refusing`, and what it prints is dropped, as a panic in Rust does."""
+    with refusing(file, remedy, fault), quiet():
+        yield
 
-    A panic in Rust is a BaseException and prints a trace. What names the file already, as our own refusals do, passes.
+
+@contextmanager
+def refusing(
+    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+) -> Iterator[None]:
+    """Turn what a library raises about a file into one ValueError with the file's name. For any thread.
+
+    A panic in Rust is a BaseException. What names the file already, as our own refusals do, passes.
     """
     try:
-        with quiet():
-            yield
+        yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:

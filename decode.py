@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -303,18 +303,28 @@ def row_of(record: Any, row: int) -> Any:
 # --------------------------------------------------------------------------------------------- session
 
 
+def rows_memory(engine: Engine) -> tuple[int, str]:
+    """Check that memory is free for the rows of a session.
+
+    Returns: the slots of a row's caches; what the rows take, in words. Raises: ValueError when it is not free.
+    """
+    target, drafter, weight = engine.target, engine.drafter, engine.target.embedding.weight
+    slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
+    heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
+    caches = slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
+    scores = 4 * target.config.vocab_size * max(drafter.size, drafter.width)
+    plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
+    remedy = "lower --batch_size, --context or --tree_topk"
+    return slots, check_memory(plan, str(weight.device), remedy, engine.config.batch_size)
+
+
 class Workspace:
     """The buffers of B sequences. They outlive their session, and where cycles are captured, at fixed addresses."""
 
     def __init__(self, engine: Engine):
         target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
         weight = target.embedding.weight
-        slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
-        heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
-        caches = slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
-        scores = 4 * target.config.vocab_size * max(drafter.size, drafter.width)
-        plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
-        check_memory(plan, str(weight.device), "lower --batch_size, --context or --tree_topk", B)
+        slots, _ = rows_memory(engine)
         self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
         number = torch.zeros(B, dtype=torch.long, device=weight.device)
         self.state = DecodeState(
@@ -376,7 +386,7 @@ class Session:
     `admit` gives a row a turn, `step` advances all of them, `run` does both.
     """
 
-    def __init__(self, engine: Engine, streams: list[tuple[int, int]] = (), lag: int | None = None):
+    def __init__(self, engine: Engine, streams: Sequence[tuple[int, int]] = (), lag: int | None = None):
         """streams: (prompt, sample) per row, the key of its noise, until `admit` names another; (0, 0) for further rows
         lag: cycles launched before the host reads the first of them; default 1 on CUDA, 0 elsewhere
         """
@@ -410,6 +420,7 @@ class Session:
 
         prompts: per row the conversation so far, or None to leave the row idle
         """
+        assert len(prompts) <= len(self.history), (len(prompts), len(self.history))
         for row, prompt in zip_longest(range(len(self.history)), prompts):
             self.admit(row, prompt) if prompt else self.release(row)
         while any(self.live) or self.waiting:
@@ -444,7 +455,7 @@ class Session:
             self.pending.clear()
 
     def step(self) -> list[list[int]]:
-        """Run a cycle of the rows that decode, and chunks of prompts that wait.
+        """Run a cycle of the rows that decode, and about a chunk of the prompts that wait.
 
         Returns: the new tokens of every row that were read. Writes: history, stats, trace.
         """
@@ -465,8 +476,8 @@ class Session:
         return new
 
     def _prefill(self, new: list[list[int]]) -> None:
-        """Run all chunks of the prompts that wait, or beside rows that decode about one. Writes: roots, to `new`."""
-        left = PREFILL_CHUNK if any(self.live) else sum(map(len, self.waiting.values()))  # tokens
+        """Run about one chunk of the prompts that wait. Writes: roots, to `new`."""
+        left = PREFILL_CHUNK  # tokens
         for row, prompt in list(self.waiting.items()):
             while left > 0 and row in self.waiting:
                 begin = len(self.history[row])

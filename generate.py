@@ -28,7 +28,7 @@ import torch
 
 import eagle_draft
 from checkpoint import Quantization, saved_quantization
-from decode import PREFILL_WIDTHS, Engine, Session, with_cycles
+from decode import PREFILL_WIDTHS, Engine, Session, rows_memory, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
@@ -123,6 +123,8 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
         tokenizer=tokenizer, template=template,
         load_s=time.perf_counter() - began, other_rule=other_rule(config),
     )  # fmt: skip
+    if config.batch_size > 1:
+        print(f"note: {rows_memory(engine)[1]}", file=sys.stderr)
     return warm_up(with_cycles(engine), wait)
 
 
@@ -192,7 +194,8 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
     for _ in range(1 + WARM_UPS if engine.captured else 1):
         for width in PREFILL_WIDTHS if engine.captured else ():
-            next(Session(engine).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
+            short = replace(engine, config=replace(engine.config, max_new_tokens=1))  # prompts alone
+            list(Session(short).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
         time_cycles(engine, say_what_compiles if engine.config.compile else None)
     return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
 
@@ -345,15 +348,16 @@ def generate(
     return batch.result()
 
 
-def compare(engine: Engine, prompts: list[Conversation], tell: Teller = nobody) -> tuple[Result, dict[str, Any]]:
-    """Decode every group of prompts without and with drafting, in turn, in this process.
+def compare(drafted: Batch, tell: Teller = nobody) -> tuple[Result, dict[str, Any]]:
+    """Decode every group of a batch without and with drafting, in turn, in this process.
 
     Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of equal sequences
     (None with the residual rule).
     """
+    engine = drafted.engine
     config = replace(engine.config, accept="exact", trace="")
     vanilla = replace(engine, drafter=RootOnly(), other_rule=None, config=config)
-    plain, drafted = Batch(warm_up(with_cycles(vanilla)), prompts), Batch(engine, prompts)
+    plain = Batch(warm_up(with_cycles(vanilla)), drafted.conversations)
     for number, group in enumerate(drafted.groups):
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
             side.run(group, tell=tell if side is drafted else nobody)
@@ -399,14 +403,14 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
     config, batch = engine.config, Batch(engine, prompts)
     quiet = "-" in (config.json, config.trace, config.profile)
     one_turn = len(prompts) == config.num_samples == 1 and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
-    live = one_turn and not quiet and not config.compare and engine.tokenizer is not None
-    decoder = engine.tokenizer.stream(continuation=engine.template is None) if live else None
     streams, results = batch.streams, None
     if config.results:
         from extras.results import Results
 
         results = Results(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
+    live = one_turn and streams and not quiet and not config.compare and engine.tokenizer is not None
+    decoder = engine.tokenizer.stream(continuation=engine.template is None) if live else None
     gap = chain([""], repeat("\n"))  # between one and the next
     show = in_order(streams, lambda texts: print(next(gap) + "\n\n".join(texts), flush=True))
 
@@ -419,11 +423,11 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
 
     with torch.profiler.profile() if config.profile else nullcontext() as profiler:
         if config.compare:
-            result, outcome = compare(engine, prompts, tell)
+            result, outcome = compare(batch, tell)
             result.stats |= outcome
         else:
             watch = lambda new: print(decoder.push(new[0]), end="", flush=True)  # noqa: E731
-            batch.run(streams, watch if live and streams else nobody, tell)
+            batch.run(streams, watch if live else nobody, tell)
             result = batch.result()
     if live:
         print(decoder.flush())

@@ -157,11 +157,11 @@ def free_bytes(device: str) -> int:
     return free
 
 
-def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) -> None:
-    """Check that memory is free before it is taken; of several rows, say how many would fit.
+def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) -> str:
+    """Check that memory is free before it is taken.
 
     plan: what takes it -> how much a row takes (bytes)
-    Raises: ValueError with the sum and its parts.
+    Returns: what the rows take, and how many would fit, in words. Raises: ValueError with the sum and its parts.
     """
     each, free = sum(plan.values()), free_bytes(device)
     need, fit = each * rows, free // max(each, 1)
@@ -171,5 +171,4 @@ def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) 
         raise ValueError(
             f"{parts} = {need / 1e9:.1f} GB of memory are needed, {free / 1e9:.1f} GB are free{fits}; {remedy}"
         )
-    if rows > 1:
-        print(f"note: {rows} rows take {need / 1e9:.2f} GB of memory; {fit} would fit", file=sys.stderr)
+    return f"{rows} rows take {need / 1e9:.2f} GB of memory; {fit} would fit"

@@ -2,11 +2,13 @@
 
 A line holds `run`, `prompt` and `sample` (numbers from 0), and per turn `tokens`, `text`, `finish_reason` and
 `prompt_tokens`, as in `--json`. `run` is a digest of all that decides the tokens: the conversation, its numbers, and
-the options but for those that only change how fast they come. A line that a kill has cut is written again.
+the options but for those that only change how fast they come. A line that a kill has cut is written again. The file is
+locked: a second run is refused.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -24,21 +26,48 @@ DECIDES = (
     "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "seed", "ignore_eos", "max_new_tokens",
     "quant", "group_size", "dtype", "accept",
 )  # fmt: skip
-DRAFTS = ("draft", "eagle", "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "children")  # residual rule
+# with the residual rule all decides that says who drafts and how, but these
+DECIDES_NOTHING = (
+    "batch_size", "compare", "compile", "device", "interactive", "json", "num_samples", "profile", "prompt",
+    "prompt_file", "prompt_ids", "results", "trace",
+)  # fmt: skip
 
 
 class Results:
     """The file, and what is in it."""
 
     def __init__(self, engine: Engine, conversations: Sequence[Conversation]):
-        """Read what an earlier run has written. Raises: ValueError for a file of other options or prompts."""
+        """Read what an earlier run has written.
+
+        Raises: ValueError for a file of other options or prompts, for one that another run writes, and where --json or
+        --trace would hold a part of the results only.
+        """
         config, self.path = asdict(engine.config), Path(engine.config.results)
-        names = DECIDES + (DRAFTS if config["accept"] != "exact" else ())
+        names = DECIDES if config["accept"] == "exact" else config.keys() - set(DECIDES_NOTHING)
         facts = {name: config[name] for name in names}
         facts |= {"checkpoint": os.path.realpath(config["checkpoint"]), "context": engine.context}
         self.facts, self.conversations = json.dumps(facts, sort_keys=True), conversations
         self.done: set[tuple[int, int]] = set()  # (prompt, sample)
+        self.samples = engine.config.num_samples
         self._append("")  # or say now that it cannot be written
+        self.lock = self.path.open("a")  # held as long as it is open
+        try:
+            self._lock()
+            self._read()
+            part = next((name for name in ("json", "trace") if config[name] and self.done), "")
+            if part:
+                raise ValueError(f"--{part} would hold only what this run decodes; drop it, or name another --results")
+        except ValueError:
+            self.lock.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"--results: another run writes {self.path}; wait for it, or name another file") from None
+
+    def _read(self) -> None:
         text = read_text(self.path)
         whole, _, rest = text.rpartition("\n")
         for number, line in enumerate(whole.split("\n") if whole else (), 1):
@@ -48,8 +77,8 @@ class Results:
         if rest:
             os.truncate(self.path, len(text.encode()) - len(rest.encode()))
         if text:
-            total = len(conversations) * engine.config.num_samples
-            print(f"note: {len(self.done)} of {total} results are in {self.path} already", file=sys.stderr)
+            total, done = len(self.conversations) * self.samples, sum(key[1] < self.samples for key in self.done)
+            print(f"note: {done} of {total} results are in {self.path} already", file=sys.stderr)
 
     def _digest(self, prompt: int, sample: int) -> str:
         mine = json.dumps([self.facts, self.conversations[prompt], prompt, sample])

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from checkpoint import FLAG, OBJECT, Rule, about, is_gguf, key, read_fields, read_json, reading
+from checkpoint import FLAG, OBJECT, Rule, about, is_gguf, key, read_fields, read_json, reading, refusing
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -289,7 +289,8 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, special: bool) -> list[int]:
         self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
-        with reading(self._path, "use --prompt_ids"):
+        alone = threading.current_thread() is threading.main_thread()  # a server's threads must not lose what others print
+        with (reading if alone else refusing)(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             batch = _within(
                 SPLIT_S + len(text) / 10_000, lambda: self._tok.encode_batch([text], add_special_tokens=False)

@@ -332,7 +332,7 @@ def decoded(engine: Engine, streams: list[tuple[int, int]], prompts: list[list[i
     short = replace(engine, config=replace(engine.config, max_new_tokens=longest))
     session = Session(short, streams)
     for new in session.run(prompts):
-        if sum(map(bool, new)) <= len(prompts) // TAIL:
+        if sum(bool(each) or session.busy(row) for row, each in enumerate(new)) <= len(prompts) // TAIL:
             break
     return [session.history[row][len(prompt) :] for row, prompt in enumerate(prompts)]
 

@@ -133,7 +133,9 @@ def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
     """Run a cycle again and again from one state. Returns: how often its results were not, bit for bit, the first's."""
     session = Session(engine, [(0, 0)])
     decoding = session.run([ids])
-    next(decoding)  # the prompt
+    next(decoding)
+    while session.waiting:  # chunks of the prompt
+        next(decoding)
     preset = engine.chooser.next(len(engine.cycles) - 1)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)

@@ -110,8 +110,11 @@ def run_cycles(engine: Engine, ids: list[int], cycles: int, profiler: Any = None
     """Decode so many cycles behind a prompt, in a session of its own whose rows all have that prompt."""
     wait = torch.cuda.synchronize if engine.config.device.startswith("cuda") else lambda: None
     batch = engine.config.batch_size
-    decoded = Session(engine, [(0, sample) for sample in range(batch)]).run([ids] * batch)
-    next(decoded)  # the prompt
+    session = Session(engine, [(0, sample) for sample in range(batch)])
+    decoded = session.run([ids] * batch)
+    next(decoded)
+    while session.waiting:  # chunks of the prompt
+        next(decoded)
     wait()
     with profiler or nullcontext():
         marks, tokens = [time.perf_counter()], 0
@@ -233,7 +236,9 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
     batch, cuda = engine.config.batch_size, engine.config.device.startswith("cuda")
     session = Session(engine, [(0, sample) for sample in range(batch)])
     decoding = session.run([ids] * batch)
-    next(decoding)  # the prompt
+    next(decoding)
+    while session.waiting:  # chunks of the prompt
+        next(decoding)
     preset = engine.chooser.next(len(engine.cycles) - 1)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)

@@ -12,12 +12,16 @@ Takes every option of generate.py that says what is decoded and how. Needs scrip
 A request's text is a function of (weights, prompt, seed, number of the choice): what generate.py prints for this prompt
 and --seed, alone or in a crowd. Without a seed one is drawn.
 Trade-off: temperature, top_k and top_p are compiled into the cycles: a request that names others is refused.
-Not here: keys, TLS, other addresses than this machine's; put a proxy before it.
+Completions, too, end where --chat would end them, at the stop ids of the model's chat template.
+Not here: keys and TLS. The default address is reached from this machine alone; with another --host put a proxy before
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
 import json
 import random
 import socket
@@ -33,7 +37,9 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -46,10 +52,11 @@ from options import GenerateConfig, check_ids, one_line_errors, option, parse
 from serve_rows import Answer, Job, Piece, Refusal, Rows
 
 READ_S = 30  # seconds for the body of a request
+SHOWN = 100  # characters of what a request says, at most, that a message repeats
 # what other servers take and this one does not, with the values that ask for nothing
 UNSERVED: dict[str, tuple] = {
-    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],),
-    "logit_bias": ({},), "logprobs": (False,), "parallel_tool_calls": (False, True), "presence_penalty": (0,),
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0, 0.0), "function_call": ("none",), "functions": ([],),
+    "logit_bias": ({},), "logprobs": (False,), "parallel_tool_calls": (False, True), "presence_penalty": (0, 0.0),
     "response_format": ({"type": "text"},), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
     "top_logprobs": (0,),
 }  # fmt: skip
@@ -87,6 +94,11 @@ def need(holds: bool, message: str, param: str | None = None) -> None:
         raise Refusal(400, message, param)
 
 
+def no_model(asked: Any, name: str) -> Refusal:
+    """The refusal of a model that is not the one that is served."""
+    return Refusal(404, f"there is no model {repr(asked)[:SHOWN]} here; this is {name}", "model")
+
+
 # ------------------------------------------------------------------------------------------- a request
 
 
@@ -118,34 +130,40 @@ class Reader:
         body = {name: value for name, value in body.items() if value is not None}  # null: as if it were not there
         asked = body.get("model", self.name)
         if asked != self.name:
-            raise Refusal(404, f"there is no model {asked!r} here; this is {self.name}", "model")
+            raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
         for name, value in body.items():
-            known = name in SERVED or name == source or value in UNSERVED.get(name, ())
-            need(known, f"{name} = {json.dumps(value)[:80]} is not served; leave it out", name)
+            asks_nothing = any(type(value) is type(each) and value == each for each in UNSERVED.get(name, ()))
+            known = name in SERVED or name == source or asks_nothing
+            need(known, f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out", name[:SHOWN])
         for name, mine in (("temperature", self.config.temperature), ("top_p", self.config.top_p)):
             same = type(body.get(name, mine)) in (int, float) and body.get(name, mine) == mine
             need(same, f"{name} is {mine:g} for all requests; leave it out, or serve with --{name}", name)
         options, limit = body.get("stream_options", {}), self.config.max_new_tokens
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
-        most = self._whole(body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens", limit, 1)
-        need(most <= limit, f"at most {limit} tokens are served; max_tokens is {most}", "max_tokens")
+        options = {name: value for name, value in options.items() if value is not None}
+        most = self._whole(body, "max_tokens", limit, 1, limit)
+        most = self._whole(body, "max_completion_tokens", most, 1, limit)
         need(source in body, f"{source} is missing", source)
+        given, rows = [body[source]], self.config.max_waiting + self.config.batch_size
+        if not chat and isinstance(given[0], list) and given[0] and not any(type(part) is int for part in given[0]):
+            given = given[0]  # several prompts
+        samples = self._whole(body, "n", 1, 1, rows)
+        fits = len(given) * samples <= rows  # before they are tokenized
+        need(fits, f"at most {rows} answers fit the waiting room; lower n, or send fewer prompts", "n")
         try:
-            prompts = [self._messages(body["messages"])] if chat else self._prompts(body["prompt"])
+            prompts = [self._messages(part) if chat else self._ids(part) for part in given]
         except ValueError as error:
             raise Refusal(400, str(error), source) from None
-        samples, rows = self._whole(body, "n", 1, 1), self.config.max_waiting + self.config.batch_size
-        need(len(prompts) * samples <= rows, f"at most {rows} answers fit the waiting room; lower n", "n")
         return Asked(
-            prompts, samples, self._whole(body, "seed", random.getrandbits(63), -(2**63)) % 2**64, most,
+            prompts, samples, self._whole(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1) % 2**64, most,
             self._stops(body), self._flag(body, "stream"), self._flag(options, "include_usage"),
         )  # fmt: skip
 
-    def _whole(self, body: dict, name: str, default: int, least: int) -> int:
+    def _whole(self, body: dict, name: str, default: int, least: int, most: int) -> int:
         value = body.get(name, default)
-        whole = type(value) is int and least <= value < 2**64
-        need(whole, f"{name} must be a whole number from {least} on; it is {json.dumps(value)[:40]}", name)
+        whole = type(value) is int and least <= value <= most
+        need(whole, f"{name} must be a whole number from {least} to {most}; it is {json.dumps(value)[:SHOWN]}", name)
         return value
 
     def _flag(self, body: dict, name: str) -> bool:
@@ -158,15 +176,11 @@ class Reader:
         fit = (
             isinstance(stops, list) and len(stops) <= 4 and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
         )
-        need(fit, "stop must be one to four texts of up to 256 characters", "stop")
+        need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
         return stops
 
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        """A text, token ids, or a list of either."""
-        several = isinstance(prompt, list) and prompt and not any(type(part) is int for part in prompt)
-        return [self._ids(part) for part in (prompt if several else [prompt])]
-
     def _ids(self, prompt: Any) -> list[int]:
+        """A prompt of a completion: a text or token ids."""
         engine = self.engine
         ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
@@ -183,7 +197,8 @@ class Reader:
         system = said.pop(0)[1] if said[0][0] in ("system", "developer") else self.config.system
         roles = [role for role, _ in said]
         if not said or len(said) % 2 == 0 or roles != [("user", "assistant")[i % 2] for i in range(len(said))]:
-            raise ValueError(f"messages must go user, assistant, ..., user behind a system message; they go {roles}")
+            order = "messages must go user, assistant, ..., user behind a system message"
+            raise ValueError(f"{order}; they go {str(roles)[:SHOWN]}")
         turns, answers = ([text for _, text in said[first::2]] for first in (0, 1))
         ids = self._template(system).encode(self.engine.tokenizer, turns, answers)
         return check_ids(ids, self.engine.target.config.vocab_size, self.engine.context)
@@ -270,14 +285,18 @@ class Server:
             Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
         ]
-        handlers = {Refusal: _refused, HTTPException: _not_there}
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        handlers = {Refusal: _refused, HTTPException: _not_there, ClientDisconnect: _left}
+        guards = []
+        if _loopback(self.config.host):  # a page of another site may have its name resolved to this machine
+            names = ["localhost", "127.0.0.1", "[::1]", self.config.host]
+            guards = [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)]
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
         asked = request.path_params.get("name", self.name)
         if asked != self.name:
-            raise Refusal(404, f"there is no model {asked!r} here; this is {self.name}", "model")
+            raise no_model(asked, self.name)
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt-eagle"}
         return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
 
@@ -286,7 +305,7 @@ class Server:
         body = await self._body(request)
         async with self.reading:
             asked = await asyncio.to_thread(self.reader.read, body, chat)
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
         jobs, reply = self._jobs(asked, chat, pieces), Reply(asked, chat, self.name)
         self.rows.submit(jobs)
         if asked.stream:
@@ -309,14 +328,18 @@ class Server:
         except asyncio.TimeoutError:
             raise Refusal(408, f"the body did not come within {READ_S} s") from None
         try:
-            return json.loads(data.decode("utf-8"), parse_constant=_no_number)
+            body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise Refusal(400, "the body has half a character (a surrogate code point); remove it") from None
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON: {error}") from None
+        return body
 
-    def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece]) -> list[Job]:
+    def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
         engine, loop = self.engine, asyncio.get_running_loop()
 
-        def tell(piece: Piece) -> None:
+        def tell(piece: Piece | Refusal) -> None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
@@ -350,8 +373,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _not_there(request: Request, error: Exception) -> Response:
     """A path or a method that is not there, in the shape of the others."""
-    refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}")
     return JSONResponse(refusal.body, error.status_code, error.headers)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """For a client that left before its request was whole; nobody reads it."""
+    return Response(status_code=499)
 
 
 async def _gone(request: Request) -> None:
@@ -360,18 +388,18 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _take(pieces: asyncio.Queue[Piece], jobs: list[Job]) -> AsyncIterator[Piece]:
-    """The pieces of all answers, until all are over. Raises: Refusal when the server fails."""
+async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> AsyncIterator[Piece]:
+    """The pieces of all answers, until all are over. Raises: Refusal when the server ends or fails."""
     open = len(jobs)
     while open:
         piece = await pieces.get()
-        if piece.reason == "error":
-            raise Refusal(500, "the server ended before the answer did")
+        if isinstance(piece, Refusal):
+            raise piece
         open -= piece.reason is not None
         yield piece
 
 
-async def _whole(pieces: asyncio.Queue[Piece], jobs: list[Job], reply: Reply) -> dict[str, Any]:
+async def _whole(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply) -> dict[str, Any]:
     texts, last = [""] * len(jobs), [Piece(i, "", 0, None) for i in range(len(jobs))]
     async for piece in _take(pieces, jobs):
         texts[piece.choice] += piece.text
@@ -379,7 +407,7 @@ async def _whole(pieces: asyncio.Queue[Piece], jobs: list[Job], reply: Reply) ->
     return reply.whole(texts, [piece.reason for piece in last], [piece.tokens for piece in last])
 
 
-async def _events(pieces: asyncio.Queue[Piece], jobs: list[Job], reply: Reply) -> AsyncIterator[str]:
+async def _events(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply) -> AsyncIterator[str]:
     tokens = [0] * len(jobs)
     try:
         for job in jobs if reply.chat else ():
@@ -404,14 +432,27 @@ async def _events(pieces: asyncio.Queue[Piece], jobs: list[Job], reply: Reply) -
 def listen(config: ServeConfig) -> socket.socket:
     """A socket at the address and port. Raises: ValueError where that cannot be."""
     try:
-        return socket.create_server((config.host, config.port))
-    except OSError as error:
-        where = f"--host {config.host} --port {config.port}"
-        raise ValueError(f"{where}: {error.strerror or error}; name another port, or end who listens there") from None
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except (OSError, UnicodeError) as error:
+        number = getattr(error, "errno", None)
+        remedy = {
+            errno.EADDRINUSE: "name another --port, or end who listens there",
+            errno.EACCES: "name a --port from 1024 on",
+        }.get(number, "name an address of this machine with --host")
+        where, said = f"--host {config.host} --port {config.port}", getattr(error, "strerror", None) or error
+        raise ValueError(f"{where}: {said}; {remedy}") from None
+
+
+def _loopback(host: str) -> bool:
+    """Whether a host is reached from this machine alone."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class Listener(uvicorn.Server):
-    """Ends answers before it waits for their connections to end."""
+    """Ends answers before it waits for their connections to end, and itself when the rows' thread has failed."""
 
     def __init__(self, server: Server):
         super().__init__(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=5))
@@ -421,6 +462,16 @@ class Listener(uvicorn.Server):
         """Called by Ctrl-C."""
         self.rows.close()
         super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second. Returns: whether to end."""
+        return await super().on_tick(counter) or self.rows.failed
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve to the end. Exits with status 1 when decoding has failed."""
+        super().run(sockets)
+        if self.rows.failed:
+            sys.exit(1)
 
 
 def load_engine(config: ServeConfig) -> Engine:
@@ -441,6 +492,7 @@ def main(argv: list[str] | None = None) -> None:
         with listen(config) as found:  # before the model is loaded
             server = Server(load_engine(config), config)
             host, port = found.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
             print(f"{server.name} at http://{host}:{port}/v1, {config.batch_size} rows", file=sys.stderr, flush=True)
             Listener(server).run(sockets=[found])
 

@@ -31,7 +31,7 @@ class Refusal(Exception):
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(message)
         self.status = status
-        kind = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     choice: int
     text: str
     tokens: int  # so far
-    reason: str | None  # why it is over: "stop", "length" or "error"
+    reason: str | None  # why it is over: "stop" or "length"
 
 
 class Answer:
@@ -88,7 +88,7 @@ class Job:
     seed: int
     most: int  # tokens
     answer: Answer
-    tell: Callable[[Piece], None]  # told what each step adds, in the thread of the rows
+    tell: Callable[[Piece | Refusal], None]  # told, by the rows' thread, what each step adds, or why nothing more comes
     left: bool = False  # whether nobody waits for it any more
 
 
@@ -102,13 +102,13 @@ class Rows(threading.Thread):
         self.jobs: list[Job | None] = [None] * engine.config.batch_size
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()  # guards the fields here
-        self.open = True
+        self.open, self.failed = True, False  # whether jobs are taken; whether decoding raised
 
     def submit(self, jobs: list[Job]) -> None:
         """Let jobs wait for rows. Raises: Refusal when there are too many."""
         with self.changed:
             if not self.open:
-                raise Refusal(500, "the server is shutting down")
+                raise self._ended()
             self.waiting = deque(job for job in self.waiting if not job.left)
             if len(self.waiting) + len(jobs) > self.most + self.jobs.count(None):
                 raise Refusal(429, f"{len(self.waiting)} answers wait already, {self.most} may; try again later")
@@ -127,10 +127,17 @@ class Rows(threading.Thread):
                 self._step()
         except Exception:  # a bug: whoever waits is told, and so is the terminal
             traceback.print_exc()
+            self.failed = True
         with self.changed:
             self.open = False
             for job in (*filter(None, self.jobs), *self.waiting):
-                job.tell(Piece(job.choice, "", job.answer.tokens, "error"))
+                job.tell(self._ended())
+
+    def _ended(self) -> Refusal:
+        """Why nothing is decoded any more."""
+        if self.failed:
+            return Refusal(500, "the decoding thread failed; see the terminal")
+        return Refusal(503, "the server is shutting down")
 
     def _assign(self) -> bool:
         """Free the rows of clients who have left, and give those that are free to who waits. False: the end."""
@@ -148,9 +155,9 @@ class Rows(threading.Thread):
     def _admit(self, job: Job) -> None:
         session, free = self.session, [row for row, other in enumerate(self.jobs) if other is None]
         row = max(free, key=lambda row: common_prefix(session.history[row], job.prompt))
+        self.jobs[row] = job  # before what may fail: it is told then
         session.admit(row, job.prompt, job.stream, job.most)
         session.state.key.seed[row] = torch.tensor([job.seed & MASK32, job.seed >> 32])
-        self.jobs[row] = job
 
     def _free(self, row: int) -> None:
         self.session.release(row)

@@ -3,15 +3,18 @@ goes on where it was."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,9 +26,10 @@ from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
+from extras.results import Results
 from generate import Result, generate, load, main, time_cycles
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record
-from options import DEMO, in_order
+from options import DEMO, GenerateConfig, in_order
 from runtime import leaves
 from sampling import Sampling
 from stats import check_memory
@@ -139,12 +143,41 @@ def test_a_row_that_is_released_is_free_at_once():
     assert session.history[1][len(IDS[1]) :] == want[1][:5] and session.history[0][len(IDS[2]) :] == want[2][:3]
 
 
+@pytest.mark.parametrize("drafter", ["none", "eagle"])
+@pytest.mark.parametrize("captured, lag", [(False, 0), (True, 1)])
+def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monkeypatch):
+    """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
+    target, rule = golden_target(), Sampling(1.0)
+    made = RootOnly() if drafter == "none" else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), rule)
+    options = {"temperature": 1.0, "max_new_tokens": 14, "seed": 3, "context": 128}
+    vanilla = engine_for(target, RootOnly(), **options)
+    want = generate(vanilla, IDS, num_samples=2)
+    alone = dict(zip((index[:2] for index in want.index), want.tokens))
+    session = Session(replace(engine_for(target, made, batch_size=3, **options), captured=captured), lag=lag)
+    rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
+    for _ in range(150):
+        for row, key in enumerate(rows):
+            if key and not session.busy(row):
+                assert_same(vanilla, IDS[key[0]], session.history[row][len(IDS[key[0]]) :], alone[key], key)
+                found.add(key)
+            if not session.busy(row) or rng.random() < 0.06:
+                rows[row] = key = (rng.randrange(len(IDS)), rng.randrange(2))
+                session.release(row)
+                unread += len(session.pending)
+                session.admit(row, IDS[key[0]], key)
+        session.step()
+    assert len(found) > 8 and (unread > 5) == (lag > 0)
+
+
 def test_long_prompts_let_the_others_decode(monkeypatch):
-    """At most about a chunk of prompts runs between two cycles, and all of them where no row decodes."""
+    """At most about a chunk of prompts runs in a step, also where no row decodes."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
     session = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True, batch_size=3))
-    session.admit(0, IDS[3])
-    assert [len(x) for x in session.step()] == [1, 0, 0]
+    session.admit(0, list(range(20)))
+    assert [[len(x) for x in session.step()] for _ in range(3)] == [[0, 0, 0], [0, 0, 0], [1, 0, 0]]
+    assert session.stats.prefill_s > 0.9 * (session.stats.prefill_s + session.stats.decode_s)
     session.admit(1, list(range(20)))
     session.admit(2, [1, 2, 3])
     assert [[len(x) for x in session.step()] for _ in range(4)] == [[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]
@@ -218,6 +251,11 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     main([*BASE, *again])
     out, err = capsys.readouterr()
     assert "9 of 9 results are in" in err and out.startswith("0 tokens in") and file.read_bytes() == before
+    for name in ("--json", "--trace"):
+        refused(capsys, "would hold only what this run decodes", *BASE, *again, name, str(tmp_path / "k"))
+    with file.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        refused(capsys, "another run writes", *BASE, *again)
     for argv in (["--seed", "1"], ["--max_new_tokens", "13"], ["--prompt_file", str(tmp_path / "q.jsonl")]):
         (tmp_path / "q.jsonl").write_text('{"turns": ["other"]}')
         refused(capsys, "is no result of these prompts and options", *BASE, *again, *argv)
@@ -228,6 +266,29 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     assert file.read_text() == "some\nnotes"
     refused(capsys, "cannot go with --compare", *BASE, *again, "--compare")
     refused(capsys, "name a file instead of -", *BASE, *again[:2], "--results", "-")
+
+
+def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path):
+    """And of the file, only what is asked for is counted."""
+    argv = [*BASE, "--prompt", "def f(", "--max_new_tokens", "3", "--results", str(tmp_path / "r.jsonl")]
+    main([*argv, "--num_samples", "2"])
+    assert "rows take" in capsys.readouterr().err
+    main(argv)
+    out, err = capsys.readouterr()
+    assert "1 of 1 results are in" in err and out.startswith("0 tokens in")
+
+
+def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
+    """Its tokens depend on the draft's weights and numbers too."""
+
+    def results(**changes):
+        config = GenerateConfig(checkpoint=DEMO, temperature=1.0, results=str(tmp_path / "r"), **changes)
+        return Results(SimpleNamespace(config=config, context=64), [["a"]]).facts
+
+    for changes in ({"quant_draft": "int4"}, {"draft_vocab": 7}, {"sharpness": 2.0}, {"no_rerank": True}):
+        assert results(**changes) == results() and results(**changes, accept="residual") != results(accept="residual")
+    free = {"batch_size": 3, "compile": True, "device": "cpu", "json": "x", "prompt": "y", "num_samples": 4}
+    assert results(**free, accept="residual") == results(accept="residual")
 
 
 def refused(capsys, message: str, *argv: str) -> None:
@@ -264,13 +325,12 @@ def test_a_killed_run_goes_on(tmp_path, prompts):
 
 def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
     monkeypatch.setattr("stats.free_bytes", lambda device: 10**9)
-    check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
-    assert capsys.readouterr().err == "note: 3 rows take 0.90 GB of memory; 3 would fit\n"
+    said = check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
+    assert said == "3 rows take 0.90 GB of memory; 3 would fit"
     with pytest.raises(
         ValueError, match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 rows; lower"
     ):
         check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 4)
-    check_memory({"caches": 3 * 10**8}, "cpu", "lower it")
     assert capsys.readouterr().err == ""
 
 

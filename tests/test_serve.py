@@ -40,10 +40,17 @@ class Running:
         self.server = serve.Server(serve.load_engine(config), config)
         self.engine, self.rows, self.port = self.server.engine, self.server.rows, self.socket.getsockname()[1]
         self.uvicorn = serve.Listener(self.server)
-        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.status = None  # what the process would exit with
+        self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
         wait_for(lambda: self.uvicorn.started)
+
+    def run(self):
+        try:
+            self.uvicorn.run(sockets=[self.socket])
+        except SystemExit as error:
+            self.status = error.code
 
     def complete(self, prompt=PROMPT, **options):
         return self.client.completions.create(model="demo", prompt=prompt, **{"max_tokens": 24, **options})
@@ -115,7 +122,7 @@ def test_a_stream_is_the_whole_in_parts(running):
     assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason and not events[-1].choices
     assert events[-1].usage == whole.usage and events[0].usage is None
     assert len({event.id for event in events}) == 1
-    without = list(running.complete(seed=5, stream=True))
+    without = list(running.complete(seed=5, stream=True, stream_options={"include_usage": None}, frequency_penalty=0.0))
     assert without[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
@@ -237,13 +244,18 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4' here; this is demo"),
     ({"prompt": [1, "a"]}, 400, "prompt must be"), ({"prompt": {"a": 1}}, 400, "prompt must be"),
     ({"prompt": [10**9]}, 400, "token ids must be in"), ({"prompt": "a b " * 2500}, 400, "the context holds"),
-    ({"prompt": "a", "max_tokens": 401}, 400, "at most 400"), ({"prompt": "a", "max_tokens": 0}, 400, "from 1 on"),
+    ({"prompt": "a", "max_tokens": 401}, 400, "from 1 to 400"), ({"prompt": "a", "max_tokens": 0}, 400, "from 1 to 400"),
+    ({"prompt": "a", "max_tokens": 401, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
+    ({"prompt": "a", "logprobs": 0}, 400, "logprobs = 0 is not"), ({"prompt": "a", "echo": 0}, 400, "echo = 0 is not"),
+    ({"prompt": ["a"] * 16}, 400, "at most 15 answers"), ({"prompt": "a", "\ud800": 1}, 400, "half a character"),
+    ({"prompt": "\udfff"}, 400, "half a character"), ({"model": "x" * 9000}, 404, f"model '{'x' * 99} here"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "whole number"), ({"prompt": "a", "seed": 1.5}, 400, "seed must be"),
-    ({"prompt": "a", "n": 99}, 400, "at most 15 answers"), ({"prompt": "a", "temperature": 0.5}, 400, "temperature is 1 for"),
+    ({"prompt": "a", "n": 99}, 400, "from 1 to 15"), ({"prompt": "a", "temperature": 0.5}, 400, "temperature is 1 for"),
     ({"prompt": "a", "top_p": 0.9}, 400, "top_p is 1"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
     ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
     ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream must be"), ({"prompt": "a", "stream_options": 1}, 400, "stream_options"),
+    ({"prompt": "a", "n": 9, "stream_options": {"include_usage": 1}}, 400, "include_usage must be"),
 ])  # fmt: skip
 def test_garbage(running, body, status, message):
     found = running.raw(body if isinstance(body, bytes) else json.dumps(body).encode())
@@ -277,22 +289,61 @@ def test_without_a_template_a_chat_is_refused(running):
         reader.read({"messages": [{"role": "user", "content": "a"}]}, True)
 
 
-def test_a_server_that_fails_says_so(monkeypatch, capfd):
+@pytest.mark.parametrize("part", ["step", "admit"])
+def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running = Running()
-    monkeypatch.setattr(running.rows.session, "step", lambda: 1 / 0)
-    with pytest.raises(openai.InternalServerError, match="ended before the answer"):
+    monkeypatch.setattr(running.rows.session, part, lambda *_: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="the decoding thread failed; see the terminal"):
         running.complete()
-    with pytest.raises(openai.InternalServerError, match="shutting down"):
-        running.complete()
-    assert "ZeroDivisionError" in capfd.readouterr().err
+    with pytest.raises(serve.Refusal, match="the decoding thread failed") as refused:
+        running.rows.submit([])
+    assert refused.value.status == 500 and "ZeroDivisionError" in capfd.readouterr().err
+    running.thread.join(60)
+    assert running.status == 1
     running.close()
+
+
+def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, capfd):
+    with socket.create_connection(("127.0.0.1", running.port)) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(head.encode() + b'Content-Length: 99\r\n\r\n{"prompt"')
+        time.sleep(0.2)
+    assert running.complete(max_tokens=1).usage.completion_tokens == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_names_of_other_machines_are_refused(running):
+    """At a loopback address, against pages whose name is resolved to it."""
+    for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:1", 200), ("example.org", 400)):
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+        connection.request("GET", "/v1/models", headers={"Host": host})
+        assert connection.getresponse().status == status
+        connection.close()
+    assert serve._loopback("::1") and not serve._loopback("0.0.0.0")
 
 
 def test_a_port_in_use_is_one_line(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as stop:
         serve.main([*ARGV[:-1], str(taken.getsockname()[1])])
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "name another port" in err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "name another --port" in err
+
+
+@pytest.mark.parametrize("host, remedy", [
+    ("192.0.2.1", "an address of this machine"), ("no such host", "an address of this machine"), ("", "an address"),
+    ("a" * 70, "an address of this machine"),
+])  # fmt: skip
+def test_another_machines_address_is_one_line(host, remedy, capsys):
+    with pytest.raises(SystemExit) as stop:
+        serve.main([*ARGV, "--host", host])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and remedy in err
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_ipv6():
+    with serve.listen(parse(serve.ServeConfig, "serve.py", "", ["--host", "::1", "--port", "0"])) as found:
+        assert found.family == socket.AF_INET6
 
 
 def test_ctrl_c_ends_it(tmp_path):
@@ -305,6 +356,6 @@ def test_ctrl_c_ends_it(tmp_path):
     events = iter(client.completions.create(model="demo", prompt=PROMPT, max_tokens=400, stream=True))
     next(events)
     server.send_signal(signal.SIGINT)
-    with pytest.raises(openai.APIError, match="the server ended before the answer"):
+    with pytest.raises(openai.APIError, match="the server is shutting down"):
         list(events)
     assert server.wait(30) == 130 and server.stderr.read() == ""

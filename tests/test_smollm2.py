@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint import is_gguf
 from decode import Largest
-from generate import compare, generate, load
+from generate import Batch, compare, generate, load
 from options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
@@ -42,6 +42,6 @@ def test_drafting_changes_no_token(smollm2, quant, temperature):
     """20 prompts of every kind: benchmarks/LOG.md."""
     engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=80)
     engine = replace(engine, chooser=Largest())  # drafts, whether it pays or not
-    drafted, outcome = compare(engine, [[QUESTION], [ESSAY]])
+    drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
     assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0
     assert max(drafted.stats["accept_lengths"]) > 0

@@ -1,14 +1,17 @@
 """Tokenizers against sentencepiece, tokenizers and transformers on files trained here."""
 
 import builtins
+import contextlib
 import io
 import json
 import random
 import re
+import threading
 
 import pytest
 import sentencepiece as spm
 
+import checkpoint
 import hf.tokenizer
 from hf.tokenizer import Tokenizer
 
@@ -423,3 +426,13 @@ def test_malformed_configuration(sp_dir, tmp_path, name, content):
     with pytest.raises(ValueError, match=str(tmp_path)) as caught:
         Tokenizer.load(with_files(sp_dir, tmp_path, **{name: content}))
     one_line(caught)
+
+
+def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
+    """A server encodes in a thread of its own; what others print meanwhile is not dropped."""
+    tokenizer, silenced = Tokenizer.load(json_dir), []
+    monkeypatch.setattr(checkpoint, "quiet", lambda: silenced.append(1) or contextlib.nullcontext())
+    thread = threading.Thread(target=tokenizer.encode, args=("hello",))
+    thread.start()
+    thread.join()
+    assert not silenced and tokenizer.encode("hello") and silenced
