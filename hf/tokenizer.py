@@ -289,7 +289,7 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, special: bool) -> list[int]:
         self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
-        alone = threading.current_thread() is threading.main_thread()  # a server's threads must not lose what others print
+        alone = threading.current_thread() is threading.main_thread()  # else others print, which must not be lost
         with (reading if alone else refusing)(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             batch = _within(
