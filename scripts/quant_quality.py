@@ -10,7 +10,6 @@ How it works:
    activations" is what CUDA computes, here with the dequantized weights in the model's dtype.
 3. "plain" rounds int4 by the largest magnitude of a group, without the search of quantize.py.
 
-Dense models only: a mixture's experts are one stack, which is not taken apart here.
 KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the same best token.
 Not here: the change of tau (bench.py, as `--methods eagle:dynamic:quant_draft=int4`).
 """
@@ -34,9 +33,9 @@ from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from measure import environment, shown_path
-from model import Linear, LMHead, Transformer
+from model import ExpertLinear, Linear, LMHead, Transformer
 from options import DEMO, one_line_errors, option, parse, write_text
-from quantize import FORMATS, QuantLinear
+from quantize import FORMATS, QuantExperts, QuantLinear
 
 BATCH = 8  # sequences read together
 
@@ -112,8 +111,21 @@ def plain_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     return (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).flatten(1), scale.squeeze(-1)
 
 
-def as_linear(layer: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+def round_plainly(layer: QuantLinear | QuantExperts, weight: Tensor, group_size: int) -> None:
+    """Give an int4 layer the codes of `plain_int4`. weight: [N, K], or [E, N, K] of experts."""
+    if isinstance(layer, QuantLinear):
+        layer.packed, layer.scale = layer.product.pack(*plain_int4(weight, group_size))
+    else:
+        for e, one in enumerate(weight):
+            layer.packed[e], layer.scale[e] = layer.product.pack(*plain_int4(one, group_size))
+
+
+def as_float(layer: QuantLinear | QuantExperts, dtype: torch.dtype) -> nn.Module:
     """The layer as a float one with the same weights: what a kernel with 16-bit activations computes."""
+    if isinstance(layer, QuantExperts):
+        experts = ExpertLinear(len(layer.packed), layer.in_features, layer.out_features)
+        experts.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
+        return experts
     kind = LMHead if layer.wide else Linear
     linear = kind(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
     linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
@@ -128,18 +140,17 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
         return model, 8.0 * model.embedding.weight.itemsize
     quant = None if row.path else Quantization(row.format, row.group_size or 128)
     model = load_model(Path(row.path or path), quant=quant)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
-    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))}
+    sizes = [(layer.in_features * layer.out_features, layer) for layer in layers.values()]
+    weights = sum(size * (len(layer.packed) if isinstance(layer, QuantExperts) else 1) for size, layer in sizes)
     bits = 8 * sum(layer.packed.nbytes + layer.scale.nbytes for layer in layers.values()) / weights
     original = load_model(path) if row.runs == "plain" else None
     for name, layer in layers.items():
         if original is not None:
-            layer.packed, layer.scale = layer.product.pack(
-                *plain_int4(original.get_submodule(name).weight, row.group_size)
-            )
+            round_plainly(layer, original.get_submodule(name).weight, row.group_size)
         if row.runs != "int8 activations":
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, as_linear(layer, model.embedding.weight.dtype))
+            setattr(model.get_submodule(parent), child, as_float(layer, model.embedding.weight.dtype))
     return model, bits
 
 
@@ -162,11 +173,6 @@ def check_models(path: Path, also: list[str]) -> None:
     """Raises: ValueError for models that cannot be compared here."""
     rule = "--checkpoint takes a model in 16 bits, --also quantized ones"
     size = read_config(path).vocab_size
-    for each in (path, *map(Path, also)):
-        if read_config(each).n_experts:
-            raise ValueError(
-                f"{each} is a mixture of experts, and only dense models are taken apart here; name another"
-            )
     if saved_quantization(read_raw(path)) is not None:
         raise ValueError(f"{rule}; {path} is quantized")
     for each in map(Path, also):
