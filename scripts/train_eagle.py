@@ -16,8 +16,8 @@ How it works:
 
 Sources: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`); EAGLE-3; HASS (`--unroll`).
 Differences from the official code: clipping is by norm, noise does not depend on the length, `fc` is trained over
-inputs of equal scale, and examples are laid end to end and split at `seq_len`, so that nothing is padding (a row may see
-the end of the example before its own).
+inputs of equal scale, and examples are laid end to end and split at `seq_len`, so that nothing is padding (a row may
+see the end of the example before its own).
 """
 
 from __future__ import annotations
