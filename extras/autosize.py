@@ -4,8 +4,9 @@
    timed before the first prompt, and are relative to the machine's pace, which all presets share.
 2. It also updates how often the drafter misses a token. A rule of thumb derives a prior for every tree size from that
    (`accepted_of`), so that what one preset shows counts for those that have not run for long.
-3. The preset of the highest rate runs. A probe of the next larger or smaller one takes its place for a few cycles
-   whenever a budget, a small share of the time, covers what the probe is expected to lose.
+3. The preset of the highest rate runs. A probe of the next larger or smaller one, or of the smallest, takes its place
+   for a few cycles whenever a budget, a small share of the time, covers what the probe is expected to lose. The
+   smallest is what drafting must not be slower than, and what reads weights slows down otherwise than what computes.
 
 Trade-off: one choice for all rows of a batch, on the host. A choice costs time and never changes a token.
 Not here: the compiled cycles of the presets (decode.py).
@@ -24,7 +25,7 @@ from drafters import Drafter, RootOnly, Rows, TreeDrafter
 
 FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
-TIMED_WEIGHT = 4  # of the seconds timed before the first prompt (cycles)
+TIMED_WEIGHT = 2  # of the seconds timed before the first prompt (cycles)
 PRIOR_WEIGHT = 16  # of the rule of thumb (cycles)
 MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
 UNSHAPED = 2.0  # accepted tokens of a tree without a shape before its first cycle; its weight is 1 cycle
@@ -105,7 +106,8 @@ class Autosizer:
         self.miss, self.miss_weight = MISS, MISS_WEIGHT
         self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
         self.ratios: Sequence[float] = ()  # to multiply the costs by
-        self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
+        self.budget = HOLD * min(costs_s)  # s; the first decision is a probe of the smallest, which sets the pace
+        self.last, self.left = -1, 0  # preset observed last; cycles until the next decision
         self._decide()
 
     def rescale(self, ratios: Sequence[float]) -> None:
@@ -135,11 +137,11 @@ class Autosizer:
         rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
         self.best = self.running = rates.index(max(rates))
         self.left = HOLD
-        near = [preset for preset in (self.best - 1, self.best + 1) if 0 <= preset < len(rates)]
-        probe = min(near, key=lambda preset: self.weights[preset], default=self.best)  # the one known least
+        others = {preset for preset in (0, self.best - 1, self.best + 1) if 0 <= preset < len(rates)} - {self.best}
+        probe = min(others, key=lambda preset: self.weights[preset], default=self.best)  # the one known least
         loss = HOLD * self.costs[probe] * max(1 - rates[probe] / rates[self.best], LEAST_LOSS)
         if self.budget > loss:
-            self.running, self.budget = probe, 0.0
+            self.running, self.budget = probe, self.budget - loss
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""

@@ -14,7 +14,7 @@ from decode import Cycle, Session
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from extras.autosize import MISS, Autosizer, TreeShape, accepted_of, shape_of, with_smaller_trees
+from extras.autosize import HOLD, MISS, Autosizer, TreeShape, accepted_of, shape_of, with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load, summary, warm_up
@@ -40,15 +40,19 @@ MACHINES = {  # seconds of a cycle, mean accepted tokens
     "verification is free": ([1.0, 1.1, 1.2, 1.25, 1.4], [0, 2.0, 2.8, 3.4, 4.4]),
     "every node costs": ([1.0, 1.4, 2.0, 3.5, 8.0], [0, 2.0, 2.8, 3.4, 4.4]),
     "a slow draft": ([1.0, 2.2, 3.9, 4.1, 5.0], [0, 1.0, 1.2, 1.6, 2.0]),
+    "a head that loses": ([1.0, 1.35, 1.6, 2.0, 4.5], [0, 0.25, 0.3, 0.5, 0.7]),
     "a broken head": ([1.0, 1.3, 1.6, 2.0, 3.3], [0, 0.01, 0.01, 0.02, 0.05]),
 }
 
 
-def run_machine(name: str, cycles: int, pace=lambda i: 1.0, noise=0.1, shapes=SHAPES):
-    """Let a sizer decode on a machine with noise. Returns: tokens per second, relative to every preset alone."""
+def run_machine(name: str, cycles: int, pace=lambda i: 1.0, noise=0.1, shapes=SHAPES, errors=(1.0,) * 5):
+    """Let a sizer decode on a machine with noise. errors: of the costs as timed before the first prompt, factors
+
+    Returns: tokens per second, relative to every preset alone; the sizer
+    """
     rng = random.Random(0)
     costs, means = MACHINES[name]
-    sizer = Autosizer(shapes, costs)
+    sizer = Autosizer(shapes, [cost * error for cost, error in zip(costs, errors)])
     tokens = seconds = 0.0
     for i in range(cycles):
         preset = sizer.next(len(costs) - 1)
@@ -84,13 +88,19 @@ def test_what_larger_trees_bring_is_guessed_from_a_chain(measured):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_the_first_cycle_is_no_waste(name):
-    """Nothing is known of the head yet: a tree is run that would be good if it were as heads are."""
+def test_what_runs_before_anything_is_known(name):
+    """Once, vanilla for a few cycles: the pace that others are measured by. Then that is best which would be good if
+    the head were as heads are."""
     costs, _ = MACHINES[name]
     sizer = Autosizer(SHAPES, costs)
     usual = [(1 + accepted_of(shape, MISS)) / cost for shape, cost in zip(SHAPES, costs)]
-    assert sizer.next(4) == usual.index(max(usual)) == sizer.best
-    assert sizer.best > 0 or name == "a slow draft"
+    best = usual.index(max(usual))
+    for _ in range(HOLD):
+        assert sizer.next(4) == 0
+        sizer.observe(0, 0.0, costs[0])
+    sizer.next(4)
+    assert sizer.best == best
+    assert best > 0 or name == "a slow draft"
 
 
 def test_a_broken_head_is_left_alone_within_a_few_cycles():
@@ -99,6 +109,12 @@ def test_a_broken_head_is_left_alone_within_a_few_cycles():
     shares, sizer = run_machine("a broken head", 1000)
     assert sizer.best == 0
     assert shares[0] > 0.95, "vanilla"
+
+
+def test_a_cycle_without_a_tree_was_timed_too_slow():
+    """As on SmolLM2, when the machine's memory got faster after loading: drafting went on at a loss of a quarter."""
+    shares, sizer = run_machine("a head that loses", 600, errors=(1.4, 1.2, 1.1, 1.0, 1.0))
+    assert shares[0] > 0.9, shares
 
 
 def test_a_machine_that_slows_down_changes_nothing():
@@ -139,7 +155,7 @@ def test_only_what_makes_sense_is_run():
     """With `limit` 0 the root alone is verified, and no probe is spent on it."""
     sizer = Autosizer([TreeShape(0, 0, 1), None], [1.0, 1.2])
     assert [sizer.next(0) for _ in range(20)] == [0] * 20
-    assert sizer.next(1) == 1
+    assert [sizer.next(1) for _ in range(HOLD + 1)] == [0] * HOLD + [1]
     for limit in (0, 1) * 10:  # where a tree makes sense again, it runs at once
         preset = sizer.next(limit)
         sizer.observe(preset, 4.0 * preset, [1.0, 1.2][preset])
