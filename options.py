@@ -177,7 +177,7 @@ class GenerateConfig:
         needs=(INT4,),
     )  # fmt: skip
     quant_draft: str = option(
-        "", "the same for the draft; default: as the target; a head of a 16-bit target on CUDA: int4",
+        "", "the same for the draft; default: as the target; a head of a 16-bit target: int8, on CUDA int4",
         ("none", *FORMAT_NAMES), needs=(DRAFT, TREE),
     )  # fmt: skip
     compile: bool = option(False, "compile the steps of a cycle")

@@ -341,12 +341,14 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
     raw = read_raw(path)
     saved = saved_quantization(raw)
     if saved is None:
-        # a head changes no output, and reading its weights is most of its time on a GPU
-        halves = config.device.startswith("cuda") and config.dtype != "float32" and bool(config.eagle)
+        # a head changes no output, and reading its weights is most of its time
+        dtype = config.dtype or raw.get("torch_dtype") or raw.get("dtype")
+        halves = bool(config.eagle) and "float32" not in str(dtype)
         layer = raw.get("transformer_layer_config")  # speculators' layout of a head
         sizes = [(layer if isinstance(layer, dict) else raw).get(key) for key in ("hidden_size", "intermediate_size")]
         fits = all(isinstance(size, int) and size % 32 == 0 for size in sizes)
-        own = "int4" if config.quant == "none" and halves and fits else config.quant
+        small = "int4" if config.device.startswith("cuda") else "int8"
+        own = small if config.quant == "none" and halves and fits else config.quant
         return config.quant_draft or own
     if config.quant_draft not in ("", saved.format):
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant_draft")

@@ -493,17 +493,18 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
         read_prompts(GenerateConfig(checkpoint="checkpoints/demo"))
 
 
-def test_defaults_on_cuda():
-    """What depends on the device, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads."""
+def test_defaults_by_device():
+    """On CUDA, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads. On a CPU int8 heads."""
     for device, quant, size, draft in (
         ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 60, "int4"),
-        ("cpu", "none", 60, "none"), ("cuda", "int8", 60, "int8"),
+        ("cpu", "none", 60, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 60, "int8"),
     ):  # fmt: skip
         config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype="bfloat16")
         assert config.draft_tree.size == size
         assert resolve_draft(config, Path(DEMO)).quant_draft == draft
     assert replace(config, device="cuda", quant="int4", tree_size=50).draft_tree.size == 50
-    wide = GenerateConfig(checkpoint=DEMO, device="cuda", dtype="float32")
-    assert resolve_draft(wide, Path(DEMO)).quant_draft == "none"
+    for device in ("cuda", "cpu"):
+        wide = GenerateConfig(checkpoint=DEMO, device=device, dtype="float32")
+        assert resolve_draft(wide, Path(DEMO)).quant_draft == "none"
     asked = GenerateConfig(checkpoint=DEMO, device="cuda", dtype="bfloat16", quant_draft="none")
     assert resolve_draft(asked, Path(DEMO)).quant_draft == "none"
