@@ -2,18 +2,21 @@
 
     python generate.py --checkpoint checkpoints/demo --prompt "def read_lines(path):" --trace trace.jsonl
     python scripts/plot_trace.py trace.jsonl --out trace.html
+    python scripts/plot_trace.py trace.jsonl --out tree.svg --cycle 12
 
 How it works:
 1. Every line of the trace is checked: parents before children, an accepted path that is a path.
 2. Lines are grouped by row (prompt and sample); token ids become text where the checkpoint has a tokenizer.
 3. Everything goes into plot_trace.html as JSON, so that the page needs no network and no server. It shows a bar per
    cycle, the text with the cycle's part marked, and the cycle's tree: arrow keys walk through the cycles.
+4. With `--cycle`, one tree as a picture instead, for pages that run no script: what the target accepted is filled.
 
 Not here: times (a trace holds none; see bench.py), and the prompt, of which a trace knows the length only.
 """
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ from options import DEMO, one_line_errors, option, parse, read_jsonl, write_text
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACEHOLDER = "{{data}}"
+BOX, COLUMN, LINE = 110, 150, 32  # of a picture: width of a node, from level to level, from leaf to leaf (pixels)
 LISTS = ("draft_tokens", "parents", "depths", "path", "emitted")
 
 
@@ -33,7 +37,8 @@ class PlotConfig:
     """Options."""
 
     trace: str = option("", "what generate.py --trace wrote", positional=True)
-    out: str = option("", "page to write; default: the trace's name with .html")
+    out: str = option("", "page or picture to write; default: the trace's name with .html or .svg")
+    cycle: int = option(0, "draw the tree of this line of the trace alone, counted from 1; 0: the whole page", least=0)
     checkpoint: str = option(DEMO, "directory whose tokenizer wrote the tokens; none: show ids")
 
 
@@ -87,13 +92,59 @@ def page(rows: list[dict], title: str, tokenizer: Tokenizer | None) -> str:
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"))
 
 
+def picture(row: dict, names: dict[int, str]) -> str:
+    """One cycle's tree as SVG: the root left, a level to the right of the one before, the bonus token behind the path.
+
+    row: a line of the trace; names: what tokens show, from `labels`
+    """
+    last = (row["path"] or [0])[-1]
+    tokens = [row["root"], *row["draft_tokens"], row["emitted"][-1]]
+    parents, depths = [-1, *row["parents"], last], [0, *row["depths"], len(row["path"]) + 1]
+    values = [0.0, *row.get("values", [0.0] * len(row["draft_tokens"])), 0.0]
+    kept = [value is not None for value in values]
+    heights, leaves = [0.0] * len(tokens), 0
+
+    def place(node: int) -> float:  # a leaf takes the next line, a parent the middle of its children
+        nonlocal leaves
+        children = [place(child) for child, parent in enumerate(parents) if parent == node and kept[child]]
+        leaves += not children
+        heights[node] = (children[0] + children[-1]) / 2 if children else float(leaves - 1)
+        return heights[node]
+
+    place(0)
+    spots = [(10 + COLUMN * depth, 10 + LINE * height) for depth, height in zip(depths, heights)]
+    path, lines, boxes = {0, *row["path"], len(tokens) - 1}, [], []
+    for node in (node for node in range(len(tokens)) if kept[node]):
+        (x, y), on, (u, v) = spots[node], node in path, spots[parents[node]] if node else spots[0]
+        if node:
+            lines.append(
+                f'<path d="M{u + BOX} {v + 12}C{u + BOX + 20} {v + 12} {x - 20} {y + 12} {x} {y + 12}" fill="none" '
+                f'stroke="{"#2a7" if on else "#bbb"}" stroke-width="{2 if on else 1}"/>'
+            )
+        style = 'fill="#fff" stroke="#2a7" stroke-dasharray="4 2"' if node == len(tokens) - 1 else ""
+        style = style or ('fill="#cfe9d8" stroke="#2a7"' if on else 'fill="#f4f4f4" stroke="#bbb"')
+        text = html.escape(names[tokens[node]].replace("\n", "⏎").replace(" ", "␣")[:14])
+        boxes.append(f'<rect x="{x}" y="{y}" width="{BOX}" height="24" rx="5" {style}/>')
+        boxes.append(f'<text x="{x + BOX / 2}" y="{y + 16}" text-anchor="middle" fill="#222">{text}</text>')
+    width, height = 20 + BOX + COLUMN * max(depths), 14 + LINE * leaves
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f'{head} font-family="monospace" font-size="12">{"".join(lines + boxes)}</svg>\n'
+
+
 def plot(config: PlotConfig) -> None:
     """Read, check, write."""
     if not config.trace:
         raise ValueError("name the trace: plot_trace.py trace.jsonl")
     rows = read_jsonl(Path(config.trace), "trace", trace_fault)
     tokenizer = Tokenizer.load(Path(config.checkpoint)) if config.checkpoint != "none" else None
-    out = config.out or str(Path(config.trace).with_suffix(".html"))
+    out = config.out or str(Path(config.trace).with_suffix(".svg" if config.cycle else ".html"))
+    if config.cycle > len(rows):
+        raise ValueError(f"--cycle must be at most {len(rows)}, the lines of {config.trace}; got {config.cycle}")
+    if config.cycle:
+        row = rows[config.cycle - 1]
+        write_text(out, picture(row, labels({row["root"], *row["draft_tokens"], *row["emitted"]}, tokenizer)))
+        print(f"{out}: cycle {config.cycle} of {len(rows)}")
+        return
     write_text(out, page(rows, Path(config.trace).name, tokenizer))
     print(f"{out}: {len(rows)} cycles")
 

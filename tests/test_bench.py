@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -415,6 +416,20 @@ def test_the_page_holds_every_cycle_and_needs_no_network(tmp_path, monkeypatch, 
         assert text == engine.tokenizer.decode(ids, continuation=True)
     assert not re.search(r"https?:|//[a-z]|src=|@import|url\(", html), "the page is self-contained"
     assert "cycles" in capsys.readouterr().out
+
+
+def test_a_picture_of_one_tree(tmp_path, monkeypatch, capsys):
+    file = write_lines(tmp_path / "trace.jsonl", [TRACE | {"root": 8}, TRACE])
+    command(monkeypatch, plot_trace, file, "--cycle", "2", "--checkpoint", "none")
+    svg = ElementTree.parse(tmp_path / "trace.svg").getroot()
+    tag = "{http://www.w3.org/2000/svg}"
+    assert [text.text for text in svg.iter(f"{tag}text")] == ["7", "1", "2", "9"]  # 3 is no candidate
+    filled = [rect.get("fill") for rect in svg.iter(f"{tag}rect")]
+    assert filled == ["#cfe9d8", "#cfe9d8", "#f4f4f4", "#fff"]  # root and path, rejected, bonus
+    x, y = ([float(rect.get(name)) for rect in svg.iter(f"{tag}rect")] for name in "xy")
+    assert x[0] < x[1] == x[2] < x[3] and y[1] == y[3] != y[2]
+    assert "at most 2, the lines of" in failure(capsys, monkeypatch, plot_trace, file, "--cycle", "3")
+    assert plot_trace.picture(TRACE, dict.fromkeys(range(10), "<&>")).count("&lt;&amp;&gt;") == 4
 
 
 def test_text_cannot_leave_its_place_in_the_page():
