@@ -120,11 +120,11 @@ class GenerateConfig:
     tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE))
     tree_depth: int = option(6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1)
     tree_topk: int = option(
-        10, "children kept per node, and nodes expanded per level (dynamic; auto: at most)",
-        needs=(DRAFT, TREE, GROWN), least=1,
+        0, "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU 4",
+        needs=(DRAFT, TREE, GROWN), least=0,
     )  # fmt: skip
     tree_size: int = option(
-        0, "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32",
+        0, "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32, on a CPU 16",
         needs=(DRAFT, TREE, GROWN), least=2,
     )  # fmt: skip
     expand_by: str = option(
@@ -216,9 +216,12 @@ class GenerateConfig:
             return StaticTree.chain(self.tree_depth)
         if self.tree_shape == "static":
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
-        # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py)
-        size = self.tree_size or (32 if self.quant == "int4" and self.device.startswith("cuda") else 60)
-        return DynamicTree(self.tree_depth, self.tree_topk, size, self.expand_by, not self.no_rerank)
+        # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
+        # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+        cuda = (self.device or pick_device("")).startswith("cuda")
+        topk, size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
+        topk, size = self.tree_topk or topk, self.tree_size or size
+        return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
 
     @property
     def child_rule(self) -> str:

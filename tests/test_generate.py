@@ -494,13 +494,13 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
 
 
 def test_defaults_by_device():
-    """On CUDA, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads. On a CPU int8 heads."""
+    """On CUDA, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads."""
     for device, quant, size, draft in (
-        ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 60, "int4"),
-        ("cpu", "none", 60, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 60, "int8"),
+        ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 16, "int4"),
+        ("cpu", "none", 16, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 16, "int8"),
     ):  # fmt: skip
         config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype="bfloat16")
-        assert config.draft_tree.size == size
+        assert (config.draft_tree.size, config.draft_tree.width) == (size, 10 if device == "cuda" else 4)
         assert resolve_draft(config, Path(DEMO)).quant_draft == draft
     assert replace(config, device="cuda", quant="int4", tree_size=50).draft_tree.size == 50
     for device in ("cuda", "cpu"):
