@@ -2,27 +2,31 @@
 
     python scripts/bench_peers.py --compile --threads 4
     python scripts/bench_peers.py --checkpoint DIR --methods none,eagle:chain:tree_depth=5 --peers llama.cpp:q4_0
+    python scripts/bench_peers.py --compile --methods none,eagle --peers transformers --batch_sizes 1,2,3,4,8,16
 
 How it works:
 1. Ours are methods as bench.py names them. Peers: `transformers` (`generate`), `transformers:lookup` (prompt lookup),
    `transformers:assistant` (a draft model, named by --assistant), and llama.cpp on GGUF files that are written from
    the same weights: `llama.cpp:f16`, `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file.
-   A peer whose package is missing is refused by name.
+   With `:lookup` behind it, it drafts by llama-cpp-python's prompt lookup, with `:lookup2` only two tokens, as that
+   advises for CPUs; its tokens must be those without. A peer whose package is missing is refused by name.
 2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
 3. Speed: greedy, end-of-sequence ignored, all prompts, everybody in turn per prompt. The first token (prefill) is timed
-   apart; a rate is taken over the tokens after it, and a ratio between neighbours in time.
+   apart; a rate is taken over the tokens after it, and a ratio between neighbours in time. With --batch_sizes, groups
+   of so many prompts are decoded side by side (EAGLE-1, table 7), and a rate counts the tokens of all rows.
 4. The cost of verifying: one pass over 1 to 64 new tokens behind the first prompt, logits of all of them, argmax.
 
 Quantized peers compute another function than the float one: their speed compares, their tokens need not agree.
-Not here: quality, batches, sampling, GPUs for llama.cpp.
+Not here: quality, sampling, batches of llama.cpp, GPUs for it.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +39,7 @@ from bench import Setting, method_config, read_tasks
 from checkpoint import is_gguf
 from decode import Engine, Session, common_prefix
 from generate import encode, load
-from llama_cpp_peer import FORMATS, LlamaCpp, decode, write_gguf
+from llama_cpp_peer import FORMATS, LOOKUPS, LlamaCpp, check_drafted, decode, lookup, write_gguf
 from measure import (
     Outcome,
     Series,
@@ -43,7 +47,7 @@ from measure import (
     in_turn,
     pass_bytes,
     read_bandwidth,
-    run_session,
+    run_rows,
     shown_path,
     with_config,
 )
@@ -53,13 +57,14 @@ from runtime import compiled
 from stats import peak_memory_bytes
 
 PEERS = (
-    "transformers", "transformers:lookup", "transformers:assistant", "llama.cpp:file",
-    *(f"llama.cpp:{kind}" for kind in FORMATS),
+    "transformers", "transformers:lookup", "transformers:assistant",
+    *(f"llama.cpp:{kind}{how}" for kind in ("file", *FORMATS) for how in ("", *(f":{name}" for name in LOOKUPS))),
 )  # fmt: skip
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
-LOOKUP_TOKENS = 10  # drafted by prompt lookup
+LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
+LEAST_RUNS = 5
 PATHS = ("checkpoint", "eagle", "assistant", "gguf", "json")
 
 
@@ -77,6 +82,7 @@ class PeersConfig:
     limit: int = option(5, "prompts per task", least=1)
     max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
     rounds: int = option(1, "timed rounds over all prompts; with the prompts they must make 5 runs or more", least=1)
+    batch_sizes: str = option("1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone")
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
     gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
     options: str = option("", "further options of generate.py for our methods")
@@ -102,7 +108,13 @@ class PeersConfig:
         for quant in self.formats.split(","):
             if quant not in ("none", "int8", "int4"):
                 raise ValueError(f"--formats: there is no {quant}; use none, int8 or int4")
-        if "llama.cpp:file" in self.peer_list and not is_gguf(Path(self.checkpoint)):
+        sizes = self.sizes
+        for peer in self.peer_list:
+            if peer != "transformers" and sizes != [1]:
+                raise ValueError(
+                    f"--batch_sizes: {peer} decodes one prompt at a time; use 1, or leave it out of --peers"
+                )
+        if any(peer.startswith("llama.cpp:file") for peer in self.peer_list) and not is_gguf(Path(self.checkpoint)):
             raise ValueError(f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none")
         if ("transformers:assistant" in self.peer_list) != bool(self.assistant):
             raise ValueError("--assistant names the draft model of the peer transformers:assistant; give both or none")
@@ -110,6 +122,16 @@ class PeersConfig:
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
         if not Path(self.json).parent.is_dir():
             raise ValueError(f"--json: cannot write {self.json}; its directory does not exist")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes. Raises: ValueError for what is no list of numbers."""
+        parts = self.batch_sizes.split(",")
+        if not all(part.isdecimal() and int(part) for part in parts) or len(set(parts)) < len(parts):
+            raise ValueError(
+                f"--batch_sizes must be different whole numbers from 1 on, as 1,4; it is {self.batch_sizes!r}"
+            )
+        return [int(part) for part in parts]
 
     @property
     def peer_list(self) -> list[str]:
@@ -120,9 +142,10 @@ class PeersConfig:
 class Contestant(NamedTuple):
     """Somebody who continues prompts."""
 
-    run: Callable[[list[int]], Outcome]
+    run: Callable[[list[list[int]]], Outcome]  # of a group of prompts
     logits: Callable[[list[int]], torch.Tensor]  # of every token of a prompt, [T, V] on the CPU
     verify: Callable[[int], Callable[[], None]] | None  # a pass over so many tokens behind the first prompt
+    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = lambda ran: []  # how often each of several ran
 
 
 class TokenClock:
@@ -139,12 +162,13 @@ class TokenClock:
     def end(self) -> None:
         """Nothing is held back."""
 
-    def outcome(self, new: list[int], skip: int = 0) -> Outcome:
-        """Times of a run. skip: leading calls that brought the prompt."""
-        (first, count), (last, _) = self.puts[skip], self.puts[-1]
-        later = sum(n for _, n in self.puts[skip:]) - count
-        assert later + count == len(new), (self.puts, len(new))
-        return Outcome(new, first - self.began, (last - first) / max(later, 1))
+    def outcome(self, rows: list[list[int]], skip: int = 0) -> Outcome:
+        """Times of a run. rows: new tokens; skip: leading calls that brought the prompts."""
+        (first, count), *later = self.puts[skip:]
+        tokens = sum(n for _, n in later)
+        assert tokens + count == sum(map(len, rows)), (self.puts, rows)
+        last, passes = later[-1][0] if later else first, max(len(later), 1) * len(rows)
+        return Outcome(rows, first - self.began, (last - first) / max(tokens, 1), tokens / passes)
 
 
 # ------------------------------------------------------------------------------------------ contestants
@@ -182,13 +206,16 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
 
         return once
 
+    def run(prompts: list[list[int]]) -> Outcome:
+        return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
+
     plain = engine.drafter.size == 1
-    return Contestant(lambda ids: run_session(Session(engine, [(0, 0)]), ids), logits, verify if plain else None)
+    return Contestant(run, logits, verify if plain else None, engine.chooser.table)
 
 
 def make_transformers(
     path: Path, dtype: str, device: str, tokens: int, **options: Any
-) -> Callable[[list[int]], Outcome]:
+) -> Callable[[list[list[int]]], Outcome]:
     """`generate` of transformers, greedy, with its default cache. options: further ones of `generate`."""
     return transformers_runner(load_transformers(path, dtype, device), tokens, **options)
 
@@ -202,17 +229,19 @@ def load_transformers(path: Path, dtype: str, device: str) -> Any:
     return model
 
 
-def transformers_runner(model: Any, tokens: int, **options: Any) -> Callable[[list[int]], Outcome]:
-    """Continue prompts with a loaded model."""
+def transformers_runner(model: Any, tokens: int, **options: Any) -> Callable[[list[list[int]]], Outcome]:
+    """Continue groups of prompts with a loaded model; shorter ones are padded on the left, and the padding masked."""
 
     @torch.inference_mode()
-    def run(prompt: list[int]) -> Outcome:
-        ids, clock = torch.tensor([prompt], device=model.device), TokenClock()
-        mask = torch.ones_like(ids)
+    def run(prompts: list[list[int]]) -> Outcome:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # [B, T]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        clock = TokenClock()
         out = model.generate(
             ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, streamer=clock, pad_token_id=0, **options
         )
-        return clock.outcome(out[0, len(prompt) :].tolist(), skip=1)  # the first call brings the prompt
+        return clock.outcome(out[:, width:].tolist(), skip=1)  # the first call brings the prompts
 
     return run
 
@@ -245,47 +274,70 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
     return Contestant(transformers_runner(model, config.max_new_tokens, **options), logits, verify if plain else None)
 
 
-def llama_cpp_peer(kind: str, config: PeersConfig, folder: Path, prompts: list[list[int]]) -> Contestant:
+def load_llama_cpp(kind: str, config: PeersConfig, folder: Path, prompts: list[list[int]]) -> LlamaCpp:
     """llama.cpp on the same weights in one of its formats."""
     whole = Path(config.checkpoint)
     file = whole if kind == "file" else folder / f"{whole.resolve().name}-{kind}.gguf"
     if not file.exists():
         write_gguf(Path(config.checkpoint), file, kind)
     context = max(map(len, prompts)) + max(config.max_new_tokens, WIDTHS[-1])
-    peer = LlamaCpp(file, context, torch.get_num_threads(), PREFILL_ROWS)
+    return LlamaCpp(file, context, torch.get_num_threads(), PREFILL_ROWS)
 
-    def run(prompt: list[int]) -> Outcome:
+
+def llama_cpp_peer(peer: LlamaCpp, how: str, tokens: int, prompt: list[int]) -> Contestant:
+    """llama.cpp, plainly (how: "") or with one of its LOOKUPS. Where it drafts, its tokens are checked, untimed."""
+    draft, plain = lookup(LOOKUPS[how]) if how else None, {}
+
+    def run(prompts: list[list[int]]) -> Outcome:
+        (prompt,) = prompts
         clock = TokenClock()
-        return clock.outcome(decode(peer, prompt, config.max_new_tokens, clock))
+        new = decode(peer, prompt, tokens, clock, draft)
+        if draft:
+            key = tuple(prompt)
+            plain[key] = plain.get(key) or decode(peer, prompt, tokens, TokenClock())
+            check_drafted(peer, prompt, plain[key], new)
+        return clock.outcome([new])
 
     def logits(ids: list[int]) -> torch.Tensor:
         return torch.from_numpy(peer.feed(ids[:PREFILL_ROWS], 0, every=True).copy())  # [T, V]
 
     def verify(width: int) -> Callable[[], None]:
-        prompt = prompts[0]
         peer.prefill(prompt)
         return lambda: peer.feed(prompt[:1] * width, len(prompt), every=True).argmax(-1).tolist()
 
-    return Contestant(run, logits, verify)
+    return Contestant(run, logits, None if draft else verify)
 
 
-def make_contestants(config: PeersConfig, base: Engine, prompts: list[list[int]], folder: Path) -> dict:
-    """Everybody, loaded. The target is loaded once for ours, once for transformers, once per GGUF file."""
-    contestants, model = {}, None
-    for quant in config.formats.split(","):
-        plain = replace(method_config("none", Setting("none", 0.0, 1), config), compile=False, dtype=base.config.dtype)
-        loaded = base if quant == "none" else load(replace(plain, quant=quant))
-        for method in config.methods.split(","):
-            chosen = method_config(method, Setting(quant, 0.0, 1), config)
-            engine = with_config(loaded, replace(chosen, dtype=base.config.dtype, ignore_eos=True))
-            contestants[f"ours {'' if quant == 'none' else quant + ' '}{method}"] = ours(engine, prompts[0])
+def make_peers(config: PeersConfig, prompts: list[list[int]], folder: Path) -> dict[str, Contestant]:
+    """The peers, loaded: the target once for transformers, once per GGUF file."""
+    contestants, model, files = {}, None, {}
     for name in config.peer_list:
         kind, _, variant = name.partition(":")
         if kind == "transformers":
             model = model or load_transformers(Path(config.checkpoint), config.dtype, config.device)
             contestants[name] = transformers_peer(name, config, model, prompts[0])
-        else:
-            contestants[name] = llama_cpp_peer(variant, config, folder, prompts)
+            continue
+        form, _, how = variant.partition(":")
+        files[form] = files.get(form) or load_llama_cpp(form, config, folder, prompts)
+        contestants[name] = llama_cpp_peer(files[form], how, config.max_new_tokens, prompts[0])
+    return contestants
+
+
+def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
+    """Our target in every format."""
+    plain = replace(method_config("none", Setting("none", 0.0, 1), config), compile=False, dtype=base.config.dtype)
+    return {q: base if q == "none" else load(replace(plain, quant=q)) for q in config.formats.split(",")}
+
+
+def make_ours(config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int) -> dict[str, Contestant]:
+    """Every method with every format, for a batch size."""
+    torch.compiler.reset()  # else these steps would first try the graphs of another size
+    contestants = {}
+    for quant, engine in loaded.items():
+        for method in config.methods.split(","):
+            chosen = replace(method_config(method, Setting(quant, 0.0, size), config), ignore_eos=True)
+            made = with_config(engine, replace(chosen, dtype=engine.config.dtype))
+            contestants[f"ours {'' if quant == 'none' else quant + ' '}{method}"] = ours(made, prompt)
     return contestants
 
 
@@ -304,25 +356,34 @@ def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, d
     return rows | {"scale": {"rms": float(reference.square().mean().sqrt())}}
 
 
-def measure_speed(contestants: dict[str, Contestant], prompts: list[list[int]], rounds: int) -> dict[str, Any]:
-    """Everybody continues every prompt, in turn, after one run to warm up."""
+def groups_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
+    """Groups of `size` prompts; the last one is filled up from the first prompt on."""
+    firsts = range(0, len(prompts), size)
+    return [[prompts[(first + i) % len(prompts)] for i in range(size)] for first in firsts]
+
+
+def measure_speed(contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int) -> dict[str, Any]:
+    """Everybody continues every group of prompts, in turn, after one run to warm up."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
-    bar = tqdm(total=len(contestants) * (1 + rounds * len(prompts)), desc="speed", unit="run")
-    for number, prompt in enumerate([prompts[0], *prompts * rounds]):
+    runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
+    bar = tqdm(total=len(contestants) * len(runs), desc=f"speed, B = {len(groups[0])}", unit="run")
+    for number, group in enumerate(runs):
         for name, contestant in contestants.items():
-            outcome = contestant.run(prompt)
+            outcome = contestant.run(group)
             outcomes[name] += [outcome] if number else []
             bar.update()
     bar.close()
     first = next(iter(outcomes.values()))
     rows = {}
     for name, done in outcomes.items():
-        same = [common_prefix(a.tokens, b.tokens) / len(b.tokens) for a, b in zip(done, first)]
+        pairs = [pair for a, b in zip(done, first) for pair in zip(a.rows, b.rows, strict=True)]
         rows[name] = {
             "tokens_per_s": Series.quartiles([1 / o.step_s for o in done]),
             "ratio": Series.quartiles([b.step_s / a.step_s for a, b in zip(done, first)]),
             "first_s": Series.quartiles([o.first_s for o in done]),
-            "same": sum(same) / len(same),
+            "tau": statistics.mean(o.tau for o in done),
+            "same": statistics.mean(common_prefix(a, b) / len(b) for a, b in pairs),
+            "trees": contestants[name].trees([ran for o in done for ran in o.presets]),
         }
     return rows
 
@@ -354,17 +415,23 @@ def _timed(run: Callable[[], None]) -> Callable[[], float]:
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """The tables, in Markdown."""
-    yield "\nTokens per second after the first token: median (quartiles) over runs; ratios within a round\n"
-    yield "| | tokens/s | ratio | first token ms | of ceiling | same tokens | logits rms | equal argmax |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, row in result["speed"].items():
+    yield "\nTokens per second after the first tokens: median (quartiles) over runs; ratios within a round\n"
+    yield "| B | | tokens/s | ratio | tau | first tokens ms | of ceiling | same tokens | logits rms | equal argmax |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    rows = [(size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()]
+    for size, name, row in rows:
         near = result["parity"][name]
         share = f"{100 * result['pass_bytes'] * row['tokens_per_s'][0] / result['ceiling_bytes_per_s'][0]:.0f} %"
         yield (
-            f"| {name} | {Series(*row['tokens_per_s']).text(1, 1)} | {Series(*row['ratio']).text(1, 2)} | "
-            f"{Series(*row['first_s']).text(1e3, 0)} | {share if name in ('ours none', 'transformers') else ''} | "
+            f"| {size} | {name} | {Series(*row['tokens_per_s']).text(1, 1)} | {Series(*row['ratio']).text(1, 2)} | "
+            f"{row['tau']:.2f} | {Series(*row['first_s']).text(1e3, 0)} | "
+            f"{share if size == '1' and name in ('ours none', 'transformers') else ''} | "
             f"{100 * row['same']:.0f} % | {near['rms']:.4f} | {100 * near['same']:.1f} % |"
         )
+    for size, name, row in rows:
+        ran = [f"{tree['tree']} {tree['cycles']}" for tree in row["trees"]]
+        if ran:
+            yield f"\nB = {size}, {name}: cycles of each tree: {', '.join(ran)}"
     yield f"\nThe reference's logits have a root mean square of {result['parity']['scale']['rms']:.2f}."
     if "widths" in result:
         yield "\nMilliseconds of verifying so many tokens, and in brackets over the time of one\n"
@@ -379,8 +446,9 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
 def header_lines(config: PeersConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
     """What must be known before any number is read."""
     yield ", ".join(f"{key} {value}" for key, value in machine.items())
-    yield f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, B = 1, T = 0, compiled: {config.compile}"
-    yield f"tasks {config.tasks}, {config.limit} prompts each, {config.max_new_tokens} tokens, methods {config.methods}"
+    yield f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, T = 0, compiled: {config.compile}"
+    yield f"B = {config.batch_sizes}, methods {config.methods}, peers {config.peers}"
+    yield f"tasks {config.tasks}, {config.limit} prompts each, {config.max_new_tokens} tokens"
     yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
 
@@ -391,8 +459,10 @@ def bench(config: PeersConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     texts = [turns[0] for rows in read_tasks(config).values() for turns in rows]
-    if len(texts) * config.rounds < 5:
-        raise ValueError(f"{len(texts)} prompts x --rounds {config.rounds} are fewer than 5 runs; raise --rounds")
+    if len(texts) * config.rounds < LEAST_RUNS:
+        raise ValueError(
+            f"{len(texts)} prompts x --rounds {config.rounds} are fewer than {LEAST_RUNS} runs; raise --rounds"
+        )
     base = load(replace(method_config("none", Setting("none", 0.0, 1), config), compile=False))
     config = replace(config, dtype=base.config.dtype)
     prompts = [encode(base, [text], []) for text in texts]
@@ -403,15 +473,19 @@ def bench(config: PeersConfig) -> None:
     machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, 5)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        contestants = make_contestants(config, base, prompts, Path(config.gguf or temporary))
+        peers, loaded = make_peers(config, prompts, Path(config.gguf or temporary)), load_formats(config, base)
         result = {
             "config": {name: shown_path(x) if name in PATHS else x for name, x in asdict(config).items()},
             "environment": machine,
             "ceiling_bytes_per_s": ceiling,
             "pass_bytes": pass_bytes(base.target, len(prompts[0])),
-            "parity": parity(contestants, prompts[0]),
-            "speed": measure_speed(contestants, prompts, config.rounds),
+            "speed": {},  # by batch size
         }
+        for size in config.sizes:
+            contestants = make_ours(config, loaded, prompts[0], size) | peers
+            if not result["speed"]:
+                result["parity"] = parity(contestants, prompts[0])
+            result["speed"][str(size)] = measure_speed(contestants, groups_of(prompts, size), config.rounds)
         if config.widths:
             result["widths"] = measure_widths(contestants)
     result["peak_memory_bytes"] = peak_memory_bytes(config.device)

@@ -40,7 +40,7 @@ from drafters import RootOnly
 from extras.stand_in import Shape
 from generate import warm_up
 from hf.weights import load_model
-from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_session
+from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_rows
 from model import DTYPES, Transformer
 from options import GenerateConfig, one_line_errors, option, parse, pick_device
 from stats import peak_memory_bytes
@@ -206,19 +206,19 @@ def make_engine(config: BenchConfig, target: Transformer, capacity: int, compile
 def measure_speed(config: BenchConfig, target: Transformer, path: Path, prompt: list[int]) -> dict[str, Any]:
     """Time the contestants in turn. Returns: what is known of each; `ratios` of step times; `compile_s`."""
     engines = {name: make_engine(config, target, config.capacity, name == "compiled") for name in ("eager", "compiled")}
-    contestants = {n: lambda e=engine: run_session(Session(e, [(0, 0)]), prompt) for n, engine in engines.items()}
+    contestants = {n: lambda e=engine: run_rows(Session(e, [(0, 0)]), [prompt]) for n, engine in engines.items()}
     if config.peers == "transformers":
         peer = make_transformers(path, config.dtype, config.device, config.tokens)
-        contestants["transformers"] = lambda: peer(prompt)
+        contestants["transformers"] = lambda: peer([prompt])
     outcomes = in_turn(contestants, config.runs, "speed")
     steps = {name: [o.step_s for o in done] for name, done in outcomes.items()}
-    reference = outcomes["eager"][0].tokens
+    reference = outcomes["eager"][0].rows[0]
     rows = {
         name: {
             "step_s": Series.of(steps[name])._asdict(),
             "first_s": Series.of([o.first_s for o in done])._asdict(),
             "tokens_per_s": Series.of([1 / s for s in steps[name]])._asdict(),
-            "same_tokens": common_prefix(reference, done[0].tokens),
+            "same_tokens": common_prefix(reference, done[0].rows[0]),
         }
         for name, done in outcomes.items()
     }
@@ -238,7 +238,7 @@ def measure_capacity(config: BenchConfig, target: Transformer, prompt: list[int]
     contestants = {}
     for capacity, used in config.points:
         session = Session(engines[capacity], [(0, 0)])
-        contestants[f"{capacity}/{used}"] = lambda s=session, n=used: run_session(s, prompt[:n])
+        contestants[f"{capacity}/{used}"] = lambda s=session, n=used: run_rows(s, [prompt[:n]])
     outcomes = in_turn(contestants, config.runs, "capacity")
     return [
         {"capacity": capacity, "used": used, "step_s": Series.of([o.step_s for o in done])._asdict()}

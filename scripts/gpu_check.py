@@ -6,7 +6,7 @@
 
 environment  What is installed, one Triton kernel, one compiled step, one capture, the time from one kernel to the
              next, the read bandwidth (scripts/gpu_probe.py).
-smoke        34 of the tests marked `gpu`, in 8 processes; the project's kernels under compute-sanitizer, where it is.
+smoke        37 of the tests marked `gpu`, in 8 processes; the project's kernels under compute-sanitizer, where it is.
 int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, and every kernel of one cycle of each,
              with its time and the gap before it (scripts/bench_trees.py).
 kernels      Products in int4 and the vendor's in bf16 for 1 to 64 rows, tree attention (scripts/kernel_bench.py).

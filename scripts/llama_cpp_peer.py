@@ -5,14 +5,17 @@
    The file has no vocabulary: ids go in and out.
 2. `LlamaCpp` feeds ids at a position and reads logits. Rows behind a position are forgotten first, which is how a
    rejected draft is rolled back.
+3. `decode` is greedy, plainly or with drafts of llama-cpp-python's own prompt lookup.
 
 Every matrix is in the format named, embedding and LM head included; files made by llama.cpp's own tool keep some in
-more bits. Packages: scripts/requirements-peers.txt. Not here: sampling, batches, drafts.
+more bits. Packages: scripts/requirements-peers.txt. Not here: sampling, batches.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
+from decode import common_prefix
 from hf.config import open_source, read_config
 from hf.weights import weight_names
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
+LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, and what it advises for CPUs
+NEAR_TIE = 0.1  # of logits
+Drafter = Callable[[np.ndarray], np.ndarray]  # of a text so far, [T] int32, the tokens that may follow it
 NAMES = {  # of Hugging Face -> of GGUF
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -149,12 +156,45 @@ class LlamaCpp:
         self.api.llama_model_free(self.model)
 
 
-def decode(peer: LlamaCpp, prompt: list[int], tokens: int, clock: Any) -> list[int]:
-    """Continue a prompt greedily. clock: its `put` is told of every new token as it is decided."""
-    logits, new = peer.prefill(prompt), []
-    for position in range(len(prompt), len(prompt) + tokens):
-        new.append(int(logits[-1].argmax()))
-        clock.put(new[-1:])
-        if len(new) < tokens:
-            logits = peer.feed(new[-1:], position)
-    return new
+def lookup(tokens: int) -> Drafter:
+    """Prompt lookup as llama-cpp-python does it: what followed the last two tokens, or the last one, when they first
+    occurred. tokens: at most
+    """
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    return LlamaPromptLookupDecoding(num_pred_tokens=tokens)
+
+
+def decode(peer: LlamaCpp, prompt: list[int], tokens: int, clock: Any, draft: Drafter | None = None) -> list[int]:
+    """Continue a prompt greedily. A draft is verified in one pass, with the token decided last.
+
+    clock: its `put` is told of the new tokens of every pass as they are decided
+    """
+    text = np.array(prompt + [0] * tokens, np.intc)
+    known, new = len(prompt), peer.prefill(prompt)[-1:].argmax(-1).tolist()
+    while True:
+        clock.put(new)
+        text[known : known + len(new)] = new
+        known += len(new)
+        left = len(text) - known
+        if not left:
+            return text[len(prompt) :].tolist()
+        drafted = [] if draft is None else draft(text[:known])[: left - 1].tolist()
+        own = peer.feed([int(text[known - 1]), *drafted], known - 1, every=True).argmax(-1).tolist()
+        new = own[: common_prefix(drafted, own) + 1]
+
+
+def check_drafted(peer: LlamaCpp, prompt: list[int], plain: list[int], drafted: list[int]) -> None:
+    """Check that drafting did not change what a peer says.
+
+    Passes of another width sum in another order: where two tokens all but tie, either may follow, and a note says so.
+    Raises: ValueError for any other difference.
+    """
+    same = common_prefix(plain, drafted)
+    if same < len(plain):
+        logits = peer.prefill(prompt + plain[:same])[-1]
+        gap = float(abs(logits[plain[same]] - logits[drafted[same]]))
+        where = f"llama.cpp with and without a draft part at token {same + 1}, whose logits differ by {gap:.4f}"
+        if gap > NEAR_TIE:
+            raise ValueError(f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly")
+        print(f"note: {where}, a near tie", file=sys.stderr)

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,19 +84,33 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
 
 
 class Outcome(NamedTuple):
-    """One run of one prompt."""
+    """One run of a group of prompts, a row each."""
 
-    tokens: list[int]  # new ones
-    first_s: float  # until the first new token is decided
-    step_s: float  # mean of the others
+    rows: list[list[int]]  # new tokens
+    first_s: float  # until the first new tokens are decided
+    step_s: float  # per token of all the others, whichever row they are of
+    tau: float  # new tokens per pass and row, without what is cut at the end
+    presets: Sequence[tuple[int, float]] = ()  # of ours: the tree and the seconds of each cycle
 
 
-def run_session(session: Session, prompt: list[int]) -> Outcome:
-    """Continue a prompt with our runtime; what the session has cached of it stays cached."""
-    session.stats = seen = stats.Stats()
-    tokens = [token for new in session.run([prompt]) for token in new[0]]
-    assert seen.tokens == len(tokens) - 1, (seen.tokens, len(tokens))
-    return Outcome(tokens, seen.prefill_s, seen.decode_s / seen.tokens if seen.tokens else 0.0)
+def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
+    """Continue prompts with our runtime, side by side; what the session has cached of them stays cached.
+
+    The prompts are cached first, since rows that decode beside the prompts of others would be timed with them.
+    """
+    session.stats = caching = stats.Stats()
+    for row, prompt in enumerate(prompts):
+        session.admit(row, prompt, most=1)
+    while session.waiting:
+        session.step()
+    session.stats, rows = stats.Stats(), [[] for _ in prompts]
+    for new in session.run(prompts):
+        for row, tokens in zip(rows, new):
+            row += tokens
+    seen = session.stats
+    assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
+    step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
+    return Outcome(rows, caching.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets)
 
 
 def in_turn(contestants: dict[str, Callable[[], Any]], runs: int, title: str) -> dict[str, list[Any]]:

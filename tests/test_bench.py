@@ -24,7 +24,7 @@ from generate import generate, load
 from helpers import golden_case
 from hf.config import read_config
 from hf.weights import load_model, weight_names
-from llama_cpp_peer import FORMATS, LlamaCpp, gguf_name, interleaved, write_gguf
+from llama_cpp_peer import FORMATS, LOOKUPS, LlamaCpp, check_drafted, gguf_name, interleaved, write_gguf
 from measure import Log, Series
 from options import DEMO
 
@@ -305,18 +305,49 @@ def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypat
 def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     file = str(tmp_path / "out.json")
-    argv = ["--limit", "2", "--rounds", "2", "--max_new_tokens", "8", "--dtype", "float32", "--widths", "--json", file]
+    monkeypatch.setattr(bench_peers, "WIDTHS", (1, 4))
+    argv = ["--limit", "3", "--rounds", "2", "--max_new_tokens", "8", "--dtype", "float32", "--widths", "--json", file]
     command(monkeypatch, bench_peers, *argv, "--device", "cpu")
     result = json.loads(Path(file).read_text())
     names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
-    assert list(result["speed"]) == names
-    for name in names:
-        assert result["speed"][name]["same"] == 1.0, "greedy in fp32"
+    assert list(result["speed"]) == ["1"] and list(result["speed"]["1"]) == names
+    for name, row in result["speed"]["1"].items():
+        assert row["same"] == 1.0, "greedy in fp32"
         assert result["parity"][name]["max"] < 1e-3 < result["parity"]["scale"]["rms"]
-        assert result["speed"][name]["tokens_per_s"][0] > 0
+        assert row["tokens_per_s"][0] > 0 and row["tau"] >= 1
+    assert result["speed"]["1"]["ours none"]["tau"] == result["speed"]["1"]["transformers"]["tau"] == 1.0
     assert list(result["widths"]) == ["ours none", "transformers"]
     assert all(len(row) == len(bench_peers.WIDTHS) for row in result["widths"].values())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+
+
+def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
+    """Prompts of different lengths, so that rows are padded: everybody's tokens are those of a row alone."""
+    pytest.importorskip("transformers")
+    argv = ["--tasks", write_lines(tmp_path / "tasks.jsonl", TASKS), "--rounds", "2", "--max_new_tokens", "8"]
+    argv += ["--methods", "none,eagle:tree_depth=5", "--peers", "transformers", "--batch_sizes", "3"]
+    said, measure_speed = {}, bench_peers.measure_speed
+
+    def speed(contestants, groups, rounds):
+        for name, contestant in contestants.items():
+            said[name] = contestant.run(groups[0]).rows
+            assert said[name] == [contestant.run([prompt]).rows[0] for prompt in groups[0]], name
+        return measure_speed(contestants, groups, rounds)
+
+    monkeypatch.setattr(bench_peers, "measure_speed", speed)
+    command(monkeypatch, bench_peers, *argv, "--dtype", "float32", "--device", "cpu")
+    out = capsys.readouterr().out
+    ((size, everybody),) = json.loads(out.splitlines()[-1])["speed"].items()
+    assert size == "3" and len(said) == len(everybody) == 3
+    assert all(row["same"] == 1.0 for row in everybody.values()) and said["transformers"] == said["ours none"]
+    trees = everybody["ours eagle:tree_depth=5"]["trees"]
+    assert len(trees) > 1 and sum(tree["cycles"] for tree in trees) >= bench_peers.LEAST_RUNS
+    assert "B = 3, ours eagle:tree_depth=5: cycles of each tree: none " in out
+
+
+def test_groups_are_full():
+    assert bench_peers.groups_of([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
+    assert bench_peers.groups_of([[1], [2]], 5) == [[[1], [2], [1], [2], [1]]]
 
 
 def test_peer_mistakes_are_one_line(capsys, monkeypatch):
@@ -324,6 +355,9 @@ def test_peer_mistakes_are_one_line(capsys, monkeypatch):
     assert "cannot write nowhere/x" in failure(capsys, monkeypatch, bench_peers, "--json", "nowhere/x")
     long = ["--peers", "none", "--options", "context=80", "--max_new_tokens", "64"]
     assert "the context has room for 16; raise it" in failure(capsys, monkeypatch, bench_peers, *long)
+    two = failure(capsys, monkeypatch, bench_peers, "--batch_sizes", "1,2")
+    assert "--batch_sizes: transformers:lookup decodes one prompt at a time; use 1, or leave it out of --peers" in two
+    assert "from 1 on, as 1,4; it is '1,x'" in failure(capsys, monkeypatch, bench_peers, "--batch_sizes", "1,x")
     missing = failure(capsys, monkeypatch, bench_peers, "--peers", "transformers:assistant")
     assert "--assistant names the draft model" in missing
     assert "fewer than 5 runs" in failure(capsys, monkeypatch, bench_peers, "--peers", "none", "--limit", "1")
@@ -335,8 +369,11 @@ def test_peer_mistakes_are_one_line(capsys, monkeypatch):
 def test_token_clock_counts_what_comes_together():
     clock = TokenClock()
     clock.began, clock.puts = 1.0, [(1.1, 7), (1.5, 1), (2.0, 3), (2.5, 2)]  # the first brings the prompt
-    outcome = clock.outcome([9] * 6, skip=1)
-    assert outcome.first_s == pytest.approx(0.5) and outcome.step_s == pytest.approx(1.0 / 5)
+    outcome = clock.outcome([[9] * 6], skip=1)
+    assert outcome.first_s == pytest.approx(0.5) and outcome.step_s == pytest.approx(1.0 / 5) and outcome.tau == 2.5
+    clock.puts = [(1.1, 8), (1.5, 2), (2.0, 2), (2.5, 2)]  # two rows of one token each
+    outcome = clock.outcome([[9] * 3] * 2, skip=1)
+    assert outcome.step_s == pytest.approx(1.0 / 4) and outcome.tau == 1
 
 
 def test_interleaved_rows_rotate_neighbours():
@@ -383,6 +420,13 @@ def test_llama_cpp_computes_the_same_function(tmp_path, kind):
     assert float((theirs - logits).square().mean().sqrt()) < bound * float(logits.std())
     again = torch.from_numpy(peer.feed(ids[0, 20:].tolist(), 20, every=True).copy())  # rolls back, then repeats
     torch.testing.assert_close(again, theirs[20:], atol=0.1, rtol=0.05)
+    prompt = ids[0, :6].tolist() * 2
+    outcomes = [bench_peers.llama_cpp_peer(peer, how, 20, prompt).run([prompt]) for how in ("", *LOOKUPS)]
+    plain = outcomes[0].rows[0]
+    assert [outcome.rows for outcome in outcomes] == [[plain]] * 3
+    assert outcomes[0].tau == 1 < outcomes[2].tau, "lookups are verified in one pass"
+    with pytest.raises(ValueError, match="part at token 4, whose logits differ by .* drafts are verified wrongly"):
+        check_drafted(peer, prompt, plain, [*plain[:3], int(theirs[0].argmin()), *plain[4:]])
     peer.close()
 
 

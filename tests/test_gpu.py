@@ -54,6 +54,7 @@ test_topk_logsumexp[128256-10]
 test_quantized_product[int4-128-torch.bfloat16-70-384]
 test_quantized_product[int4-128-torch.bfloat16-4096-11008]
 test_quantized_product[int4-32-torch.bfloat16-4095-1024]
+test_quantized_product[int4-64-zeros-torch.bfloat16-4095-1024]
 test_quantized_product[int8-torch.bfloat16-4095-1024]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-4096]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-4096]
@@ -64,7 +65,8 @@ test_a_layers_kernels_one_after_the_other[int4-128-26]
 test_rotary_cache[heads1-True]
 test_a_captured_product_is_equal_100_times[int8-1]
 test_a_compiled_product[int4-128]
-test_lists_of_experts[8]
+test_lists_of_experts[128]
+test_eight_of_128_experts[int4-128]
 test_product_with_experts[float-torch.bfloat16-1023-1024]
 test_product_with_experts[int4-128-torch.bfloat16-1024-3584]
 test_captured_experts_follow_the_routing[int4-60]
@@ -72,6 +74,7 @@ test_compiled_experts[int4]
 test_noise_is_the_same_on_both_devices
 test_captured_cycles_equal_vanilla_and_never_wait[1-0.0]
 test_captured_cycles_equal_vanilla_and_never_wait[2-1.0]
+test_four_rows_that_come_and_go[True-0.0]
 test_trees_equal_vanilla[llama_mha-dynamic-0.0-True]
 test_trees_equal_vanilla[llama_mha-chain-1.0-False]
 test_the_demo_with_grouped_queries_equals_vanilla[0.0]
@@ -412,7 +415,7 @@ ROUTINGS = {  # how pairs of a token and an expert may be spread over eight expe
 }
 
 
-@pytest.mark.parametrize("experts", [1, 8, 60])
+@pytest.mark.parametrize("experts", [1, 8, 60, 128])
 def test_lists_of_experts(poisoned, experts):
     for P in (1, 2, 55, 120, 1000):
         expert = torch.randint(experts, (P,), device="cuda")
@@ -421,9 +424,9 @@ def test_lists_of_experts(poisoned, experts):
         assert torch.equal(ops.experts.expert_of(lists, experts), expert)
 
 
-def expert_weights(form, N, K, dtype):
-    """Eight experts; float ones in the dtype of x."""
-    weights = quantized_experts(form, 8, N, K, "cuda")
+def expert_weights(form, N, K, dtype, experts=8):
+    """Random experts; float ones in the dtype of x."""
+    weights = quantized_experts(form, experts, N, K, "cuda")
     return weights if weights.parts else weights._replace(weight=weights.weight.to(dtype))
 
 
@@ -440,6 +443,19 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
         assert got.dtype == dtype and got.shape == want.shape
         error = (got.float() - want).norm() / want.norm()
         assert error < ERRORS[dtype], (name, float(error))
+
+
+@pytest.mark.parametrize("form", ["float", "int8", "int4-128", "int4-64-zeros"])
+def test_eight_of_128_experts(poisoned, form):
+    """As mixtures of many small experts have them: most get no row, or a few; a token's bits depend on no other."""
+    weights = expert_weights(form, 70, 384, torch.bfloat16, 128)
+    for tokens in (1, 7, 60, 256):
+        expert = torch.rand(tokens, 128, device="cuda").topk(8).indices.flatten()
+        x = torch.randn(len(expert), 384, device="cuda").bfloat16()
+        got, want = weights.operator(x, ops.experts.route(expert, 128)), weights.reference(x.float(), expert)
+        error = (got.float() - want).norm() / want.norm()
+        assert error < ERRORS[torch.bfloat16], (tokens, float(error))
+        assert torch.equal(weights.operator(x[:8], ops.experts.route(expert[:8], 128)), got[:8]), tokens
 
 
 @pytest.mark.parametrize("N,K", [(4096, 1792), (3584, 4096)])
@@ -621,3 +637,31 @@ def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
     want = generate(vanilla, prompts).tokens
     for _ in range(2):
         assert generate(drafted, prompts).tokens == want
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_four_rows_that_come_and_go(compiled, temperature):
+    """As a server drives a session: one row is released in the middle of its text, others take the next prompt."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
+    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    options = {"device": "cuda", "temperature": temperature, "max_new_tokens": 40, "seed": 7, "draft": "none"}
+    config = GenerateConfig(**options, ignore_eos=True)
+    prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 37 * k % 60)] for k in range(1, 8)]
+    want = generate(with_cycles(Engine(config, target, RootOnly(), 256, ())), prompts).tokens
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling)
+    config = replace(config, compile=compiled, batch_size=4)
+    session = Session(warm_up(with_cycles(Engine(config, target, drafter, 256, ()))))
+    said, coming, rows = [[] for _ in prompts], iter(range(len(prompts))), [-1] * 4
+    for steps in range(200):
+        if steps == 5:
+            session.release(1)  # its prompt is 1
+        for row in range(4):
+            if not session.busy(row) and (number := next(coming, None)) is not None:
+                rows[row] = number
+                session.admit(row, prompts[number], (number, 0))
+        for row, new in enumerate(session.step()):
+            said[rows[row]] += new
+    assert 0 < len(said[1]) < 40 and said[1] == want[1][: len(said[1])]
+    assert said[0] == want[0] and said[2:] == want[2:]

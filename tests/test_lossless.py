@@ -280,12 +280,13 @@ LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 @pytest.mark.parametrize(
     "model, name, temperature, batch",
     [
-        ("llama", "tiny", 1.0, 2), ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "ngram", 0.0, 2),
-        ("llama", "model:twigs", 1.0, 2), ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "trimmed:tiny", 0.0, 1),
+        ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "ngram", 0.0, 2),
+        ("llama", "model:twigs", 1.0, 2), ("llama", "eagle+ngram:tiny", 1.0, 1),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("traced")
 def test_traced_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
+    """What is really compiled below is traced there."""
     check_compiled(model, name, temperature, batch)
 
 

@@ -56,11 +56,12 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
 @OPERATORS
 @pytest.mark.usefixtures("traced")
 def test_compiled_cycles_take_over_and_change_nothing():
-    """Of every preset of --tree auto."""
+    """Of every preset of --tree auto: none, a chain, a tree."""
     options = {"checkpoint": DEMO, "temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
+    options |= {"tree_depth": 3, "tree_topk": 3, "tree_size": 8}
     wanted = generate(load(**options), [PROMPT]).tokens
     engine = load(wait=False, compile=True, **options)
-    assert not any(cycle.waits for cycle in engine.cycles)
+    assert len(engine.cycles) == 3 and not any(cycle.waits for cycle in engine.cycles)
     first = generate(engine, [PROMPT])
     assert first.tokens == wanted and first.stats["eager_cycles"] > 0 and first.stats["compile_s"] == 0
     ends = time.monotonic() + 400
@@ -78,7 +79,7 @@ def test_compiled_cycles_take_over_and_change_nothing():
 )
 def test_who_waits_all_the_same(options):
     """Where an eager cycle and a compiled one may differ by a bit."""
-    engine = load(**{"wait": False, "compile": True, "checkpoint": DEMO, "tree": "chain"} | options)
+    engine = load(**{"wait": False, "compile": True, "checkpoint": DEMO, "tree": "chain", "tree_depth": 1} | options)
     assert all(cycle.waits for cycle in engine.cycles) and engine.compile_s > 0
 
 
@@ -140,31 +141,43 @@ def test_the_command_line_does_not_wait():
 
 
 ENDING = """
-import atexit, sys, time
+import atexit, os, sys
 from runtime import background, ends_at_once
+folder, thread, *ends = sys.argv[1:]
+for number, end in enumerate(ends):  # processes of their own, which import torch only once
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        continue
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    break
+else:
+    sys.exit()
 atexit.register(print, "the interpreter's own end")
 def endless():
     while True: sum(range(1000))
 with ends_at_once():
-    background(endless)
+    if thread: background(endless)
     print("said")
-    {end}
+    exec(end)
 """
+ENDS = {  # status, and what is said on stderr
+    "pass": (0, ""), "sys.exit(2)": (2, ""), "sys.exit()": (0, ""), "sys.exit(130)": (130, ""),
+    "sys.exit('text')": (1, "text\n"), "[][1]": (1, "IndexError"), "raise KeyboardInterrupt": (1, "KeyboardInterrupt"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("end", "status", "says"),
-    [("pass", 0, ""), ("sys.exit(2)", 2, ""), ("sys.exit()", 0, ""), ("sys.exit(130)", 130, ""),
-     ("sys.exit('text')", 1, "text\n"), ("[][1]", 1, "IndexError"), ("raise KeyboardInterrupt", 1, "KeyboardInterrupt")],
-)  # fmt: skip
-def test_a_process_ends_at_once(end, status, says):
-    done = run("-c", ENDING.format(end=end))
-    assert (done.returncode, done.stdout) == (status, "said\n") and says in done.stderr and (says or not done.stderr)
-
-
-def test_without_a_thread_it_ends_as_always():
-    done = run("-c", ENDING.format(end="sys.exit(2)").replace("background(endless)", ""))
-    assert (done.returncode, done.stdout) == (2, "said\nthe interpreter's own end\n")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")
+@pytest.mark.parametrize(("thread", "ends"), [("a thread", ENDS), ("", ["sys.exit(2)"])], ids=["a thread", "none"])
+def test_a_process_ends_at_once(tmp_path, thread, ends):
+    """With a thread at work; without, as always."""
+    done = run("-c", ENDING, str(tmp_path), thread, *ends)
+    assert done.returncode == 0 and done.stdout.split() == [str(ENDS[end][0]) for end in ends], done.stderr
+    for number, end in enumerate(ends):
+        says = ENDS[end][1]
+        out, err = ((tmp_path / f"{number}.{name}").read_text() for name in ("out", "err"))
+        assert out == "said\n" + ("" if thread else "the interpreter's own end\n"), end
+        assert says in err and (says or not err), end
 
 
 # ----------------------------------------------------------------------------------------------- threads

@@ -150,8 +150,8 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
     python = {part: documents[:40] for part, documents in train_eagle.train_demo.read_python().items()}
     monkeypatch.setattr(train_eagle.train_demo, "read_python", lambda: python)  # all of it takes 7 s to encode
     common = {
-        "data": "demo", "steps": 6, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "warmup": 1, "eval_every": 3,
-        "eval_prompts": 4, "dtype": "float32", "device": "cpu", "noise": 0.1, "ffn_dim": 128,
+        "data": "demo", "steps": 4, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "warmup": 1, "eval_every": 2,
+        "eval_prompts": 2, "dtype": "float32", "device": "cpu", "noise": 0.1, "ffn_dim": 128,
     }  # fmt: skip
     train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), **common))
     saves = []
@@ -176,7 +176,7 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
     for name in a:
         torch.testing.assert_close(a[name], b[name])
     curve = json.loads((tmp_path / "cut" / "training.json").read_text())["curve"]
-    assert [row["step"] for row in curve] == [3, 6]
+    assert [row["step"] for row in curve] == [2, 4]
     assert (tmp_path / "cut" / "curve.png").is_file() and not (tmp_path / "cut" / "resume.pt").exists()
     target = train_eagle.load_model(train_eagle.Path(DEMO), torch.float32)
     head = load_head(tmp_path / "cut", target)
