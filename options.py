@@ -120,11 +120,15 @@ class GenerateConfig:
     tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE))
     tree_depth: int = option(6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1)
     tree_topk: int = option(
-        0, "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU 4",
+        0,
+        "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU without "
+        "lookups 4",
         needs=(DRAFT, TREE, GROWN), least=0,
     )  # fmt: skip
     tree_size: int = option(
-        0, "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32, on a CPU 16",
+        0,
+        "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32, on a CPU without "
+        "lookups 16",
         needs=(DRAFT, TREE, GROWN), least=2,
     )  # fmt: skip
     expand_by: str = option(
@@ -219,7 +223,7 @@ class GenerateConfig:
         # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
         # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
         cuda = (self.device or pick_device("")).startswith("cuda")
-        topk, size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
+        topk, size = (10, 32 if cuda and self.quant == "int4" else 60) if cuda or LOOKUP.met(self) else (4, 16)
         topk, size = self.tree_topk or topk, self.tree_size or size
         return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
 

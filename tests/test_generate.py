@@ -339,7 +339,7 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "-1"], "--draft_vocab must be at least 0; it is -1"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "98"], "--draft_vocab must be at most the 97 tokens of the vocabulary; it is 98; lower it"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
-        ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "9"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
+        ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "9", "--tree_topk", "10"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
         ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "3", "--tree", "static"], "a node cannot have 4 ranked children of 3 tokens"),
         ([*IDS, "--draft_vocab", "9"], "--draft_vocab needs a draft"),
         ([*IDS, "--draft", "none", "--draft_vocab", "9"], "--draft_vocab needs a draft"),
