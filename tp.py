@@ -26,8 +26,9 @@ import os
 import platform
 import reprlib
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -86,6 +87,15 @@ def place() -> Place:
     return Place(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
+def alone() -> None:
+    """Raises: ValueError where torchrun has started several of this program, which splits nothing; on rank 0 only."""
+    here = place()
+    if here.rank:
+        sys.exit(2)
+    if here.world > 1:
+        raise ValueError("torchrun splits what generate.py loads, and nothing else; start this program without it")
+
+
 def world() -> int:
     """How many ranks have joined; 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -110,27 +120,26 @@ def ranks(program: str) -> Iterator[None]:
         if isinstance(error, RankLost):
             print(f"{program}: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        if status == 2:  # what `fail` has said last
-            print(*said.getvalue().splitlines()[-1:], sep="\n", file=sys.stderr)
+        if silent and status == 2:  # what `fail` has said last
+            print(said.getvalue().splitlines()[-1], file=sys.stderr)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _says_why(here: Place) -> bool:
-    """Whether this rank, which fails, is the one to say why: the first to come here, and rank 0 if it comes soon."""
-    wait = timedelta(seconds=PATIENCE_S)
+    """Whether this rank, which fails, is the one to say why: rank 0 if it fails soon too, else the first to come here."""
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
-    except RuntimeError:  # the process behind it has ended
-        return not here.rank
-    if here.rank == 0:
-        store.set("gpt_eagle/first", "0")
-    else:
-        with suppress(RuntimeError):
-            store.wait(["gpt_eagle/first"], wait)
-            return False
-    return store.add("gpt_eagle/failed", 1) == 1
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
+        if here.rank == 0:
+            store.set("gpt_eagle/rank 0", "failed")
+        for _ in range(10 * PATIENCE_S if here.rank else 0):
+            if store.check(["gpt_eagle/rank 0"]):
+                return False
+            time.sleep(0.1)
+        return store.add("gpt_eagle/failed", 1) == 1
+    except RuntimeError:  # the process that holds the store has ended
+        return here.rank == 0
 
 
 @contextmanager
@@ -138,7 +147,7 @@ def _with_the_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank has ended, or cannot be reached: {one_line(error, 200)}") from None
+        raise RankLost(f"another rank has ended, or cannot be reached: {one_line(error).partition('. ')[0]}") from None
 
 
 def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
@@ -160,7 +169,8 @@ def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
     mine["machine"] = platform.machine() if device == "cpu" else torch.cuda.get_device_name()
     theirs: list[Any] = [None] * here.world
     with _with_the_others():
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
         dist.all_gather_object(theirs, mine)
     for rank, other in enumerate(theirs):
         for name in (name for name in mine if other[name] != theirs[0][name]):
@@ -251,9 +261,7 @@ def load_model(
     if here.world == 1:
         return hf.weights.load_model(path, dtype, device, quant, source)
     if not dist.is_initialized():
-        if here.rank:  # rank 0 says it
-            sys.exit(2)
-        raise ValueError("torchrun splits what generate.py loads, and nothing else; start this program without it")
+        alone()
     model = hf.weights.load_model(path, dtype, device, quant, Share(source or open_source(path), here))
     for block in model.layers:
         dense = not isinstance(block.ffn, MoEFeedForward)
