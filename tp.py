@@ -1,4 +1,4 @@
-"""Tensor parallelism: one model over N devices, a process each, which torchrun starts.
+"""Tensor parallelism: one model over N devices, with a process for each, which torchrun starts.
 
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of France is"
 
@@ -6,17 +6,16 @@
    its heads and to its part of the feed-forward, of every expert too. To model.py that is a smaller model, with a
    smaller cache. Weights are cut first and rounded then; where there are fewer KV heads than ranks, some share one.
 2. `Summed` adds what the ranks computed, once behind attention and once behind the feed-forward. On a CPU every rank
-   gathers the partial sums in fp32, and the norm behind adds them in the order of the ranks. On CUDA it is NCCL's
-   all-reduce in the model's dtype, which a graph captures.
+   gathers the partial sums in fp32, and the norm behind adds them in the order of the ranks, whatever the number of
+   rows. On CUDA it is NCCL's all-reduce in the model's dtype, which a graph captures.
 3. `Gathered` is an LM head of which a rank has some tokens' rows; every rank gets the scores of all.
-4. The rest is on every rank: embedding, norms, routers, the draft, the loop. As all ranks see the same bits they take
-   the same decisions, and nothing else is sent.
+4. The rest is on every rank: embedding, norms, routers, the draft, the loop. All ranks see the same bits and take the
+   same decisions, so nothing else is sent. None may go by a clock: a tree is chosen by the text, or not at all.
 5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `join` checks that all agree.
 
 Trade-off: scores are gathered (4 V bytes a node) instead of each rank's best token: top-p, the residual rule and heads
-that draft with the target's LM head need all of them, and no other file knows that there are ranks.
-Not here: the choice among trees by the clock (--tree auto), --results, --interactive, serving; several machines and
-CUDA, which follow the same path, were not run.
+that draft with the target's LM head need all of them, and no other file has to know that there are ranks.
+Not here: serving; a split draft. CUDA and several machines follow the same path and were not run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,12 +51,6 @@ TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow 
 PATIENCE_S = 3  # for rank 0 to fail of the same
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")  # layers whose outputs are split
 COLUMNS = ("o_proj", "down_proj", "w2")  # whose inputs are
-BY_CLOCK = "the clocks of the ranks differ, and it goes by them: use --tree dynamic, the default with torchrun"
-REFUSED = {  # what does not go with torchrun: option -> its value, or None for any, and the remedy
-    "tree": ("auto", BY_CLOCK),
-    "results": (None, "only one process may read and write it: use --json"),
-    "interactive": (None, "the ranks share no keyboard: use --prompt_file with turns"),
-}
 
 
 # ------------------------------------------------------------------------------------------------- ranks
@@ -76,19 +69,19 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """Where torchrun has put this process. Raises: ValueError for an environment of which it has set a part only."""
+    """Where torchrun has put this process. Raises: ValueError where it has set a part of the environment only."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Place()
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name, "")
         if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
-            rule = f"WORLD_SIZE is set, and {name} is {value!r} in the environment"
+            rule = f"WORLD_SIZE is set in the environment, and {name} is {value!r}"
             raise ValueError(f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE")
     return Place(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def alone() -> None:
-    """Raises: ValueError where torchrun has started several of this program, which splits nothing; on rank 0 only."""
+    """Check that torchrun has not started several of a program that splits nothing. Raises: ValueError, on rank 0."""
     here = place()
     if here.rank:
         sys.exit(2)
@@ -120,7 +113,7 @@ def ranks(program: str) -> Iterator[None]:
         if isinstance(error, RankLost):
             print(f"{program}: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        if silent and status == 2:  # what `fail` has said last
+        if silent and status == 2:  # a user's mistake, which was said last
             print(said.getvalue().splitlines()[-1], file=sys.stderr)
         raise
     if dist.is_initialized():
@@ -128,7 +121,7 @@ def ranks(program: str) -> Iterator[None]:
 
 
 def _says_why(here: Place) -> bool:
-    """Whether this rank, which fails, is the one to say why: rank 0 if it fails soon too, else the first to come here."""
+    """Whether this rank, which fails, is to say why: rank 0 is where it fails soon too, else the first that asks."""
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
         if here.rank == 0:
@@ -153,21 +146,25 @@ def _with_the_others() -> Iterator[None]:
 def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
     """Meet the other ranks, if torchrun has started any.
 
-    Returns: the options of this rank: with its device, and files only for rank 0.
-    Raises: ValueError for what N ranks cannot do, or where they have different options, prompts or software.
+    Returns: the options of this rank: with its device, and files for rank 0 only.
+    Raises: ValueError for what ranks cannot do, or where they have different options, prompts or software.
     """
     here = place()
     if here.world == 1:
         return config
-    for name, (value, remedy) in REFUSED.items():
-        if getattr(config, name) if value is None else getattr(config, name) == value:
-            raise ValueError(f"--{name}{f' {value}' if value else ''} cannot go with torchrun: {remedy}")
+    for flag, given, reason in (
+        ("--tree auto", config.tree == "auto", "it goes by the ranks' clocks, which differ: use --tree dynamic"),
+        ("--results", config.results, "one process may read and write it: use --json"),
+        ("--interactive", config.interactive, "there is one keyboard: use --prompt_file with turns"),
+    ):
+        if given:
+            raise ValueError(f"{flag} cannot go with torchrun: {reason}")
     device = _device(config, here)
-    mine = asdict(config) | {"prompts": prompts, "torch": torch.__version__, "operators": has_cpu_operators()}
     if device != "cpu":
         torch.cuda.set_device(device)
-    mine["machine"] = platform.machine() if device == "cpu" else torch.cuda.get_device_name()
-    theirs: list[Any] = [None] * here.world
+    machine = platform.machine() if device == "cpu" else torch.cuda.get_device_name()
+    software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "device": machine}
+    mine, theirs = asdict(config) | {"prompts": prompts} | software, [{}] * here.world
     with _with_the_others():
         if not dist.is_initialized():
             dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
@@ -175,9 +172,8 @@ def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
     for rank, other in enumerate(theirs):
         for name in (name for name in mine if other[name] != theirs[0][name]):
             values = f"{reprlib.repr(theirs[0][name])} on rank 0 and {reprlib.repr(other[name])} on rank {rank}"
-            raise ValueError(f"all ranks need the same options; {name} is {values}: start them with one torchrun")
-    written = {} if here.rank == 0 else dict.fromkeys(("json", "trace", "profile"), "")
-    return replace(config, device=device, **written)
+            raise ValueError(f"all ranks need the same {name}; it is {values}: start them alike")
+    return replace(config, device=device, **(dict.fromkeys(("json", "trace", "profile"), "") if here.rank else {}))
 
 
 def _device(config: GenerateConfig, here: Place) -> str:
@@ -189,7 +185,7 @@ def _device(config: GenerateConfig, here: Place) -> str:
         raise ValueError(f"--device {name} is one GPU, and every rank needs its own; use --device cuda")
     count = torch.cuda.device_count()
     if here.local >= count:
-        rule = f"every rank needs a GPU of its own; rank {here.rank} finds {count}"
+        rule = f"every rank needs a GPU of its own, and rank {here.rank} finds {count}"
         raise ValueError(f"{rule}; use --nproc_per_node {count}, or --device cpu")
     return f"cuda:{here.local}"
 
@@ -198,19 +194,18 @@ def _device(config: GenerateConfig, here: Place) -> str:
 
 
 class Share(TensorSource):
-    """One rank's part of a checkpoint: the files of a smaller model. Of mapped files it reads views: no weight is ever
-    whole in memory."""
+    """One rank's part of a checkpoint: the files of a smaller model. Of mapped files it reads views, so that no weight
+    that is split is ever whole in memory."""
 
     def __init__(self, files: TensorSource, here: Place):
         """Raises: ValueError where the model cannot be split into so many parts."""
         config, self.path, self.note, self.here = read_config(files.path, files.config), files.path, files.note, here
         check_parts(config, here.world, files.path)
         self.kv_parts = min(here.world, config.n_kv_heads)
-        sizes = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
-        sizes |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
-        smaller = {name: size // here.world for name, size in sizes.items()}
-        smaller |= {"num_key_value_heads": config.n_kv_heads // self.kv_parts, "head_dim": config.head_dim}
-        self.config = files.config | smaller
+        split = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
+        split |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
+        self.config = files.config | {name: size // here.world for name, size in split.items()}
+        self.config |= {"num_key_value_heads": config.n_kv_heads // self.kv_parts, "head_dim": config.head_dim}
         self.readers = {name: partial(self._tensor, name, read) for name, read in files.readers.items()}
         self.quantized = {name: partial(self._codes, name, read) for name, read in files.quantized.items()}
 
@@ -222,7 +217,7 @@ class Share(TensorSource):
         return Codes(self._cut(name, codes), *(t if t is None else self._cut(scale_name(name), t) for t in scales))
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part: of codes, scales and biases too. A wrong shape stays wrong, which the loader says."""
+        """This rank's part, of codes, scales and biases too. A wrong shape stays wrong, which the loader says."""
         layer, parts, part = name.rpartition(".")[0].rpartition(".")[2], self.here.world, self.here.rank
         dim = int(layer in COLUMNS)
         if layer not in (*ROWS, *COLUMNS) or whole.dim() <= dim or whole.shape[dim] == 1:  # a bias, scales of outputs
@@ -237,26 +232,26 @@ class Share(TensorSource):
 
 
 def check_parts(config: ModelConfig, world: int, path: Path) -> None:
-    """Raises: ValueError where so many ranks cannot have equal parts of a model."""
-    inner = [config.expert_dim or config.ffn_dim] if config.n_experts else []
-    inner += [] if len(config.dense_layers) == 0 and config.n_experts else [config.ffn_dim]
+    """Check that so many ranks can have equal parts of a model. Raises: ValueError."""
+    inner = {config.expert_dim or config.ffn_dim} if config.n_experts else set()
+    inner |= {config.ffn_dim} if config.dense_layers or not config.n_experts else set()
 
     def fits(n: int) -> bool:
-        heads, kv_heads = config.n_heads, config.n_kv_heads
-        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0) and all(size % n == 0 for size in inner)
+        kv_heads = config.n_kv_heads
+        return not any(size % n for size in (config.n_heads, *inner)) and (kv_heads % n == 0 or n % kv_heads == 0)
 
     if not fits(world):
-        sizes = f"{config.n_heads} heads and {' and '.join(map(str, inner))} columns of the feed-forward"
-        rule = f"ranks must divide {sizes}, and divide or be a multiple of {config.n_kv_heads} KV heads"
-        able = [str(n) for n in range(2, 65) if fits(n)]
-        remedy = f"use --nproc_per_node {' or '.join(able[:4])}" if able else "start it without torchrun"
-        raise ValueError(f"{path}: the number of {rule}; it is {world}: {remedy}")
+        sizes = f"{config.n_heads} heads and {' and '.join(map(str, sorted(inner)))} columns of the feed-forward"
+        able = [str(n) for n in range(2, 65) if fits(n)][:4]
+        remedy = f"use --nproc_per_node {' or '.join(able)}" if able else "start it without torchrun"
+        rule = f"{sizes}, and divide {config.n_kv_heads} KV heads or be a multiple of them"
+        raise ValueError(f"{path}: the number of ranks must divide {rule}; it is {world}: {remedy}")
 
 
 def load_model(
     path: Path, dtype: torch.dtype | None, device: str, quant: Quantization | None, source: TensorSource | None
 ) -> Transformer:
-    """`hf.weights.load_model`, of this rank's share. Raises: ValueError for a share that cannot be."""
+    """`hf.weights.load_model`, of this rank's share where there are several. Raises: ValueError, as both do."""
     here = place()
     if here.world == 1:
         return hf.weights.load_model(path, dtype, device, quant, source)
@@ -265,7 +260,7 @@ def load_model(
     model = hf.weights.load_model(path, dtype, device, quant, Share(source or open_source(path), here))
     for block in model.layers:
         dense = not isinstance(block.ffn, MoEFeedForward)
-        for layer in (block.attention.wo, block.ffn.w2)[: 1 + dense]:
+        for layer in (block.attention.wo, *([block.ffn.w2] if dense else [])):
             layer.wide, layer.bias = device == "cpu", None if here.rank else layer.bias  # one rank adds the bias
         block.attention.wo = Summed(block.attention.wo)
         if dense:
@@ -276,9 +271,9 @@ def load_model(
 
 
 def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
-    """Leave this rank its rows of the target's LM head, which a drafter may use too.
+    """Leave this rank its rows of the target's LM head, which the drafter may use too, or have taken copies of.
 
-    It comes behind the drafter, which may take copies of rows. Writes: `lm_head` of both. Returns: the drafter.
+    Writes: `lm_head` of both. Returns: the drafter.
     """
     if world() > 1:
         whole, target.lm_head = target.lm_head, Gathered(target.lm_head)
@@ -290,18 +285,38 @@ def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
 
 # ------------------------------------------------------------------------------------------- collectives
 
-lib.define("gather_ranks(Tensor x) -> Tensor")
-lib.define("sum_ranks(Tensor x) -> Tensor")
+lib.define("gather_ranks(Tensor x) -> Tensor")  # [...] -> [N, ...], what every rank has, in their order
+lib.define("sum_ranks(Tensor x) -> Tensor")  # the sum of what they have, in x's dtype; the same bits on every rank
 
 
-def gather_ranks(x: Tensor) -> Tensor:
-    """What every rank has, in the order of ranks: [...] -> [N, ...]. It must have one shape on all of them."""
-    return torch.ops.gpt_eagle.gather_ranks(x)
+class Summed(nn.Module):
+    """A layer, or a mixture of experts, of which each rank has some inputs: its outputs are summed over the ranks."""
+
+    format = "split"  # which no call of all layers takes (ops/cpu/layers.py)
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+        y = self.part(x)
+        return torch.ops.gpt_eagle.sum_ranks(y) if y.is_cuda else torch.ops.gpt_eagle.gather_ranks(y.float())
+
+    partial = forward
 
 
-def sum_ranks(x: Tensor) -> Tensor:
-    """The sum of what the ranks have, [...], in x's dtype; the same bits on every rank."""
-    return torch.ops.gpt_eagle.sum_ranks(x)
+class Gathered(nn.Module):
+    """An LM head of which each rank has some rows, as many as the others: the last row is repeated to fill up."""
+
+    def __init__(self, whole: nn.Module):
+        super().__init__()
+        self.vocab, each = whole.out_features, -(-whole.out_features // dist.get_world_size())
+        first = dist.get_rank() * each
+        self.part = rows_of(whole, torch.arange(first, first + each).clamp(max=self.vocab - 1))
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
+        scores = torch.ops.gpt_eagle.gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
+        return scores[..., : self.vocab].contiguous()
 
 
 def _gather_ranks(x: Tensor) -> Tensor:
@@ -318,9 +333,9 @@ def _sum_ranks(x: Tensor) -> Tensor:
     return total
 
 
-for _device_type in ("CPU", "CUDA"):
-    lib.impl("gather_ranks", _gather_ranks, _device_type)
-    lib.impl("sum_ranks", _sum_ranks, _device_type)
+for _operator, _collective in (("gather_ranks", _gather_ranks), ("sum_ranks", _sum_ranks)):
+    for _device_type in ("CPU", "CUDA"):
+        lib.impl(_operator, _collective, _device_type)
 
 
 @torch.library.register_fake("gpt_eagle::gather_ranks", lib=lib)
@@ -331,34 +346,3 @@ def _(x):
 @torch.library.register_fake("gpt_eagle::sum_ranks", lib=lib)
 def _(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-class Summed(nn.Module):
-    """A layer, or a mixture of experts, of whose inputs each rank has a part: its outputs are summed over the ranks."""
-
-    format = "split"  # which no call of all layers takes (ops/cpu/layers.py)
-
-    def __init__(self, part: nn.Module):
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
-        y = self.part(x)
-        return sum_ranks(y) if y.is_cuda else gather_ranks(y.float())
-
-    partial = forward
-
-
-class Gathered(nn.Module):
-    """An LM head of which each rank has some rows, as many as the others: the last ones are repeated to fill up."""
-
-    def __init__(self, whole: nn.Module):
-        super().__init__()
-        self.vocab, each = whole.out_features, -(-whole.out_features // dist.get_world_size())
-        first = dist.get_rank() * each
-        ids = torch.arange(first, first + each).clamp(max=self.vocab - 1)
-        self.part = rows_of(whole, ids)
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
-        scores = gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
-        return scores[..., : self.vocab].contiguous()
