@@ -48,9 +48,10 @@ def case(options: dict[str, Any]) -> dict[str, Any]:
     }
     every: list[Any] = [None] * dist.get_world_size()
     held = {id(t): t.nbytes for t in (*engine.target.parameters(), *engine.target.buffers())}
-    dist.all_gather_object(every, (mine, sum(held.values()), [engine.config.json, engine.config.trace]))
+    dist.all_gather_object(every, (mine, sum(held.values())))
     agree = all(other[0] == mine for other in every)
-    return mine | {"agree": agree, "bytes": [other[1] for other in every], "files": [other[2] for other in every]}
+    told = {"agree": agree, "bytes": [other[1] for other in every], "compile_s": engine.compile_s}
+    return mine | told
 
 
 def run(rank: int, cases: dict[str, dict], out: Path) -> None:
