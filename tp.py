@@ -4,7 +4,8 @@
 
 1. A rank loads its `Share` of the files: the rows of q, k, v, gate and up and the columns of o and down that belong to
    its heads and to its part of the feed-forward, of every expert too. To model.py that is a smaller model, with a
-   smaller cache. Weights are cut first and rounded then; where there are fewer KV heads than ranks, some share one.
+   smaller cache. Weights are cut first and rounded then, in the groups of one device; where there are fewer KV heads
+   than ranks, some ranks have the same one.
 2. `Summed` adds what the ranks computed, once behind attention and once behind the feed-forward. On a CPU every rank
    gathers the partial sums in fp32, and the norm behind adds them in the order of the ranks, whatever the number of
    rows. On CUDA it is NCCL's all-reduce in the model's dtype, which a graph captures.
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf.weights
-from checkpoint import Codes, Quantization, TensorSource, one_line, scale_name
+from checkpoint import Codes, Quantization, TensorSource, fit_group, one_line, scale_name
 from drafters import Drafter
 from hf.config import open_source, read_config
 from hf.heads import rows_of
@@ -201,6 +202,7 @@ class Share(TensorSource):
         """Raises: ValueError where the model cannot be split into so many parts."""
         config, self.path, self.note, self.here = read_config(files.path, files.config), files.path, files.note, here
         check_parts(config, here.world, files.path)
+        self.whole = config
         self.kv_parts = min(here.world, config.n_kv_heads)
         split = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
         split |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
@@ -231,17 +233,22 @@ class Share(TensorSource):
         return whole.narrow(dim, part * size, size)
 
 
+def inner_sizes(config: ModelConfig) -> list[int]:
+    """The widths of a model's feed-forwards: of an expert, of a dense one, or both."""
+    dense = config.dense_layers or not config.n_experts
+    return [config.expert_dim or config.ffn_dim] * (config.n_experts > 0) + [config.ffn_dim] * bool(dense)
+
+
 def check_parts(config: ModelConfig, world: int, path: Path) -> None:
     """Check that so many ranks can have equal parts of a model. Raises: ValueError."""
-    inner = {config.expert_dim or config.ffn_dim} if config.n_experts else set()
-    inner |= {config.ffn_dim} if config.dense_layers or not config.n_experts else set()
+    inner = inner_sizes(config)
 
     def fits(n: int) -> bool:
         kv_heads = config.n_kv_heads
         return not any(size % n for size in (config.n_heads, *inner)) and (kv_heads % n == 0 or n % kv_heads == 0)
 
     if not fits(world):
-        sizes = f"{config.n_heads} heads and {' and '.join(map(str, sorted(inner)))} columns of the feed-forward"
+        sizes = f"{config.n_heads} heads and {' and '.join(map(str, inner))} columns of the feed-forward"
         able = [str(n) for n in range(2, 65) if fits(n)][:4]
         remedy = f"use --nproc_per_node {' or '.join(able)}" if able else "start it without torchrun"
         rule = f"{sizes}, and divide {config.n_kv_heads} KV heads or be a multiple of them"
@@ -257,7 +264,12 @@ def load_model(
         return hf.weights.load_model(path, dtype, device, quant, source)
     if not dist.is_initialized():
         alone()
-    model = hf.weights.load_model(path, dtype, device, quant, Share(source or open_source(path), here))
+    share = Share(source or open_source(path), here)
+    if quant is not None:  # the groups of one device, which a share's inputs may be too few for
+        whole = share.whole
+        sizes = (whole.dim, whole.n_heads * whole.head_dim, *inner_sizes(whole))
+        quant = fit_group(quant, {f"a layer with {size} inputs": size for size in sizes})
+    model = hf.weights.load_model(path, dtype, device, quant, share)
     for block in model.layers:
         dense = not isinstance(block.ffn, MoEFeedForward)
         for layer in (block.attention.wo, *([block.ffn.w2] if dense else [])):

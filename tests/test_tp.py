@@ -95,12 +95,12 @@ def check_equal(options: dict, found: dict) -> float:
 
 
 def check_close(options: dict, found: dict, most: float, engine: Engine | None = None) -> float:
-    """Features and scores of the ranks, the same on all of them, against one device's. most: of the largest one"""
+    """Features and scores of the ranks, the same on all of them, against one device's. most: of their norm"""
     assert found["agree"], "every rank has the same tokens, accepted lengths, features and scores, bit for bit"
     kept = ("checkpoint", "dtype", "quant", "group_size", "context")
     alone = {k: v for k, v in options.items() if k in kept} | {"draft": "none", "device": "cpu"}
     want = features(engine or generate.load(**alone), options["prompts"][0])
-    far = float((torch.tensor(found["features"]) - want).abs().max() / want.abs().max())
+    far = float((torch.tensor(found["features"]) - want).norm() / want.norm())  # a router's near tie may move a row
     assert far <= most, far
     return far
 
@@ -124,7 +124,7 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
         },
         4: {
             "mixtral": options_of("mixtral", "eagle", dtype="float32", temperature=1.0, batch_size=2),
-            "large groups": options_of(mixture, "none", quant="int4", group_size=128),
+            "large groups": options_of(mixture, "none", quant="int4"),
             "auto": options_of("llama", "eagle", tree="auto"),
             "results": options_of("llama", "none", results="results.jsonl"),
             "interactive": options_of("llama", "none", interactive=True),
@@ -185,7 +185,7 @@ def test_a_rank_holds_its_share(quick, world, name):
 
 def test_what_ranks_refuse(quick):
     found = {name: case["error"] for name, case in quick.found[4].items() if "error" in case}
-    rule = "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 32"
+    rule = "int4 group size 64 does not divide in_features 32 of layers.0.attention.wo.weight; use --group_size 32"
     assert found == {
         "large groups": rule,
         "auto": "--tree auto cannot go with torchrun: it goes by the ranks' clocks, which differ: use --tree dynamic",
@@ -358,14 +358,15 @@ def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
         for draft in ("none", "ngram", *(["eagle"] if model == "demo" else [])):
             name = f"{Path(model).name} {temperature:g} {draft}"
             halves = {"dtype": "bfloat16", "quant": form, "temperature": temperature}
+            halves |= {"group_size": 32} if form == "int4" else {}
             cases[name] = options_of(model, draft, batch_size=2, max_new_tokens=32, **halves)
     found = run_ranks({world: cases}, tmp_path, 900)[world]
     for name, options in cases.items():
         vanilla = f"{name.rpartition(' ')[0]} none"
         assert found[name]["tokens"] == found[vanilla]["tokens"], name
-        far = check_close(options, found[name], 0.15)
+        far = check_close(options, found[name], 0.1)
         tau = sum(found[name]["accepted"]) / len(found[name]["accepted"]) + 1
-        print(f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of the largest from one device's")
+        print(f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of their norm from one device's")
 
 
 @pytest.mark.slow  # every rank compiles a cycle for a minute
