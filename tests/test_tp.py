@@ -411,7 +411,7 @@ def test_torchrun(tmp_path):
     assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == document["stats"]["cycles"]
     for flags, rule in (
         (["--nope"], "unrecognized arguments: --nope"),
-        (["--checkpoint", "nowhere"], "no such directory"),
+        (["--eagle", "nowhere"], "nowhere"),
     ):
         done = torchrun(*CLI, *flags)
         assert done.returncode == 1 and len(ours(done)) == 1 and rule in ours(done)[0], done.stderr
