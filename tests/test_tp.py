@@ -151,7 +151,7 @@ def quick(tmp_path_factory) -> Quick:
 def test_ranks_decode_what_one_device_does(quick, world, name):
     """With KV heads for each, with every bias, and with experts, two KV heads for four ranks, and rows that are sampled."""
     tau = check_equal(quick.cases[world][name], quick.found[world][name])
-    assert tau > 1.5 or name == "biases"
+    assert tau > 1.2 or name == "biases"
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
