@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 import eagle_draft
+import tp
 from checkpoint import Quantization, saved_quantization
 from decode import PREFILL_WIDTHS, Engine, Session, rows_memory, with_cycles
 from drafters import Drafter, RootOnly
@@ -34,7 +35,7 @@ from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
-from hf.weights import int4_group, load_model
+from hf.weights import int4_group
 from model import DTYPES, Transformer
 from options import (
     Conversation,
@@ -47,7 +48,7 @@ from options import (
     read_prompts,
     write_text,
 )  # fmt: skip
-from runtime import WARM_UPS, ends_at_once, say_what_compiles, store, take_over, time_presets, why_not_compiled
+from runtime import WARM_UPS, ends_at_once, say_what_compiles, store, take_over, time_presets, use, why_not_compiled
 from stats import Stats, environment, stats_line, summary
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
@@ -96,10 +97,7 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     config.check()
     began = time.perf_counter()
     config = replace(config, device=pick_device(config.device))
-    if config.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(config.device).index or 0)
-        products = torch.backends.cuda.matmul  # whose partial sums stay in fp32
-        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+    use(config.device)
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
@@ -114,7 +112,7 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     if context > target.config.max_context:
         raise ValueError(f"--context {context} is beyond the model's {target.config.max_context} positions; lower it")
     config = resolve_draft(config, path)
-    drafter = make_drafter(target, config)  # a draft in int4 has the group size asked for, or chooses its own
+    drafter = tp.split_lm_head(target, make_drafter(target, config))  # in int4 with the group asked for, or its own
     if config.quant == "int4":
         config = replace(config, group_size=int4_group(target))
     engine = Engine(
@@ -144,7 +142,7 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
 
         source = target_source(config)
     quant = Quantization.of(config.quant, config.group_size)
-    return load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
+    return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
 def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
@@ -167,7 +165,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
                 added = head_extras(target, config)
             drafter = eagle_draft.load_drafter(target, config, **added)
-    if config.tree_shape == "auto":
+    if config.tree_shape == "auto" and tp.world() == 1:
         from extras.autosize import with_smaller_trees
 
         drafter = with_smaller_trees(drafter)
@@ -212,7 +210,7 @@ def _compile_apart(engine: Engine) -> None:
 
 def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
     """The engine with what chooses among its trees. seconds: to time them for, at most, if once takes less."""
-    if not engine.drafter.timed:
+    if not engine.drafter.timed or tp.world() > 1:
         return engine
     from extras.autosize import timed
 
@@ -450,7 +448,8 @@ def main(argv: list[str] | None = None, wait: bool = True) -> None:
     with one_line_errors("generate.py"):
         config.check()
         prompts = [] if config.interactive else read_prompts(config)
-        engine = load(config, wait or bool(config.compare or config.json or config.trace or config.profile))
+        measured = bool(config.compare or config.json or config.trace or config.profile)
+        engine = load(tp.join(config, prompts), wait or measured)
         if not config.interactive:
             return run(engine, prompts)
         from extras.chat import chat
@@ -459,5 +458,5 @@ def main(argv: list[str] | None = None, wait: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    with ends_at_once():
+    with ends_at_once(), tp.ranks("generate.py"):
         main(wait=False)

@@ -45,6 +45,14 @@ OPTIONS = {
 }
 
 
+def use(device: str) -> None:
+    """Make a CUDA device the current one, whose bf16 products add partial sums in fp32."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device).index or 0)
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+
+
 class Replay:
     """A step over fixed buffers: captured as a CUDA graph once it is warm, elsewhere run as it is."""
 

@@ -1,7 +1,7 @@
 """Everything that awaits a GPU, in one command on a bare machine: the most telling first, in nine minutes.
 
     python scripts/gpu_check.py                                   # environment, smoke, int4, bf16, kernels
-    python scripts/gpu_check.py --only tests,formats,models,demo  # the rest, as far as --minutes go; or one at a time
+    python scripts/gpu_check.py --only tests,formats,models,demo,tp  # the rest, as far as --minutes go; or one of them
     python scripts/gpu_check.py --dry_run                         # on a CPU: says what would run, and runs it small
 
 environment  What is installed, one Triton kernel, one compiled step, one capture, the time from one kernel to the
@@ -14,6 +14,7 @@ tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernel_bench.py.
 models       Every tree and auto with 1,000 replays of each, 8B, random twins, int8, Mixtral where its demo is.
 demo         The bundled demo, with every tree, format and lookup.
+tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collectives; left out where there is one.
 
 Each step is a process with a time limit of its own, which grows by what earlier ones left over; one that fails, hangs
 or comes too late is named, the next one starts, and the exit status is 1 in the end. All that is measured goes into the
@@ -57,6 +58,7 @@ class Step(NamedTuple):
     share_s: float  # of the time; as long again where earlier steps left it
     on_cpu: str | None = None  # flags that --dry_run adds; None: it says nothing without a GPU
     needs: str = ""  # a program or a folder of the project without which the step is left out
+    gpus: int = 1  # it is left out where there are fewer
 
 
 def probe(name: str, share_s: float, on_cpu: str | None = None) -> Step:
@@ -95,6 +97,9 @@ CPU, SMALL = "--device cpu", "--device cpu --inflate '' --limit 1 --max_new_toke
 TREE = "--inflate llama2-7b --tree 6/8/32 --profile"
 MIXTRAL = "--inflate mixtral-8x7b --quant int4 --checkpoint checkpoints/demo-moe"
 LOOKUP = "python generate.py --checkpoint checkpoints/demo --device cuda --dtype bfloat16 --compile --compare --draft"
+RANKS = (
+    "python -m torch.distributed.run --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --compile --compare"
+)
 EAGLE3 = "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda --dtype bfloat16"
 EAGLE3 += " --eagle tests/golden/models/head_eagle3"
 FIRST = {  # their shares sum up to less than nine minutes, so that none can take another's time
@@ -131,6 +136,13 @@ REST = {
         Step("eagle-3", f"{EAGLE3} --compile --compare --prompt_ids 5,17,3,40 --ignore_eos", 60),
         Step("ngram", f"{LOOKUP} ngram", 40),
         Step("eagle+ngram", f"{LOOKUP} eagle+ngram", 60),
+    ),
+    "tp": tuple(
+        Step(name, f"{RANKS} --device cuda {flags}", 90, gpus=2)
+        for name, flags in (
+            ("fp32", "--dtype float32"), ("int8", "--dtype bfloat16 --quant int8 --temperature 1"),
+            ("7b-bf16", "--inflate llama2-7b --quant_draft int4"), ("7b-int4", "--inflate llama2-7b --quant int4"),
+        )
     ),
 }  # fmt: skip
 PARTS = FIRST | REST
@@ -289,7 +301,10 @@ class Check:
         """Why a step cannot run here, or ""."""
         if step.needs and not shutil.which(step.needs) and not (_path.ROOT / step.needs).exists():
             return f"left out: there is no {step.needs}"
-        return "left out: it needs a GPU" if self.config.dry_run and step.on_cpu is None else ""
+        if self.config.dry_run:
+            return "left out: it needs a GPU" if step.on_cpu is None else ""
+        count = torch.cuda.device_count()
+        return f"left out: it needs {step.gpus} GPUs, and there are {count}" if step.gpus > count else ""
 
     def say(self, text: str) -> None:
         """Print a piece of the summary, and write all of it. Writes: summary.txt."""

@@ -3,6 +3,7 @@
     python scripts/gpu_model.py                                          # 7B on an H100, and how far the aims are
     python scripts/gpu_model.py --shape llama3-8b --gpu a100 --formats int4 --trees "vanilla,dynamic 6/8/32"
     python scripts/gpu_model.py --formats int4 --trees "dynamic 6/8/32" --kernels      # every launch of the cycle
+    python scripts/gpu_model.py --shape llama2-70b --gpu a100 --tp 4                   # split as tp.py does it
 
 1. `cycle` lists the launches: kernel, time, how often. Each also costs the boundary between two dependent launches.
    The `DESIGNS` are cumulative; `CODE` is the one that the code follows.
@@ -12,7 +13,7 @@
    {"constants": {"boundary_us": 1.1, "bandwidth_tb_s": 4.2}, "kernels_us": {"w13 int4 32": 21.5, "norm": 2.4}}
 
 Expect errors of 15 % (bf16) and 25 % (int4). The last design launches what scripts/cuda_offline.py counts, to 2 %.
-Batch 1, int4 in groups of 128, a head of one layer. Not here: mixtures of experts, several GPUs, prefill.
+Batch 1, int4 in groups of 128, a head of one layer. Not here: mixtures of experts, prefill.
 """
 
 from __future__ import annotations
@@ -93,6 +94,19 @@ class Case:
     tree: Tree
     slots: int  # of the prefix
     design: Design
+    ranks: int = 1  # GPUs that share the target
+
+    @property
+    def share(self) -> Case:
+        """The case of what a rank has of the target."""
+        s, n = self.shape, self.ranks
+        heads = {"n_heads": s.n_heads // n, "n_kv_heads": max(s.n_kv_heads // n, 1)}
+        return replace(self, shape=replace(s, **heads, ffn_dim=s.ffn_dim // n, vocab_size=-(-s.vocab_size // n)))
+
+    @property
+    def drafts_with(self) -> Case:
+        """The case of the LM head that drafts: the target's, or a whole one in another format."""
+        return self.share if len(set(FORMATS[self.form])) == 1 else replace(self, ranks=1)
 
     @property
     def pdl(self) -> bool:
@@ -121,6 +135,7 @@ def product(case: Case, name: str, form: str, rows: int, count: int) -> list[Ker
         us = max(2 * N * K / c.vendor_tb_s, 2 * N * K * rows / c.tensor_tflops) / 1e6
         return [Kernel(label, us + c.vendor_ramp_us, count)]
     kind = {"w13": "gated", "wo": "partial", "w2": "partial", "fc": "partial"}.get(name) if case.design.fused else None
+    kind = None if case.ranks > 1 and kind == "partial" else kind  # NCCL takes one sum
     us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, kind or "narrow")
     sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
     summed = [Kernel(f"sum {label}", sum_us, count, ours=True)] * (splits > 1 and kind != "partial")
@@ -140,11 +155,25 @@ def attention(case: Case, rows: int, count: int) -> list[Kernel]:
     return [Kernel(f"attention {label}", us + sums_us, count), combine]
 
 
+def collective(case: Case, name: str, bytes: float, count: int) -> list[Kernel]:
+    """What the ranks do together. bytes: that a rank receives"""
+    c = case.gpu.constants
+    return [Kernel(name, c.collective_us + bytes / c.link_tb_s / 1e6, count)] * (case.ranks > 1)
+
+
+def lm_head(case: Case, form: str, rows: int, count: int) -> list[Kernel]:
+    """The LM head, of which a rank has some rows, and the scores of the others."""
+    received = 4 * rows * matrices(case.shape)["head"][0] * (case.ranks - 1)
+    return product(case, "head", form, rows, count) + collective(case, f"gather {padded(rows)}", received, count)
+
+
 def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> list[Kernel]:
     """The launches of a layer, or of the draft head's: with fc, and before `Design.fused` without its small kernels."""
     c, fused = case.gpu.constants, case.design.fused
     names = ("fc", "wqkv", "wo", "w13", "w2") if fc else ("wqkv", "wo", "w13", "w2")
     found = [k for name in names for k in product(case, name, form, rows, count)] + attention(case, rows, count)
+    received = 2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks  # there and back in a ring, 2 bytes each
+    found += collective(case, f"all-reduce {padded(rows)}", received, 2 * count)
     silu, add = (Kernel(name, c.small_us, count) for name in ("silu", "add"))
     if fused:
         norm = Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, ours=True)
@@ -158,7 +187,7 @@ def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> lis
 def verify(case: Case) -> list[Kernel]:
     """The target over the tree, the choice of its tokens, and what is accepted."""
     c, (form, _), rows = case.gpu.constants, FORMATS[case.form], case.tree.nodes
-    found = layer(case, rows, form, case.shape.n_layers) + product(case, "head", form, rows, 1)
+    found = layer(case.share, rows, form, case.shape.n_layers) + lm_head(case.share, form, rows, 1)
     small = 14 if case.design.fused else 27  # 16 of them eager: the last norm, clocks
     found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
     return found + [Kernel("accept", c.accept_us, 1)] * (case.tree.depth > 0)
@@ -167,7 +196,7 @@ def verify(case: Case) -> list[Kernel]:
 def draft(case: Case) -> list[Kernel]:
     """Grow the tree: the LM head for every level, the head's layer between them."""
     c, (_, depth, rows, _), (_, form), design = case.gpu.constants, case.tree, FORMATS[case.form], case.design
-    found = product(case, "head", form, rows, depth) + layer(case, rows, form, depth - 1, fc=True)
+    found = lm_head(case.drafts_with, form, rows, depth) + layer(replace(case, ranks=1), rows, form, depth - 1, fc=True)
     dynamic = rows > 1
     if design.level_kernel:
         tree = [Kernel("level", c.level_us, 2 * depth, ours=True), Kernel("small", c.small_us, 4 * depth + 3)]
@@ -186,7 +215,7 @@ def cycle(case: Case) -> dict[str, list[Kernel]]:
     parts = {"verify": verify(case), "draft": [], "extend": []}
     if case.tree.depth:
         parts["draft"] = draft(case)
-        extend = layer(case, case.tree.depth + 1, form, 1, fc=True)
+        extend = layer(replace(case, ranks=1), case.tree.depth + 1, form, 1, fc=True)
         parts["extend"] = [*extend, Kernel("small", c.small_us, 6 if fused else 8)]
     parts["rest"] = [Kernel("small", c.small_us, 7 if fused else 15)]
     saved = dict.fromkeys(matrices(case.shape), c.pdl_saves_us * case.pdl)  # products fetch weights before their turn
@@ -211,13 +240,21 @@ def tokens_per_s(case: Case, tau: float) -> float:
     return (tau if case.tree.depth else 1) / sum(times_ms(case).values()) * 1e3
 
 
+def weights_gb(case: Case) -> list[float]:
+    """What a rank reads of weights in a cycle: to verify, and to draft."""
+
+    def numbers(of: Case, *names: str) -> int:
+        return sum(N * K for name, (N, K) in matrices(of.shape).items() if name in names)
+
+    layer = ("wqkv", "wo", "w13", "w2")
+    verified = case.shape.n_layers * numbers(case.share, *layer) + numbers(case.share, "head")
+    drafted = case.tree.depth * (numbers(case, *layer, "fc") + numbers(case.drafts_with, "head"))
+    return [n * BYTES[form] / 1e9 for n, form in zip((verified, drafted), FORMATS[case.form], strict=True)]
+
+
 def weights_ms(case: Case) -> float:
     """What reading the cycle's weights alone would take at the bandwidth."""
-    sizes = {name: N * K for name, (N, K) in matrices(case.shape).items()}
-    one = sum(sizes.values()) - sizes["head"] - sizes["fc"]
-    numbers = (case.shape.n_layers * one + sizes["head"], case.tree.depth * sum(sizes.values()))
-    read = sum(n * BYTES[form] for n, form in zip(numbers, FORMATS[case.form], strict=True))
-    return read / case.gpu.constants.bandwidth_tb_s / 1e9
+    return sum(weights_gb(case)) / case.gpu.constants.bandwidth_tb_s
 
 
 # --------------------------------------------------------------------------------------------- tables
@@ -234,6 +271,7 @@ class ModelOptions:
     slots: int = option(512, "tokens in the cache")
     tau: float = option(4.65, "tokens per cycle of every tree (EAGLE-2, arXiv 2406.16858, for a 7B)")
     design: str = option(CODE, "of the first table and of --kernels; the second table has all", tuple(DESIGNS))
+    tp: int = option(1, "GPUs that share the target, as tp.py splits it", least=1)
     measured: str = option("", "JSON file of measured constants and kernels, which replace the estimates")
     kernels: bool = option(False, "also list the launches of every cycle")
 
@@ -266,10 +304,13 @@ def cases(config: ModelOptions) -> list[Case]:
     shape = read_config(Path(config.shape)) if Path(config.shape).is_dir() else Shape.parse(config.shape)
     if shape.n_experts:
         raise ValueError(f"--shape: {config.shape} is a mixture of experts, which the model cannot do; use a dense one")
+    if any(size % config.tp for size in (shape.n_heads, shape.ffn_dim)):
+        rule = f"--tp must divide {shape.n_heads} heads and {shape.ffn_dim} columns of the feed-forward"
+        raise ValueError(f"{rule}; it is {config.tp}")
     (device, constants), measured = GPUS[config.gpu], {}
     if config.measured:
         constants, measured = read_measured(config.measured, constants)
-    rest = config.slots, DESIGNS[config.design]
+    rest = config.slots, DESIGNS[config.design], config.tp
     return [Case(shape, Gpu(device, constants), measured, form, tree, *rest) for form in forms for tree in trees]
 
 
@@ -289,6 +330,23 @@ def print_tables(config: ModelOptions, found: list[Case]) -> None:
         print(f"| {case.form} {case.tree.name} | {' | '.join(f'{v:.0f}' for v in speeds.values())} | {far} |")
 
 
+def print_ranks(found: list[Case]) -> None:
+    """What a rank reads in a cycle, and what the ranks send each other."""
+    print(
+        "\n| a rank | weights to verify, GB | to draft | keys and values, MB | together | of that received, MB | ms |"
+    )
+    print("|" + "---|" * 7)
+    for case in found:
+        shape, c = case.share.shape, case.gpu.constants
+        cache_mb = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * case.slots / 1e6  # k and v, 2 bytes each
+        kernels = [k for part in cycle(case).values() for k in part if k.name.startswith(("all-reduce", "gather"))]
+        count = sum(k.count for k in kernels)
+        received_mb = sum(k.count * (k.us - c.collective_us) for k in kernels) * c.link_tb_s
+        ms = sum(k.count * (k.us + c.boundary_us) for k in kernels) / 1e3
+        sizes = " | ".join(f"{gb:.2f}" for gb in weights_gb(case))
+        print(f"| {case.form} {case.tree.name} | {sizes} | {cache_mb:.0f} | {count} | {received_mb:.0f} | {ms:.2f} |")
+
+
 def print_kernels(case: Case) -> None:
     """Every launch, by the names that `--measured` takes."""
     print(f"\n| {case.form} {case.tree.name} | kernel | launches | us each |\n|---|---|---|---|")
@@ -299,10 +357,13 @@ def print_kernels(case: Case) -> None:
 def run(config: ModelOptions) -> None:
     """Print what was asked for."""
     found = cases(config)
-    print(f"A model's times, nothing measured here: {config.shape}, {config.gpu}, {config.slots} slots, batch 1, "
+    gpus = f"{config.tp} x {config.gpu}" if config.tp > 1 else config.gpu
+    print(f"A model's times, nothing measured here: {config.shape}, {gpus}, {config.slots} slots, batch 1, "
           f"constants {config.measured or 'estimated'}; design `{config.design}`; {config.tau:g} tokens a cycle "
           "(vanilla: 1).\n")  # fmt: skip
     print_tables(config, found)
+    if config.tp > 1:
+        print_ranks(found)
     for case in found if config.kernels else []:
         print_kernels(case)
     unused = set(found[0].measured) - {k.name for case in found for part in cycle(case).values() for k in part}

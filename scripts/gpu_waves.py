@@ -62,6 +62,8 @@ class Constants:
     rerank_us: float = 60.0  # choosing the nodes to verify, several launches
     level_rerank_us: float = 12.0  # the same by counting, in one
     replay_us: float = 8.0  # from one graph's end to the next one's start
+    collective_us: float = 12.0  # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
+    link_tb_s: float = 0.2  # of NVLink, each way, in a ring: two thirds of an A100's 0.3 (data sheet)
 
 
 class Gpu(NamedTuple):

@@ -44,6 +44,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import _path  # noqa: F401  (finds the project)
+import tp
 from decode import Engine
 from generate import load
 from hf.chat import chat_template, template_text
@@ -489,6 +490,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(ServeConfig, "serve.py", "Serve a model to OpenAI clients.", argv)
     with one_line_errors("serve.py"):
         config.check()
+        tp.alone()
         with listen(config) as found:  # before the model is loaded
             server = Server(load_engine(config), config)
             host, port = found.getsockname()[:2]

@@ -6,7 +6,11 @@ pytest -m gpu -n 8 --maxprocesses 8 tests/test_gpu.py
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +41,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
 ]
+ROOT = Path(__file__).parents[1]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
 LIMIT_S = 180  # of a test, among several processes; the longest compile a dozen kernels or three steps
@@ -665,3 +670,18 @@ def test_four_rows_that_come_and_go(compiled, temperature):
             said[rows[row]] += new
     assert 0 < len(said[1]) < 40 and said[1] == want[1][: len(said[1])]
     assert said[0] == want[0] and said[2:] == want[2:]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("compile", [[], ["--compile"]], ids=["eager", "captured"])
+def test_two_gpus_decode_what_one_does(tmp_path, compile):
+    """The demo in fp32, sampled, with NCCL's collectives in the graphs."""
+    runs = []
+    for number, start in enumerate(([], ["-m", "torch.distributed.run", "--nproc_per_node", "2"])):
+        options = ["--device", "cuda", "--dtype", "float32", "--temperature", "1", "--tree", "dynamic", *compile]
+        out = tmp_path / f"{number}.json"
+        command = [sys.executable, *start, "generate.py", "--checkpoint", DEMO, "--json", str(out), *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0 and "not captured" not in done.stderr, done.stderr
+        runs.append(json.loads(out.read_text())["tokens"])
+    assert runs[0] == runs[1]

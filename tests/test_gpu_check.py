@@ -234,6 +234,13 @@ def test_a_hang_takes_no_time_that_is_another_s(monkeypatch, tmp_path):
     assert run.limit_s(steps[0]._replace(share_s=300), [steps[0]]) == 140
 
 
+@pytest.mark.parametrize("count,reason", [(1, "left out: it needs 2 GPUs, and there are 1"), (2, "")])
+def test_ranks_need_gpus(monkeypatch, tmp_path, count, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    run = gpu_check.Check(gpu_check.CheckConfig(out=str(tmp_path)), ["tp"])
+    assert {run._left_out(each) for each in gpu_check.PARTS["tp"]} == {reason}
+
+
 def test_what_comes_too_late_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check, "PARTS", {"one": (step("late", "1/0"),)})
     status, (row,) = checked(tmp_path, "one", minutes=0.05)
@@ -261,9 +268,11 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
     assert all(shlex.join(command) in said for command in commands)
     for command in commands + ran:
         program, *flags = command[command.index(sys.executable) + 1 :]
-        if program == "-m":
-            assert flags[0] == "pytest"
+        if program == "-m" and flags[0] == "pytest":
             continue
+        if program == "-m":
+            assert flags[:3] == ["torch.distributed.run", "--nproc_per_node", "2"]
+            program, *flags = flags[3:]
         config = options.parse(CONFIGS[Path(program).name], program, "", flags)
         if hasattr(config, "check"):
             config.check()

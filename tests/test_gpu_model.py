@@ -105,6 +105,27 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     assert capsys.readouterr().out.endswith("|  |\n")  # no aim for another shape
 
 
+def test_ranks_share_the_target_and_each_has_the_head(capsys):
+    """Two all-reduces a layer, and a gather for every pass of the LM head, but not for a copy in another format."""
+    whole, split, copy = (
+        one(form, "dynamic 6/8/32", shape="llama2-70b", gpu="a100", tp=n)
+        for form, n in (("bf16", 1), ("bf16", 4), ("bf16+int4", 4))
+    )
+    verified, drafted = gpu_model.weights_gb(whole)
+    assert gpu_model.weights_gb(split)[0] == pytest.approx(verified / 4)
+    assert drafted / 4 < gpu_model.weights_gb(split)[1] < drafted
+    together = [{p: sum(k.count for k in ks if k.name.startswith(("all-reduce", "gather"))) for p, ks in cycle(c).items()}
+                for c in (whole, split, copy)]  # fmt: skip
+    assert [each["verify"] for each in together] == [0, 161, 161]
+    assert [each["draft"] for each in together] == [0, 6, 0]
+    (reduce,) = (k for k in cycle(split)["verify"] if k.name == "all-reduce 32")
+    assert reduce.us == pytest.approx(12 + 32 * 8192 * 2 * 2 * 3 / 4 / 0.2e6)
+    assert times_ms(split)["verify"] < times_ms(whole)["verify"] / 2
+    gpu_model.run(ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla"))
+    out = capsys.readouterr().out
+    assert "llama2-70b, 4 x a100, 512 slots" in out and "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | " in out
+
+
 @pytest.mark.parametrize("argv,says", [
     (["--gpu", "h1000"], "invalid choice: 'h1000'"),
     (["--formats", "int4,fp8"], "--formats: 'fp8' is no format; use bf16, bf16+int4, int8, int4"),
@@ -113,6 +134,7 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     (["--shape", "llama9-7b"], "llama9-7b is not a known shape; use one of"),
     (["--shape", "mixtral-8x7b"], "is a mixture of experts, which the model cannot do; use a dense one"),
     (["--tau", "0"], "--tau must be at least 1; it is 0.0"),
+    (["--tp", "3"], "--tp must divide 32 heads and 11008 columns of the feed-forward; it is 3"),
     (["--measured", "nowhere.json"], "--measured: there is no file nowhere.json"),
     (["--measured", {"constants": {"speed": 1}}], "speed is no constant of the model; they are bandwidth_tb_s"),
     (["--measured", {"kernel_us": {"norm": 2}}], 'must be {"constants": {..}, "kernels_us": {..}}'),

@@ -28,7 +28,7 @@ FLOORS = (
     ("options", "model"),
     ("drafters", "quantize"),
     ("hf",),
-    ("decode", "eagle_draft"),
+    ("decode", "eagle_draft", "tp"),
     ("extras",),
     ("generate",),
     ("scripts",),

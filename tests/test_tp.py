@@ -1,0 +1,452 @@
+"""Tensor parallelism: ranks on CPUs decode what one device decodes.
+
+fp32: the rule of test_lossless.py, against one device. Other formats round differently when they are split: ranks with
+a draft decode the same tokens as without, and their features and scores are close to one device's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import generate
+import tp
+from checkpoint import Codes, Quantization, scale_name
+from decode import Engine
+from helpers import GOLDEN
+from hf.config import config_from, open_source
+from hf.weights import export_weights, load_model, weight_names
+from model import Transformer
+from options import DEMO, GenerateConfig, one_line_errors
+from quantize import quantize_directory
+from test_lossless import assert_same
+from test_quantized_files import write_random_model as write_of_others
+from tp import Place, Share
+from tp_cases import features
+
+ROOT = Path(tp.__file__).parent
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+MODELS = {
+    "llama": {"checkpoint": str(GOLDEN / "models/target_llama_mha"), "eagle": str(GOLDEN / "models/head_eagle12_mha")},
+    "gqa": {"checkpoint": str(GOLDEN / "models/target_llama31_gqa8"), "eagle": str(GOLDEN / "models/head_eagle3")},
+    "mixtral": {
+        "checkpoint": str(GOLDEN / "models/target_mixtral"), "eagle": str(GOLDEN / "models/head_eagle12_mixtral")
+    },
+    "demo": {"checkpoint": DEMO, "eagle": f"{DEMO}-eagle"},
+}  # fmt: skip
+TINY = {  # every layer with a bias; two KV heads
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 97, "attention_bias": True,
+    "mlp_bias": True, "torch_dtype": "float32",
+}  # fmt: skip
+MIXTURE = TINY | {
+    "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+
+
+def write_tiny(path: Path, raw: dict) -> str:
+    """Returns: the directory of a model of random weights. Writes: it."""
+    torch.manual_seed(0)
+    config = config_from(raw, raw["architectures"][0])
+    model = Transformer(config)
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.15)
+    path.mkdir()
+    save_file(export_weights(model, weight_names(config), config, torch.float32), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(raw))
+    return str(path)
+
+
+def options_of(model: str, draft: str, **options) -> dict:
+    """Options of a case. draft: eagle, which is a dynamic tree, ngram or none"""
+    paths = MODELS.get(model, {"checkpoint": model})
+    base = {"draft": draft, "max_new_tokens": 12, "ignore_eos": True, "seed": 7, "context": 256, "prompts": PROMPTS}
+    head = {"eagle": paths["eagle"]} if draft == "eagle" else {}
+    return base | {"checkpoint": paths["checkpoint"]} | head | options
+
+
+def run_ranks(cases: dict[int, dict[str, dict]], folder: Path, limit_s: int = 120) -> dict[int, dict[str, dict]]:
+    """What tp_cases.py says of cases, by number of ranks and name."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, ROOT / "tests/tp_cases.py", folder / "cases.json", folder / "out.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    assert done.returncode == 0, done.stderr
+    return {int(world): found for world, found in json.loads((folder / "out.json").read_text()).items()}
+
+
+def check_equal(options: dict, found: dict) -> float:
+    """In fp32: ranks against one device without a draft. Returns: tau of the ranks."""
+    alone = {k: v for k, v in options.items() if k not in ("prompts", "eagle", "draft", "compile", "tree")}
+    engine = generate.load(**alone | {"draft": "none", "device": "cpu"})
+    want = generate.generate(engine, options["prompts"]).tokens
+    for row, (prompt, tokens) in enumerate(zip(options["prompts"], found["tokens"], strict=True)):
+        assert_same(engine, prompt, tokens, want[row], (row, 0))
+    check_close(options, found, 1e-5, engine)
+    return sum(found["accepted"]) / len(found["accepted"]) + 1
+
+
+def check_close(options: dict, found: dict, most: float, engine: Engine | None = None) -> float:
+    """Features and scores of the ranks, the same on all of them, against one device's. most: of their norm"""
+    assert found["agree"], "every rank has the same tokens, accepted lengths, features and scores, bit for bit"
+    kept = ("checkpoint", "dtype", "quant", "group_size", "context")
+    alone = {k: v for k, v in options.items() if k in kept} | {"draft": "none", "device": "cpu"}
+    want = features(engine or generate.load(**alone), options["prompts"][0])
+    far = float((torch.tensor(found["features"]) - want).norm() / want.norm())  # a router's near tie may move a row
+    assert far <= most, far
+    return far
+
+
+# ------------------------------------------------------------------------------------------- ranks, quickly
+
+
+def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
+    """What every run of the suite decodes. Writes: two models into the folder."""
+    tiny, mixture = write_tiny(folder / "tiny", TINY), write_tiny(folder / "mixture", MIXTURE)
+    int8 = {"dtype": "bfloat16", "quant": "int8", "prompts": PROMPTS[:1]}
+    int4 = {"quant": "int4", "prompts": PROMPTS[:1]}
+    return {
+        2: {
+            "llama": options_of("llama", "eagle", dtype="float32"),
+            "biases": options_of(tiny, "ngram", dtype="float32", prompts=PROMPTS[:1]),
+            "int8": options_of("llama", "eagle", **int8),
+            "int8 vanilla": options_of("llama", "none", **int8),
+            "int4": options_of(mixture, "model", draft_checkpoint=mixture, **int4),
+            "int4 vanilla": options_of(mixture, "none", **int4),
+        },
+        4: {
+            "mixtral": options_of("mixtral", "eagle", dtype="float32", temperature=1.0, batch_size=2),
+            "large groups": options_of(mixture, "none", quant="int4"),
+            "auto": options_of("llama", "eagle", tree="auto"),
+            "results": options_of("llama", "none", results="results.jsonl"),
+            "interactive": options_of("llama", "none", interactive=True),
+        },
+    }
+
+
+class Quick(NamedTuple):
+    """Cases, and what the ranks say of them."""
+
+    cases: dict[int, dict[str, dict]]
+    found: dict[int, dict[str, dict]]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Quick:
+    """One process, which forks 2 ranks and then 4."""
+    folder = tmp_path_factory.mktemp("ranks")
+    cases = quick_cases(folder)
+    return Quick(cases, run_ranks(cases, folder))
+
+
+@pytest.mark.parametrize("world,name", [(2, "llama"), (2, "biases"), (4, "mixtral")])
+def test_ranks_decode_what_one_device_does(quick, world, name):
+    """With KV heads for each, with every bias, and with experts, two KV heads for four ranks, and rows that are sampled."""
+    tau = check_equal(quick.cases[world][name], quick.found[world][name])
+    assert tau > 1.2 or name == "biases"
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantized_ranks_decode_the_same_with_a_draft(quick, form):
+    """And nearly what one device does."""
+    drafted, vanilla = quick.found[2][form], quick.found[2][f"{form} vanilla"]
+    assert drafted["tokens"] == vanilla["tokens"] and sum(drafted["accepted"]) > 0
+    for name in (form, f"{form} vanilla"):
+        assert check_close(quick.cases[2][name], quick.found[2][name], 0.1) > 0
+
+
+@pytest.mark.parametrize("world,name", [(2, "llama"), (2, "int4 vanilla"), (4, "mixtral")])
+def test_a_rank_holds_its_share(quick, world, name):
+    """Besides what all have: the embedding, norms and routers, and KV heads where they are fewer than ranks."""
+    alone = {k: v for k, v in quick.cases[world][name].items() if k not in ("prompts", "eagle")} | {"draft": "none"}
+    model = generate.load(**alone | {"device": "cpu"}).target
+    held = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
+    common = sum(
+        held[name] for name in held if any(part in name for part in ("embedding", "norm", "router", "rope_freq"))
+    )
+    heads = (
+        model.config.n_kv_heads
+        * 2
+        * model.config.head_dim
+        * sum(w.nbytes // w.shape[0] for name, w in model.named_parameters() if name.endswith("wqkv.weight"))
+    )
+    common += heads // 2 if world > model.config.n_kv_heads else 0  # here each is on every second rank
+    share = (sum(held.values()) - common) / world + common
+    assert max(quick.found[world][name]["bytes"]) < 1.1 * share < 0.9 * sum(held.values())
+
+
+def test_what_ranks_refuse(quick):
+    found = {name: case["error"] for name, case in quick.found[4].items() if "error" in case}
+    rule = "int4 group size 64 does not divide in_features 32 of layers.0.attention.wo.weight; use --group_size 32"
+    assert found == {
+        "large groups": rule,
+        "auto": "--tree auto cannot go with torchrun: it goes by the ranks' clocks, which differ: use --tree dynamic",
+        "results": "--results cannot go with torchrun: one process may read and write it: use --json",
+        "interactive": "--interactive cannot go with torchrun: there is one keyboard: use --prompt_file with turns",
+    }
+
+
+# ------------------------------------------------------------------------------------------------ shares
+
+
+def parts_of(path: str, world: int) -> list[Share]:
+    return [Share(open_source(Path(path)), Place(rank, world, rank)) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("form", ["float", "int8", "int4", "gptq"])
+def test_shares_make_the_whole(tmp_path, form, world):
+    """Rows below each other, columns side by side, biases and norms on every rank; scales go with their weights."""
+    if form == "gptq":
+        write_of_others(tmp_path / "m", form, 512, 512, 1, 64)
+        path = str(tmp_path / "m")
+    else:
+        path = write_tiny(tmp_path / "m", TINY)
+    if form in ("int8", "int4"):
+        quantize_directory(Path(path), tmp_path / "saved", Quantization(form, 32))
+        path = str(tmp_path / "saved")
+    whole, parts = open_source(Path(path)), parts_of(path, world)
+    assert parts[0].readers.keys() == whole.readers.keys() and parts[0].quantized.keys() == whole.quantized.keys()
+    tensors = {name: (whole.read(name), [part.read(name) for part in parts]) for name in whole.readers}
+    for name, read in whole.quantized.items():
+        columns = zip(Codes._fields, read(), zip(*(part.quantized[name]() for part in parts)))
+        ends = {"codes": "", "scale": scale_name(""), "zero": scale_name("")}
+        tensors |= {f"{name}{ends[kind]}": (all, each) for kind, all, each in columns if all is not None}
+    for name, (want, got) in tensors.items():
+        layer = name.split(".")[-2]
+        kept = layer not in (*tp.ROWS, *tp.COLUMNS) or layer in tp.COLUMNS and want.dim() == 1
+        if kept:
+            assert all(torch.equal(each, want) for each in got), name
+        else:
+            few = layer in ("k_proj", "v_proj") and world == 4  # two KV heads for four ranks
+            got = got[::2] if few else got
+            assert torch.equal(torch.cat(list(got), int(layer in tp.COLUMNS)), want), name
+    model = load_model(Path(path), source=parts[-1])
+    assert model.config.n_heads == whole.config["num_attention_heads"] // world
+
+
+def test_shares_are_views_of_the_files():
+    """No weight is whole in memory: what is read lies in the file, or in its map, until a part of it is copied."""
+    share = parts_of(DEMO, 4)[1]
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        whole, part = share.readers[name].args[1](), share.read(name)
+        assert part.numel() * 4 == whole.numel() and part.untyped_storage().nbytes() >= whole.nbytes
+
+
+@pytest.mark.parametrize("raw,world,rule", [
+    (TINY, 3, "must divide 4 heads and 256 columns of the feed-forward, and divide 2 KV heads or be a multiple of them; "
+     "it is 3: use --nproc_per_node 2 or 4"),
+    (TINY | {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "and divide 3 KV heads or be a multiple of them; it "
+     "is 2: start it without torchrun"),
+    (MIXTURE | {"intermediate_size": 90}, 4, "4 heads and 90 columns of the feed-forward, and"),
+])  # fmt: skip
+def test_ranks_that_do_not_divide(tmp_path, raw, world, rule):
+    with pytest.raises(ValueError) as error:
+        tp.check_parts(config_from(raw, raw["architectures"][0]), world, tmp_path)
+    assert rule in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_groups_that_ranks_do_not_divide(tmp_path):
+    path = write_tiny(tmp_path / "m", TINY | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 48})
+    quantize_directory(Path(path), tmp_path / "saved", Quantization("int4", 32))
+    with pytest.raises(ValueError, match=r"2 ranks must divide the 3 columns of .*o_proj.weight_scale") as error:
+        parts_of(str(tmp_path / "saved"), 2)[0].read("model.layers.0.self_attn.o_proj.weight_scale")
+    assert str(error.value).endswith("use fewer ranks, or the original checkpoint")
+
+
+# ------------------------------------------------------------------------------------------- the environment
+
+
+@pytest.fixture
+def rank_1(monkeypatch):
+    """This process is rank 1 of 2, and there is nobody else."""
+    for name, value in (
+        ("WORLD_SIZE", "2"),
+        ("RANK", "1"),
+        ("LOCAL_RANK", "1"),
+        ("MASTER_ADDR", "x"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+
+
+def test_an_environment_in_part(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as end, tp.ranks("generate.py"):
+        pytest.fail("it must not begin")
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "generate.py: WORLD_SIZE is set in the environment, and RANK is ''; start the ranks with torchrun"
+    )
+    with pytest.raises(ValueError, match="unset WORLD_SIZE"):
+        generate.load(checkpoint=DEMO, device="cpu")
+
+
+def test_other_programs_refuse_torchrun(rank_1, monkeypatch):
+    """Rank 0 says so, the others end without a word."""
+    with pytest.raises(SystemExit) as end:
+        generate.load(checkpoint=DEMO, device="cpu")
+    assert end.value.code == 2
+    monkeypatch.setenv("RANK", "0")
+    for refused in (lambda: generate.load(checkpoint=DEMO, device="cpu"), tp.alone):
+        with pytest.raises(ValueError, match="start this program without it"):
+            refused()
+
+
+def test_gpus(monkeypatch):
+    monkeypatch.setattr(tp, "pick_device", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert tp._device(GenerateConfig(device="cuda"), Place(1, 2, 1)) == "cuda:1"
+    with pytest.raises(ValueError, match="rank 2 finds 2; use --nproc_per_node 2, or --device cpu"):
+        tp._device(GenerateConfig(device="cuda"), Place(2, 3, 2))
+    with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and every rank needs its own; use --device cuda"):
+        tp._device(GenerateConfig(device="cuda:1"), Place(1, 2, 1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
+    """A mistake, whichever rank finds it first; what else a silent rank has printed is not shown."""
+    monkeypatch.setattr(tp, "_says_why", lambda here: first)
+    with pytest.raises(SystemExit) as end, tp.ranks("generate.py"):
+        print("a text")
+        print("note: a note", file=sys.stderr)
+        with one_line_errors("generate.py"):
+            raise ValueError("a mistake")
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", "generate.py: a mistake\n" if first else "")
+    with pytest.raises(SystemExit) as end, tp.ranks("generate.py"):
+        raise tp.RankLost("another rank has ended")
+    assert end.value.code == 1
+    assert capsys.readouterr() == ("", "generate.py: another rank has ended\n" if first else "")
+    with pytest.raises(KeyError if first else SystemExit), tp.ranks("generate.py"):
+        raise KeyError("a bug, whose traceback only one rank shows")
+
+
+# ------------------------------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow  # two minutes and more: 2 and 4 ranks share 2 cores, and wait for each other 100 times a second
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_model_in_fp32(tmp_path, world, temperature):
+    cases, batch = {}, {"batch_size": 2, "max_new_tokens": 32}
+    tiny = write_tiny(tmp_path / "tiny", TINY)
+    for model, draft in [*itertools.product(("llama", "gqa", "mixtral"), ("eagle", "ngram")), (tiny, "ngram")]:
+        name = f"{Path(model).name} {draft}"
+        cases[name] = options_of(model, draft, dtype="float32", temperature=temperature, **batch)
+    found = run_ranks({world: cases}, tmp_path, 900)[world]
+    for name, options in cases.items():
+        print(f"{world} ranks, T={temperature:g}, {name}: tau {check_equal(options, found[name]):.2f}")
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("form", ["none", "int8", "int4"])
+def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
+    """A bf16 demo, and a mixture; without any margin."""
+    mixture, cases = write_tiny(tmp_path / "mixture", MIXTURE), {}
+    for model, temperature in itertools.product(("demo", mixture), (0.0, 1.0)):
+        for draft in ("none", "ngram", *(["eagle"] if model == "demo" else [])):
+            name = f"{Path(model).name} {temperature:g} {draft}"
+            halves = {"dtype": "bfloat16", "quant": form, "temperature": temperature}
+            halves |= {"group_size": 32} if form == "int4" else {}
+            cases[name] = options_of(model, draft, batch_size=2, max_new_tokens=32, **halves)
+    found = run_ranks({world: cases}, tmp_path, 900)[world]
+    for name, options in cases.items():
+        vanilla = f"{name.rpartition(' ')[0]} none"
+        assert found[name]["tokens"] == found[vanilla]["tokens"], name
+        far = check_close(options, found[name], 0.1)
+        tau = sum(found[name]["accepted"]) / len(found[name]["accepted"]) + 1
+        print(f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of their norm from one device's")
+
+
+@pytest.mark.slow  # every rank compiles a cycle for a minute
+def test_compiled_ranks_decode_the_same(tmp_path):
+    """fp32 as one device; bf16 as eager ranks, bit for bit."""
+    cases = {
+        "llama": options_of("llama", "eagle", dtype="float32", tree="chain", compile=True),
+        "eager": options_of("demo", "eagle", tree="chain", quant="int8"),
+        "compiled": options_of("demo", "eagle", tree="chain", quant="int8", compile=True),
+    }
+    found = run_ranks({2: cases}, tmp_path, 1200)[2]
+    assert check_equal(cases["llama"], found["llama"]) > 1.5
+    assert found["llama"]["compile_s"] > 0 and found["compiled"]["compile_s"] > 0
+    assert found["compiled"]["tokens"] == found["eager"]["tokens"]
+    assert found["compiled"]["accepted"] == found["eager"]["accepted"]
+
+
+def torchrun(*argv: str, program: str = "generate.py", limit_s: int = 200) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", program, *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+
+
+def ours(done: subprocess.CompletedProcess) -> list[str]:
+    """What the ranks have said on standard error; torchrun's report follows."""
+    return [line for line in done.stderr.splitlines() if line.startswith(("generate.py:", "note:"))]
+
+
+CLI = ["--checkpoint", DEMO, "--device", "cpu", "--max_new_tokens", "24"]
+
+
+@pytest.mark.slow  # torchrun starts three processes that import torch, here 7 times
+def test_torchrun(tmp_path):
+    """Text, files and mistakes come once; a rank that is lost ends the others soon."""
+    argv = [*CLI, "--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.jsonl"), "--compare"]
+    done = torchrun(*argv)
+    assert done.returncode == 0, done.stderr
+    text, line = done.stdout.rstrip().rsplit("\n", 1)
+    alone = subprocess.run([sys.executable, "generate.py", *CLI], cwd=ROOT, capture_output=True, text=True)
+    assert text == alone.stdout.rstrip().rsplit("\n", 1)[0] and "100 % of sequences identical" in line
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert len(document["tokens"][0]) == 24 and document["config"]["tree"] == "dynamic"
+    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == document["stats"]["cycles"]
+    for flags, rule in (
+        (["--nope"], "unrecognized arguments: --nope"),
+        (["--eagle", "nowhere"], "nowhere"),
+    ):
+        done = torchrun(*CLI, *flags)
+        assert done.returncode == 1 and len(ours(done)) == 1 and rule in ours(done)[0], done.stderr
+        assert "exitcode  : 2" in done.stderr and not done.stdout
+
+
+RANK = """
+import os, runpy, signal, sys
+sys.path.insert(0, os.getcwd())
+sys.argv[0], how = "generate.py", sys.argv.pop(1)
+if how == "seed":
+    sys.argv += ["--seed", os.environ["RANK"]]
+if os.environ["RANK"] == "1" and how == "file":
+    sys.argv += ["--json", "/nowhere/out.json"]
+if os.environ["RANK"] == "1" and how in ("kill", "bug"):
+    import decode
+    def advance(*_):
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("a bug")
+    decode.advance = advance
+runpy.run_path("generate.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize("how,rule", [
+    ("seed", "all ranks need the same seed; it is 0 on rank 0 and 1 on rank 1: start them alike"),
+    ("file", "--json: cannot write /nowhere/out.json; there is no directory /nowhere"),
+    ("kill", "another rank has ended, or cannot be reached"),
+    ("bug", ""),
+])  # fmt: skip
+def test_one_rank_fails(tmp_path, how, rule):
+    (tmp_path / "rank.py").write_text(RANK)
+    done = torchrun(how, *CLI, program=str(tmp_path / "rank.py"))
+    assert done.returncode == 1 and not done.stdout, done
+    assert [rule in line for line in ours(done)] == ([True] if rule else []), done.stderr
+    assert ("KeyError: 'a bug'" in done.stderr) == (how == "bug")

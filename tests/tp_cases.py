@@ -1,0 +1,98 @@
+"""Ranks on CPUs that run many cases one after the other; test_tp.py starts this and compares what comes out.
+
+    python tests/tp_cases.py CASES.json OUT.json        # {"2": {"name": {options, "prompt": ids, "say": ...}}, "4": ...}
+
+The ranks are forked when everything is imported, which would take longer than the cases. What rank 0 has goes out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+
+import decode
+import extras.ngram_draft  # noqa: F401  (before the ranks are forked)
+import tp
+from generate import generate, load
+from options import GenerateConfig
+
+
+def features(engine: decode.Engine, prompt: list[int]) -> torch.Tensor:
+    """The target's residual stream behind its layers, normed, [T, F], and the logits of the last row, [V], in a row."""
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        out = engine.target(ids, torch.arange(len(prompt))[None])
+        return torch.cat((out.flatten(), engine.target.logits(out[:, -1]).flatten())).float()
+
+
+def case(options: dict[str, Any]) -> dict[str, Any]:
+    """Decode, and tell what rank 0 has, and whether all have the same."""
+    prompts = options.pop("prompts")
+    config = tp.join(GenerateConfig(**options, device="cpu"), prompts)
+    engine = load(config)
+    result = generate(engine, prompts)
+    mine = {
+        "tokens": result.tokens,
+        "accepted": result.stats["accept_lengths"],
+        "features": features(engine, prompts[0]).tolist(),
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    held = {id(t): t.nbytes for t in (*engine.target.parameters(), *engine.target.buffers())}
+    dist.all_gather_object(every, (mine, sum(held.values())))
+    agree = all(other[0] == mine for other in every)
+    told = {"agree": agree, "bytes": [other[1] for other in every], "compile_s": engine.compile_s}
+    return mine | told
+
+
+def run(rank: int, cases: dict[str, dict], out: Path) -> None:
+    found = {}
+    for name, options in cases.items():
+        try:
+            found[name] = case(dict(options))
+        except ValueError as error:  # every rank finds it
+            found[name] = {"error": str(error)}
+    if rank == 0:
+        out.write_text(json.dumps(found))
+
+
+def main(cases: dict[str, dict], out: Path) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for world, part in cases.items():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        children = []
+        for rank in range(int(world)):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                status = 1
+                try:
+                    run(rank, part, out)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(status)
+            children.append(child)
+        for child in children:
+            _, status = os.waitpid(child, 0)
+            if status:
+                sys.exit(f"a rank of {world} ended with {status}")
+        found[world] = json.loads(out.read_text())
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
