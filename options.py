@@ -123,7 +123,7 @@ class GenerateConfig:
         0,
         "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU without "
         "lookups 4",
-        needs=(DRAFT, TREE, GROWN), least=0,
+        needs=(DRAFT, TREE, GROWN), least=1,
     )  # fmt: skip
     tree_size: int = option(
         0,
@@ -221,7 +221,7 @@ class GenerateConfig:
         if self.tree_shape == "static":
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
         # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
-        # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+        # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md); lookups alone take 20 nodes
         cuda = (self.device or pick_device("")).startswith("cuda")
         topk, size = (10, 32 if cuda and self.quant == "int4" else 60) if cuda or LOOKUP.met(self) else (4, 16)
         topk, size = self.tree_topk or topk, self.tree_size or size

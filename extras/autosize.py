@@ -4,9 +4,10 @@
    timed before the first prompt, and are relative to the machine's pace, which all presets share.
 2. It also updates how often the drafter misses a token. A rule of thumb derives a prior for every tree size from that
    (`accepted_of`), so that what one preset shows counts for those that have not run for long.
-3. The preset of the highest rate runs. A probe of the next larger or smaller one, or of the smallest, takes its place
-   for a few cycles whenever a budget, a small share of the time, covers what the probe is expected to lose. The
-   smallest is what drafting must not be slower than, and what reads weights slows down otherwise than what computes.
+3. The preset of the highest rate runs; at the very first the smallest, which is what drafting must not be slower than.
+   A probe of the smallest, or of the next larger or smaller one, takes its place for a few cycles whenever a budget, a
+   small share of the time, covers what the probe is expected to lose. The smallest is bound by reading weights and
+   large trees by arithmetic, so a machine's drift changes their ratio.
 
 Trade-off: one choice for all rows of a batch, on the host. A choice costs time and never changes a token.
 Not here: the compiled cycles of the presets (decode.py).
@@ -106,9 +107,9 @@ class Autosizer:
         self.miss, self.miss_weight = MISS, MISS_WEIGHT
         self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
         self.ratios: Sequence[float] = ()  # to multiply the costs by
-        self.budget = HOLD * min(costs_s)  # s; the first decision is a probe of the smallest, which sets the pace
-        self.last, self.left = -1, 0  # preset observed last; cycles until the next decision
+        self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
         self._decide()
+        self.running = 0  # the smallest sets the pace
 
     def rescale(self, ratios: Sequence[float]) -> None:
         """Take it that each preset's cycles now take so many times as long. Another thread says so, `next` does it."""
@@ -137,11 +138,11 @@ class Autosizer:
         rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
         self.best = self.running = rates.index(max(rates))
         self.left = HOLD
-        others = {preset for preset in (0, self.best - 1, self.best + 1) if 0 <= preset < len(rates)} - {self.best}
-        probe = min(others, key=lambda preset: self.weights[preset], default=self.best)  # the one known least
+        near = sorted({0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)})
+        probe = min(near, key=lambda preset: self.weights[preset], default=self.best)  # the one known least
         loss = HOLD * self.costs[probe] * max(1 - rates[probe] / rates[self.best], LEAST_LOSS)
         if self.budget > loss:
-            self.running, self.budget = probe, self.budget - loss
+            self.running, self.budget = probe, 0.0
 
     def observe(self, preset: int, accepted: float, seconds: float) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""

@@ -28,6 +28,7 @@ from checkpoint import (
     whole,
 )  # fmt: skip
 from model import ModelConfig
+from ops.library import has_cpu_operators
 from options import GenerateConfig
 
 # architecture -> whether q, k and v have a bias, and whether o has one; None: as the key `attention_bias` says
@@ -341,15 +342,19 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
     raw = read_raw(path)
     saved = saved_quantization(raw)
     if saved is None:
-        # a head changes no output, and reading its weights is most of its time
-        dtype = config.dtype or raw.get("torch_dtype") or raw.get("dtype")
-        halves = bool(config.eagle) and "float32" not in str(dtype)
-        layer = raw.get("transformer_layer_config")  # speculators' layout of a head
-        sizes = [(layer if isinstance(layer, dict) else raw).get(key) for key in ("hidden_size", "intermediate_size")]
-        fits = all(isinstance(size, int) and size % 32 == 0 for size in sizes)
-        small = "int4" if config.device.startswith("cuda") else "int8"
-        own = small if config.quant == "none" and halves and fits else config.quant
-        return config.quant_draft or own
+        small = bool(config.eagle) and config.quant == "none"
+        return config.quant_draft or (_small_format(config, raw) if small else config.quant)
     if config.quant_draft not in ("", saved.format):
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant_draft")
     return saved.format
+
+
+def _small_format(config: GenerateConfig, raw: dict) -> str:
+    """The format of a head whose target is not quantized: it changes no output, and reading it is most of its time."""
+    if "float32" in str(config.dtype or raw.get("torch_dtype") or raw.get("dtype")):
+        return "none"
+    if not config.device.startswith("cuda"):
+        return "int8" if has_cpu_operators() else "none"  # which is slow in Python
+    layer = raw.get("transformer_layer_config")  # speculators' layout of a head
+    sizes = [(layer if isinstance(layer, dict) else raw).get(key) for key in ("hidden_size", "intermediate_size")]
+    return "int4" if all(isinstance(size, int) and size % 32 == 0 for size in sizes) else "none"

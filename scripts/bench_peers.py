@@ -2,7 +2,7 @@
 
     python scripts/bench_peers.py --compile --threads 4
     python scripts/bench_peers.py --checkpoint DIR --methods none,eagle:chain:tree_depth=5 --peers llama.cpp:q4_0
-    python scripts/bench_peers.py --compile --methods none,eagle --peers transformers --batch_sizes 1,2,3,4,8,16
+    python scripts/bench_peers.py --compile --methods none,eagle --peers transformers --limit 24 --batch_sizes 1,2,4,16
 
 How it works:
 1. Ours are methods as bench.py names them. Peers: `transformers` (`generate`), `transformers:lookup` (prompt lookup),
@@ -13,7 +13,8 @@ How it works:
 2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
 3. Speed: greedy, end-of-sequence ignored, all prompts, everybody in turn per prompt. The first token (prefill) is timed
    apart; a rate is taken over the tokens after it, and a ratio between neighbours in time. With --batch_sizes, groups
-   of so many prompts are decoded side by side (EAGLE-1, table 7), and a rate counts the tokens of all rows.
+   of so many prompts are decoded side by side (EAGLE-1, table 7), and a rate counts the tokens of all rows. A group
+   runs until its last row ends: rows that end earlier wait, which only drafting pays for.
 4. The cost of verifying: one pass over 1 to 64 new tokens behind the first prompt, logits of all of them, argmax.
 
 Quantized peers compute another function than the float one: their speed compares, their tokens need not agree.
@@ -81,7 +82,7 @@ class PeersConfig:
     tasks: str = option("demo", "names in data/eval, or JSONL files of id, task and turns; first turns are used")
     limit: int = option(5, "prompts per task", least=1)
     max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
-    rounds: int = option(1, "timed rounds over all prompts; with the prompts they must make 5 runs or more", least=1)
+    rounds: int = option(1, "timed rounds over all prompts, at least; more where they make fewer than 5 runs", least=1)
     batch_sizes: str = option("1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone")
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
     gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
@@ -357,9 +358,10 @@ def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, d
 
 
 def groups_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Groups of `size` prompts; the last one is filled up from the first prompt on."""
-    firsts = range(0, len(prompts), size)
-    return [[prompts[(first + i) % len(prompts)] for i in range(size)] for first in firsts]
+    """Groups of `size` prompts. Raises: ValueError where some would be left over."""
+    if len(prompts) % size:
+        raise ValueError(f"--batch_sizes must divide the {len(prompts)} prompts; {size} does not: change --limit")
+    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
 def measure_speed(contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int) -> dict[str, Any]:
@@ -459,10 +461,6 @@ def bench(config: PeersConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     texts = [turns[0] for rows in read_tasks(config).values() for turns in rows]
-    if len(texts) * config.rounds < LEAST_RUNS:
-        raise ValueError(
-            f"{len(texts)} prompts x --rounds {config.rounds} are fewer than {LEAST_RUNS} runs; raise --rounds"
-        )
     base = load(replace(method_config("none", Setting("none", 0.0, 1), config), compile=False))
     config = replace(config, dtype=base.config.dtype)
     prompts = [encode(base, [text], []) for text in texts]
@@ -472,6 +470,7 @@ def bench(config: PeersConfig) -> None:
     packages = [p for peer in config.peer_list for p in PACKAGES[peer.partition(":")[0]] if p != "gguf"]
     machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, 5)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)
+    groups = {size: groups_of(prompts, size) for size in config.sizes}
     with tempfile.TemporaryDirectory() as temporary:
         peers, loaded = make_peers(config, prompts, Path(config.gguf or temporary)), load_formats(config, base)
         result = {
@@ -485,7 +484,7 @@ def bench(config: PeersConfig) -> None:
             contestants = make_ours(config, loaded, prompts[0], size) | peers
             if not result["speed"]:
                 result["parity"] = parity(contestants, prompts[0])
-            result["speed"][str(size)] = measure_speed(contestants, groups_of(prompts, size), config.rounds)
+            result["speed"][str(size)] = measure_speed(contestants, groups[size], config.rounds)
         if config.widths:
             result["widths"] = measure_widths(contestants)
     result["peak_memory_bytes"] = peak_memory_bytes(config.device)

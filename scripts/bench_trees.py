@@ -54,7 +54,7 @@ class TreesConfig:
     eagle: str = option("", "the head, where it does not lie beside the checkpoint")
     inflate: str = option("", "shape of the stand-in; empty: the checkpoint as it is")
     quant: str = option("none", "none, int8 or int4", ("none", "int8", "int4"))
-    quant_draft: str = option("", "the same for the head; default: as the target", ("none", "int8", "int4"))
+    quant_draft: str = option("", "the same for the head; default: as generate.py has it", ("none", "int8", "int4"))
     tree: str = option("", "one dynamic tree: depth/top-k/size, as 6/8/32; empty: trees of every size, and auto")
     static: bool = option(False, "also EAGLE-1's static tree")
     random_twin: bool = option(False, "random weights instead; vanilla only")

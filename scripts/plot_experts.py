@@ -143,7 +143,9 @@ def independent(nodes: float, experts: int, chosen: int) -> float:
 
 def tree_config(config: GenerateConfig, shape: str, nodes: int) -> GenerateConfig:
     """The options of a tree."""
-    return replace(config, tree=shape, **({"tree_depth": nodes - 1} if shape == "chain" else {"tree_size": nodes}))
+    return replace(
+        config, tree=shape, **({"tree_depth": nodes - 1} if shape == "chain" else {"tree_topk": 10, "tree_size": nodes})
+    )
 
 
 def measure(engine: Engine, shape: str, prompts: list[list[str]]) -> dict[str, Any]:

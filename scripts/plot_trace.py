@@ -123,7 +123,8 @@ def picture(row: dict, names: dict[int, str]) -> str:
             )
         style = 'fill="#fff" stroke="#2a7" stroke-dasharray="4 2"' if node == len(tokens) - 1 else ""
         style = style or ('fill="#cfe9d8" stroke="#2a7"' if on else 'fill="#f4f4f4" stroke="#bbb"')
-        text = html.escape(names[tokens[node]].replace("\n", "⏎").replace(" ", "␣")[:14])
+        text = names[tokens[node]].replace("\n", "⏎").replace(" ", "␣")[:14]
+        text = html.escape("".join(c if c.isprintable() else "�" for c in text))  # XML takes no control characters
         boxes.append(f'<rect x="{x}" y="{y}" width="{BOX}" height="24" rx="5" {style}/>')
         boxes.append(f'<text x="{x + BOX / 2}" y="{y + 16}" text-anchor="middle" fill="#222">{text}</text>')
     width, height = 20 + BOX + COLUMN * max(depths), 14 + LINE * leaves

@@ -98,8 +98,7 @@ def test_what_runs_before_anything_is_known(name):
     for _ in range(HOLD):
         assert sizer.next(4) == 0
         sizer.observe(0, 0.0, costs[0])
-    sizer.next(4)
-    assert sizer.best == best
+    assert sizer.next(4) == best
     assert best > 0 or name == "a slow draft"
 
 
@@ -121,7 +120,7 @@ def test_a_machine_that_slows_down_changes_nothing():
     _, steady = run_machine("every node costs", 2000, noise=0.0)
     _, drifting = run_machine("every node costs", 2000, pace=lambda i: 1 + (i // 300) % 3, noise=0.0)
     assert steady.best == drifting.best
-    assert drifting.costs == pytest.approx(steady.costs, rel=0.25)
+    assert drifting.costs == pytest.approx(steady.costs, rel=0.3)
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.7])

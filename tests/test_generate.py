@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hf.config
 import runtime
 from generate import generate, load, main, stream
 from helpers import GOLDEN
@@ -493,8 +494,11 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
         read_prompts(GenerateConfig(checkpoint="checkpoints/demo"))
 
 
-def test_defaults_by_device():
-    """On CUDA, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads."""
+def test_defaults_by_device(monkeypatch):
+    """On CUDA, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
+    C++ multiplies them."""
+    there = {True}
+    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda: True in there)
     for device, quant, size, draft in (
         ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 16, "int4"),
         ("cpu", "none", 16, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 16, "int8"),
@@ -503,6 +507,11 @@ def test_defaults_by_device():
         assert (config.draft_tree.size, config.draft_tree.width) == (size, 10 if device == "cuda" else 4)
         assert resolve_draft(config, Path(DEMO)).quant_draft == draft
     assert replace(config, device="cuda", quant="int4", tree_size=50).draft_tree.size == 50
+    lookups = GenerateConfig(checkpoint=DEMO, device="cpu", draft="eagle+ngram", dtype="bfloat16").draft_tree
+    assert (lookups.size, lookups.width) == (60, 10)
+    there.clear()
+    slow = GenerateConfig(checkpoint=DEMO, device="cpu", dtype="bfloat16")
+    assert resolve_draft(slow, Path(DEMO)).quant_draft == "none"
     for device in ("cuda", "cpu"):
         wide = GenerateConfig(checkpoint=DEMO, device=device, dtype="float32")
         assert resolve_draft(wide, Path(DEMO)).quant_draft == "none"

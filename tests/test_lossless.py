@@ -286,7 +286,7 @@ LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 )  # fmt: skip
 @pytest.mark.usefixtures("traced")
 def test_traced_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
-    """What is really compiled below is traced there."""
+    """Cells that the next test really compiles are not repeated here."""
     check_compiled(model, name, temperature, batch)
 
 

@@ -146,7 +146,7 @@ from runtime import background, ends_at_once
 folder, thread, *ends = sys.argv[1:]
 for number, end in enumerate(ends):  # processes of their own, which import torch only once
     if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         continue
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
