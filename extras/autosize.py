@@ -44,7 +44,7 @@ class TreeShape(NamedTuple):
 
 
 # what is chosen from besides the largest tree and none; CUDA pads to 16, 32 or 64 nodes, a CPU to none
-SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 3, 8), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
 
 
 class Idle(RootOnly):

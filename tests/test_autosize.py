@@ -172,7 +172,7 @@ def test_cycles_without_a_choice_are_learned_from():
 def test_shapes():
     drafter = drafter_of("eagle", Sampling(), DynamicTree())
     shapes = [tuple(shape_of(preset)) for preset in drafter.presets]
-    assert shapes == [(0, 0, 1), (3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
+    assert shapes == [(0, 0, 1), (3, 1, 4), (5, 3, 8), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
     assert [shape_of(preset) for preset in NgramDrafter(Ngram()).presets] == [TreeShape(0, 0, 1), None]
 
 
