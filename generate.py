@@ -165,7 +165,9 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
                 added = head_extras(target, config)
             drafter = eagle_draft.load_drafter(target, config, **added)
-    if config.tree_shape == "auto" and tp.world() == 1:
+    if config.tree_shape == "auto" and tp.place().world > 1:
+        print("note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ", file=sys.stderr)
+    elif config.tree_shape == "auto":
         from extras.autosize import with_smaller_trees
 
         drafter = with_smaller_trees(drafter)
@@ -187,6 +189,7 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
         return engine
     began = time.perf_counter()
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
+    tp.check_alike(engine.config, compile=engine.config.compile and not reason, **engine.drafter.facts())
     if reason:
         print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
@@ -210,7 +213,7 @@ def _compile_apart(engine: Engine) -> None:
 
 def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
     """The engine with what chooses among its trees. seconds: to time them for, at most, if once takes less."""
-    if not engine.drafter.timed or tp.world() > 1:
+    if not engine.drafter.timed:
         return engine
     from extras.autosize import timed
 
@@ -446,7 +449,7 @@ def main(argv: list[str] | None = None, wait: bool = True) -> None:
     """The command line. wait: as for `warm_up`, where nothing is measured; if not, end with `ends_at_once`."""
     config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
     with one_line_errors("generate.py"):
-        config.check()
+        tp.check(config)
         prompts = [] if config.interactive else read_prompts(config)
         measured = bool(config.compare or config.json or config.trace or config.profile)
         engine = load(tp.join(config, prompts), wait or measured)

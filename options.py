@@ -113,7 +113,7 @@ class GenerateConfig:
     tree: str = option(
         "",
         "shape of the draft tree; auto picks among several, and none, while decoding: what is fastest here; default: "
-        "auto for a head, chain for a draft model, dynamic where only that can do what is asked for",
+        "auto for a head, chain for a draft model, dynamic where only that can do what is asked for, and with torchrun",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, TREE),
     )

@@ -6,6 +6,7 @@ Here too: how much memory is free, and whether a plan fits it.
 from __future__ import annotations
 
 import mmap
+import os
 import platform
 import sys
 from contextlib import suppress
@@ -54,8 +55,10 @@ class Stats:
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     """The `stats` object of `--json`. engine: `decode.Engine`."""
     stand_in, table = engine.target.config.stand_in, engine.chooser.table(stats.presets)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
     return (
         ({"stand_in": stand_in} if stand_in else {})  # its numbers never go without its name
+        | ({"ranks": ranks} if ranks > 1 else {})
         | ({"tree_auto": table} if table else {})
         | stats.summary()
         | {"compile_s": engine.compile_s, "load_s": engine.load_s}
@@ -72,6 +75,8 @@ def stats_line(stats: dict[str, Any]) -> str:
         f"({stats['cycles']} cycles{eager}); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
         f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
+    if "ranks" in stats:
+        line += f" on rank 0 of {stats['ranks']}"
     if "stand_in" in stats:
         line = f"stand-in, {stats['stand_in']}: {line}"
     if "tree_auto" in stats:
@@ -142,7 +147,10 @@ def resident_bytes() -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that can still be taken: of a CUDA device; elsewhere of this machine, or its container's share of it."""
+    """Memory that this process can still take: of a CUDA device; elsewhere of this machine, or its container's share.
+
+    Ranks that torchrun has started on one machine have equal parts of what is free.
+    """
     if device.startswith("cuda"):
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -154,7 +162,7 @@ def free_bytes(device: str) -> int:
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no container, or one without a limit
             free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) - resident_bytes())
-    return free
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) -> str:

@@ -1,21 +1,21 @@
 """Tensor parallelism: one model over N devices, with a process for each, which torchrun starts.
 
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of France is"
+    OMP_NUM_THREADS=2 torchrun --nproc_per_node 2 generate.py --device cpu    # threads of a rank; torchrun says 1
 
-1. A rank loads its `Share` of the files: the rows of q, k, v, gate and up and the columns of o and down that belong to
-   its heads and to its part of the feed-forward, of every expert too. To model.py that is a smaller model, with a
-   smaller cache. Weights are cut first and rounded then, in the groups of one device; where there are fewer KV heads
-   than ranks, some ranks have the same one.
-2. `Summed` adds what the ranks computed, once behind attention and once behind the feed-forward. On a CPU every rank
-   gathers the partial sums in fp32, and the norm behind adds them in the order of the ranks, whatever the number of
-   rows. On CUDA it is NCCL's all-reduce in the model's dtype, which a graph captures.
+1. A rank loads its `Share`: the rows of q, k, v, gate and up and the columns of o and down that belong to its heads and
+   to its part of each feed-forward. Weights are cut, then rounded: in int4 to one device's codes; in int8 o and down
+   get a scale per output and rank, so that codes, and perhaps tokens, are not one device's.
+2. `Summed` adds the ranks' results behind attention and behind the feed-forward. On a CPU every rank gathers them in
+   fp32 (a mixture rounds its own before), and the next norm adds them in the order of the ranks. On CUDA NCCL adds them
+   in the model's dtype; its order, and so a row's bits, may depend on the number of rows with 3 ranks or more.
 3. `Gathered` is an LM head of which a rank has some tokens' rows; every rank gets the scores of all.
 4. The rest is on every rank: embedding, norms, routers, the draft, the loop. All ranks see the same bits and take the
-   same decisions, so nothing else is sent. None may go by a clock: a tree is chosen by the text, or not at all.
-5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `join` checks that all agree.
+   same decisions, so nothing else is sent. No decision may use a clock, so no tree is chosen by measured speed.
+5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_alike` compares all ranks.
 
-Trade-off: scores are gathered (4 V bytes a node) instead of each rank's best token: top-p, the residual rule and heads
-that draft with the target's LM head need all of them, and no other file has to know that there are ranks.
+Trade-off: all scores are gathered (4 V bytes a node): top-p, the residual rule and heads that draft with the target's
+LM head need them, and no other file has to know that there are ranks.
 Not here: serving; a split draft. CUDA and several machines follow the same path and were not run.
 """
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 import reprlib
 import sys
 import time
@@ -32,24 +31,27 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from math import gcd
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf.weights
-from checkpoint import Codes, Quantization, TensorSource, fit_group, one_line, scale_name
+from checkpoint import Codes, Quantization, TensorSource, fit_group, one_line, saved_quantization, scale_name
 from drafters import Drafter
 from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import ModelConfig, MoEFeedForward, Transformer
 from ops.library import has_cpu_operators, lib
 from options import GenerateConfig, one_line_errors, pick_device
+from runtime import use
 
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
-PATIENCE_S = 3  # for rank 0 to fail of the same
+WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure
+FILES = ("json", "trace", "profile")  # options that only rank 0 obeys
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")  # layers whose outputs are split
 COLUMNS = ("o_proj", "down_proj", "w2")  # whose inputs are
 
@@ -81,18 +83,13 @@ def place() -> Place:
     return Place(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
-def alone() -> None:
+def refuse_torchrun() -> None:
     """Check that torchrun has not started several of a program that splits nothing. Raises: ValueError, on rank 0."""
     here = place()
     if here.rank:
         sys.exit(2)
     if here.world > 1:
         raise ValueError("torchrun splits what generate.py loads, and nothing else; start this program without it")
-
-
-def world() -> int:
-    """How many ranks have joined; 1 without torchrun."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
@@ -127,7 +124,7 @@ def _says_why(here: Place) -> bool:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
         if here.rank == 0:
             store.set("gpt_eagle/rank 0", "failed")
-        for _ in range(10 * PATIENCE_S if here.rank else 0):
+        for _ in range(10 * WAIT_FOR_RANK_0_S if here.rank else 0):
             if store.check(["gpt_eagle/rank 0"]):
                 return False
             time.sleep(0.1)
@@ -140,41 +137,61 @@ def _says_why(here: Place) -> bool:
 def _with_the_others() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        raise RankLost(f"another rank has ended, or cannot be reached: {one_line(error).partition('. ')[0]}") from None
+        why = one_line(error).partition(". ")[0]
+        raise RankLost(f"a collective failed; another rank has probably ended: {why}") from None
+
+
+def check(config: GenerateConfig) -> None:
+    """Check the options, before prompts are read. Raises: ValueError for one that cannot be, or not with torchrun."""
+    config.check()
+    file = config.prompt_file
+    for flag, given, reason in (
+        ("--tree auto", config.tree == "auto", "it goes by the ranks' clocks, which differ: use --tree dynamic"),
+        ("--results", config.results, "one process may read and write it: use --json"),
+        ("--interactive", config.interactive, "there is one keyboard: use --prompt_file with turns"),
+        (f"--prompt_file {file}", os.path.exists(file) and not os.path.isfile(file), "all ranks read it: use a file"),
+    ):
+        if given and place().world > 1:
+            raise ValueError(f"{flag} cannot go with torchrun: {reason}")
 
 
 def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
     """Meet the other ranks, if torchrun has started any.
 
     Returns: the options of this rank: with its device, and files for rank 0 only.
-    Raises: ValueError for what ranks cannot do, or where they have different options, prompts or software.
+    Raises: ValueError where a rank has no device, or where they have different options, prompts or software.
     """
     here = place()
     if here.world == 1:
         return config
-    for flag, given, reason in (
-        ("--tree auto", config.tree == "auto", "it goes by the ranks' clocks, which differ: use --tree dynamic"),
-        ("--results", config.results, "one process may read and write it: use --json"),
-        ("--interactive", config.interactive, "there is one keyboard: use --prompt_file with turns"),
-    ):
-        if given:
-            raise ValueError(f"{flag} cannot go with torchrun: {reason}")
     device = _device(config, here)
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    machine = platform.machine() if device == "cpu" else torch.cuda.get_device_name()
-    software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "device": machine}
-    mine, theirs = asdict(config) | {"prompts": prompts} | software, [{}] * here.world
+    use(device)
+    kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    kind = kind if device == "cpu" else torch.cuda.get_device_name()
     with _with_the_others():
         if not dist.is_initialized():
             dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
+    software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "processor": kind}
+    check_alike(config, prompts=prompts, **software)
+    return replace(config, device=device, **(dict.fromkeys(FILES, "") if here.rank else {}))
+
+
+def check_alike(config: GenerateConfig, **facts: Any) -> None:
+    """Check that all ranks have the same options, and the same other facts. Raises: ValueError with what differs."""
+    world = place().world
+    if world == 1:
+        return
+    mine, theirs = asdict(config) | dict.fromkeys((*FILES, "device")) | facts, [{}] * world
+    with _with_the_others():
         dist.all_gather_object(theirs, mine)
     for rank, other in enumerate(theirs):
-        for name in (name for name in mine if other[name] != theirs[0][name]):
-            values = f"{reprlib.repr(theirs[0][name])} on rank 0 and {reprlib.repr(other[name])} on rank {rank}"
+        for name in (name for name in theirs[0] | other if other.get(name) != theirs[0].get(name)):
+            first, value = (reprlib.repr(each.get(name)) for each in (theirs[0], other))
+            values = f"{first} on rank 0 and {value} on rank {rank}"
             raise ValueError(f"all ranks need the same {name}; it is {values}: start them alike")
-    return replace(config, device=device, **(dict.fromkeys(("json", "trace", "profile"), "") if here.rank else {}))
 
 
 def _device(config: GenerateConfig, here: Place) -> str:
@@ -184,38 +201,35 @@ def _device(config: GenerateConfig, here: Place) -> str:
         return name
     if torch.device(name).index is not None:
         raise ValueError(f"--device {name} is one GPU, and every rank needs its own; use --device cuda")
-    count = torch.cuda.device_count()
-    if here.local >= count:
-        rule = f"every rank needs a GPU of its own, and rank {here.rank} finds {count}"
-        raise ValueError(f"{rule}; use --nproc_per_node {count}, or --device cpu")
-    return f"cuda:{here.local}"
+    return pick_device(f"cuda:{here.local}")
 
 
 # ------------------------------------------------------------------------------------------------ shares
 
 
 class Share(TensorSource):
-    """One rank's part of a checkpoint: the files of a smaller model. Of mapped files it reads views, so that no weight
-    that is split is ever whole in memory."""
+    """One rank's part of a checkpoint: the files of a smaller model.
+
+    A part is a view of what is read. A weight that must be decoded (GGUF, others' codes) is whole in memory meanwhile.
+    """
 
     def __init__(self, files: TensorSource, here: Place):
         """Raises: ValueError where the model cannot be split into so many parts."""
-        config, self.path, self.note, self.here = read_config(files.path, files.config), files.path, files.note, here
+        self.path, self.note, self.here = files.path, files.note, here
+        config = self.whole = read_config(files.path, files.config)
         check_parts(config, here.world, files.path)
-        self.whole = config
         self.kv_parts = min(here.world, config.n_kv_heads)
         split = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
         split |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
         self.config = files.config | {name: size // here.world for name, size in split.items()}
         self.config |= {"num_key_value_heads": config.n_kv_heads // self.kv_parts, "head_dim": config.head_dim}
-        self.readers = {name: partial(self._tensor, name, read) for name, read in files.readers.items()}
+        self.readers = {name: lambda n=name, read=read: self._cut(n, read()) for name, read in files.readers.items()}
         self.quantized = {name: partial(self._codes, name, read) for name, read in files.quantized.items()}
-
-    def _tensor(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        return self._cut(name, read())
 
     def _codes(self, name: str, read: Callable[[], Codes]) -> Codes:
         codes, *scales = read()
+        if name.split(".")[-2] in COLUMNS and scales[0].shape[-1] > 1 < scales[0].dim():  # groups; ours may be parts
+            check_parts(self.whole, self.here.world, self.path, codes.shape[1] // scales[0].shape[1])
         return Codes(self._cut(name, codes), *(t if t is None else self._cut(scale_name(name), t) for t in scales))
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
@@ -227,32 +241,35 @@ class Share(TensorSource):
         if layer in ("k_proj", "v_proj"):
             parts, part = self.kv_parts, part * self.kv_parts // parts
         size, rest = divmod(whole.shape[dim], parts)
-        if rest and dim:
-            rule = f"{parts} ranks must divide the {whole.shape[1]} columns of {name} (of scales: groups of inputs)"
-            raise ValueError(f"{self.path}: {rule}; use fewer ranks, or the original checkpoint")
-        return whole.narrow(dim, part * size, size)
+        return whole if rest else whole.narrow(dim, part * size, size)
 
 
-def inner_sizes(config: ModelConfig) -> list[int]:
-    """The widths of a model's feed-forwards: of an expert, of a dense one, or both."""
-    dense = config.dense_layers or not config.n_experts
-    return [config.expert_dim or config.ffn_dim] * (config.n_experts > 0) + [config.ffn_dim] * bool(dense)
+def split_inputs(config: ModelConfig) -> list[int]:
+    """The inputs of the layers whose inputs are split: of o, and of down in experts, dense feed-forwards, or both."""
+    dense = [config.ffn_dim] if not config.n_experts or config.dense_layers else []
+    experts = [config.expert_dim or config.ffn_dim] if config.n_experts else []
+    return [config.n_heads * config.head_dim, *experts, *dense]
 
 
-def check_parts(config: ModelConfig, world: int, path: Path) -> None:
-    """Check that so many ranks can have equal parts of a model. Raises: ValueError."""
-    inner = inner_sizes(config)
+def check_parts(config: ModelConfig, world: int, path: Path, group: int = 1, smaller: bool = False) -> None:
+    """Check that so many ranks can have equal parts of a model. Raises: ValueError.
+
+    group: inputs that share a scale, and must be on one rank; smaller: whether --group_size can change it
+    """
+    inputs, kv_heads = split_inputs(config), config.n_kv_heads
 
     def fits(n: int) -> bool:
-        kv_heads = config.n_kv_heads
-        return not any(size % n for size in (config.n_heads, *inner)) and (kv_heads % n == 0 or n % kv_heads == 0)
+        parts = not config.n_heads % n and not any(size % (n * group) for size in inputs)
+        return parts and (kv_heads % n == 0 or n % kv_heads == 0)
 
     if not fits(world):
-        sizes = f"{config.n_heads} heads and {' and '.join(map(str, inner))} columns of the feed-forward"
-        able = [str(n) for n in range(2, 65) if fits(n)][:4]
-        remedy = f"use --nproc_per_node {' or '.join(able)}" if able else "start it without torchrun"
-        rule = f"{sizes}, and divide {config.n_kv_heads} KV heads or be a multiple of them"
-        raise ValueError(f"{path}: the number of ranks must divide {rule}; it is {world}: {remedy}")
+        whole = f" in whole int4 groups of {group}" if group > 1 else ""
+        sizes = f"{config.n_heads} heads and {' and '.join(map(str, inputs[1:]))} columns of the feed-forward{whole}"
+        rule = f"the number of ranks must divide {sizes}, and divide {kv_heads} KV heads or be a multiple of them"
+        remedy = f"make it {' or '.join(str(n) for n in range(1, 65) if n == 1 or fits(n))}"
+        group = gcd(group, *(size // world for size in inputs))
+        remedy += f", or use --group_size {group}" if smaller and group >= 32 and fits(world) else ""
+        raise ValueError(f"{path}: {rule}; it is {world}: {remedy}")
 
 
 def load_model(
@@ -263,31 +280,32 @@ def load_model(
     if here.world == 1:
         return hf.weights.load_model(path, dtype, device, quant, source)
     if not dist.is_initialized():
-        alone()
+        refuse_torchrun()
     share = Share(source or open_source(path), here)
-    if quant is not None:  # the groups of one device, which a share's inputs may be too few for
-        whole = share.whole
-        sizes = (whole.dim, whole.n_heads * whole.head_dim, *inner_sizes(whole))
+    if quant is not None:  # the groups of one device
+        sizes = (share.whole.dim, *split_inputs(share.whole))
         quant = fit_group(quant, {f"a layer with {size} inputs": size for size in sizes})
+    form = saved_quantization(share.config) or quant
+    if form is not None and form.format == "int4":
+        check_parts(share.whole, here.world, path, max(form.group_size, 1), not form.saved)
     model = hf.weights.load_model(path, dtype, device, quant, share)
     for block in model.layers:
-        dense = not isinstance(block.ffn, MoEFeedForward)
-        for layer in (block.attention.wo, *([block.ffn.w2] if dense else [])):
-            layer.wide, layer.bias = device == "cpu", None if here.rank else layer.bias  # one rank adds the bias
-        block.attention.wo = Summed(block.attention.wo)
-        if dense:
-            block.ffn.w2 = Summed(block.ffn.w2)
-        else:
-            block.ffn = Summed(block.ffn)
+        last = (block, "ffn") if isinstance(block.ffn, MoEFeedForward) else (block.ffn, "w2")
+        for owner, name in ((block.attention, "wo"), last):
+            part = getattr(owner, name)
+            if owner is not block:  # one rank adds the bias
+                part.wide, part.bias = device == "cpu", None if here.rank else part.bias
+            setattr(owner, name, Summed(part))
     return model
 
 
 def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
     """Leave this rank its rows of the target's LM head, which the drafter may use too, or have taken copies of.
 
-    Writes: `lm_head` of both. Returns: the drafter.
+    Writes: `lm_head` of both; `timed` of the drafter, as ranks have different clocks. Returns: the drafter.
     """
-    if world() > 1:
+    if place().world > 1:
+        drafter.timed = False
         whole, target.lm_head = target.lm_head, Gathered(target.lm_head)
         for preset in drafter.presets:
             if getattr(preset, "lm_head", None) is whole:
@@ -345,16 +363,9 @@ def _sum_ranks(x: Tensor) -> Tensor:
     return total
 
 
-for _operator, _collective in (("gather_ranks", _gather_ranks), ("sum_ranks", _sum_ranks)):
-    for _device_type in ("CPU", "CUDA"):
-        lib.impl(_operator, _collective, _device_type)
-
-
-@torch.library.register_fake("gpt_eagle::gather_ranks", lib=lib)
-def _(x):
-    return x.new_empty(dist.get_world_size(), *x.shape)
-
-
-@torch.library.register_fake("gpt_eagle::sum_ranks", lib=lib)
-def _(x):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+for _device_type in ("CPU", "CUDA"):
+    lib.impl("gather_ranks", _gather_ranks, _device_type)
+lib.impl("sum_ranks", _sum_ranks, "CUDA")
+fake = partial(torch.library.register_fake, lib=lib)
+fake("gpt_eagle::gather_ranks", lambda x: x.new_empty(dist.get_world_size(), *x.shape))
+fake("gpt_eagle::sum_ranks", lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))

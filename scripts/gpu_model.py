@@ -32,6 +32,7 @@ from gpu_waves import GPUS, Constants, Gpu, attention_us, product_us
 from hf.config import read_config
 from model import ModelConfig
 from options import one_line_errors, option, parse
+from tp import check_parts
 
 BYTES = {"bf16": 2, "int8": 1, "int4": 0.5 + 2 / 128}  # of a weight
 FORMATS = {"bf16": ("bf16", "bf16"), "bf16+int4": ("bf16", "int4"), "int8": ("int8",) * 2, "int4": ("int4",) * 2}
@@ -81,6 +82,7 @@ class Kernel(NamedTuple):
     us: float  # alone, without the boundary
     count: int
     ours: bool = False  # and so may start before the kernel in front of it is over
+    received: float = 0.0  # bytes from other ranks
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,11 @@ def attention(case: Case, rows: int, count: int) -> list[Kernel]:
     return [Kernel(f"attention {label}", us + sums_us, count), combine]
 
 
-def collective(case: Case, name: str, bytes: float, count: int) -> list[Kernel]:
-    """What the ranks do together. bytes: that a rank receives"""
+def collective(case: Case, name: str, received: float, count: int) -> list[Kernel]:
+    """What the ranks do together. received: bytes, by a rank"""
     c = case.gpu.constants
-    return [Kernel(name, c.collective_us + bytes / c.link_tb_s / 1e6, count)] * (case.ranks > 1)
+    us = c.collective_us + received / c.link_tb_s / 1e6
+    return [Kernel(name, us, count, received=received)] * (case.ranks > 1)
 
 
 def lm_head(case: Case, form: str, rows: int, count: int) -> list[Kernel]:
@@ -304,9 +307,7 @@ def cases(config: ModelOptions) -> list[Case]:
     shape = read_config(Path(config.shape)) if Path(config.shape).is_dir() else Shape.parse(config.shape)
     if shape.n_experts:
         raise ValueError(f"--shape: {config.shape} is a mixture of experts, which the model cannot do; use a dense one")
-    if any(size % config.tp for size in (shape.n_heads, shape.ffn_dim)):
-        rule = f"--tp must divide {shape.n_heads} heads and {shape.ffn_dim} columns of the feed-forward"
-        raise ValueError(f"{rule}; it is {config.tp}")
+    check_parts(shape, config.tp, Path(config.shape))
     (device, constants), measured = GPUS[config.gpu], {}
     if config.measured:
         constants, measured = read_measured(config.measured, constants)
@@ -332,16 +333,14 @@ def print_tables(config: ModelOptions, found: list[Case]) -> None:
 
 def print_ranks(found: list[Case]) -> None:
     """What a rank reads in a cycle, and what the ranks send each other."""
-    print(
-        "\n| a rank | weights to verify, GB | to draft | keys and values, MB | together | of that received, MB | ms |"
-    )
+    print("\n| a rank | weights to verify, GB | to draft | keys and values, MB | collectives | received, MB | ms |")
     print("|" + "---|" * 7)
     for case in found:
         shape, c = case.share.shape, case.gpu.constants
         cache_mb = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * case.slots / 1e6  # k and v, 2 bytes each
-        kernels = [k for part in cycle(case).values() for k in part if k.name.startswith(("all-reduce", "gather"))]
+        kernels = [k for part in cycle(case).values() for k in part if k.received]
         count = sum(k.count for k in kernels)
-        received_mb = sum(k.count * (k.us - c.collective_us) for k in kernels) * c.link_tb_s
+        received_mb = sum(k.count * k.received for k in kernels) / 1e6
         ms = sum(k.count * (k.us + c.boundary_us) for k in kernels) / 1e3
         sizes = " | ".join(f"{gb:.2f}" for gb in weights_gb(case))
         print(f"| {case.form} {case.tree.name} | {sizes} | {cache_mb:.0f} | {count} | {received_mb:.0f} | {ms:.2f} |")

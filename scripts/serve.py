@@ -490,7 +490,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(ServeConfig, "serve.py", "Serve a model to OpenAI clients.", argv)
     with one_line_errors("serve.py"):
         config.check()
-        tp.alone()
+        tp.refuse_torchrun()
         with listen(config) as found:  # before the model is loaded
             server = Server(load_engine(config), config)
             host, port = found.getsockname()[:2]

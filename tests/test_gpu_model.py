@@ -105,7 +105,7 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     assert capsys.readouterr().out.endswith("|  |\n")  # no aim for another shape
 
 
-def test_ranks_share_the_target_and_each_has_the_head(capsys):
+def test_ranks_share_the_target_and_each_has_the_head(capsys, tmp_path):
     """Two all-reduces a layer, and a gather for every pass of the LM head, but not for a copy in another format."""
     whole, split, copy = (
         one(form, "dynamic 6/8/32", shape="llama2-70b", gpu="a100", tp=n)
@@ -124,6 +124,12 @@ def test_ranks_share_the_target_and_each_has_the_head(capsys):
     gpu_model.run(ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla"))
     out = capsys.readouterr().out
     assert "llama2-70b, 4 x a100, 512 slots" in out and "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | " in out
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"kernels_us": {"all-reduce 1": 500}}))
+    gpu_model.run(
+        ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla", measured=str(file))
+    )
+    assert "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | 80." in capsys.readouterr().out, "as many bytes as before"
 
 
 @pytest.mark.parametrize("argv,says", [
@@ -134,7 +140,10 @@ def test_ranks_share_the_target_and_each_has_the_head(capsys):
     (["--shape", "llama9-7b"], "llama9-7b is not a known shape; use one of"),
     (["--shape", "mixtral-8x7b"], "is a mixture of experts, which the model cannot do; use a dense one"),
     (["--tau", "0"], "--tau must be at least 1; it is 0.0"),
-    (["--tp", "3"], "--tp must divide 32 heads and 11008 columns of the feed-forward; it is 3"),
+    (["--tp", "3"], "must divide 32 heads and 11008 columns of the feed-forward, and divide 32 KV heads or be a multiple "
+     "of them; it is 3: make it 1 or 2 or 4 or 8 or 16 or 32"),
+    (["--shape", "llama2-70b,n_kv_heads=6", "--tp", "4"], "and divide 6 KV heads or be a multiple of them; it is 4: "
+     "make it 1 or 2"),
     (["--measured", "nowhere.json"], "--measured: there is no file nowhere.json"),
     (["--measured", {"constants": {"speed": 1}}], "speed is no constant of the model; they are bandwidth_tb_s"),
     (["--measured", {"kernel_us": {"norm": 2}}], 'must be {"constants": {..}, "kernels_us": {..}}'),

@@ -1,6 +1,8 @@
 """Ranks on CPUs that run many cases one after the other; test_tp.py starts this and compares what comes out.
 
-    python tests/tp_cases.py CASES.json OUT.json        # {"2": {"name": {options, "prompt": ids, "say": ...}}, "4": ...}
+    python tests/tp_cases.py CASES.json OUT.json        # {"2": {"name": {options, "prompts": [ids]}}, "4": ...}
+
+With "rank 1", a case has options that rank 1 alone has after all have met.
 
 The ranks are forked when everything is imported, which would take longer than the cases. What rank 0 has goes out.
 """
@@ -12,6 +14,7 @@ import os
 import socket
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +40,11 @@ def features(engine: decode.Engine, prompt: list[int]) -> torch.Tensor:
 
 def case(options: dict[str, Any]) -> dict[str, Any]:
     """Decode, and tell what rank 0 has, and whether all have the same."""
-    prompts = options.pop("prompts")
-    config = tp.join(GenerateConfig(**options, device="cpu"), prompts)
+    prompts, own = options.pop("prompts"), options.pop("rank 1", {})
+    config = GenerateConfig(**options, device="cpu")
+    tp.check(config)
+    config = tp.join(config, prompts)
+    config = replace(config, **own) if dist.get_rank() == 1 else config
     engine = load(config)
     result = generate(engine, prompts)
     mine = {
