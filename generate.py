@@ -221,9 +221,9 @@ def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
-    """The time of a cycle of every preset (s), with all rows behind some tokens. say: as `time_presets` takes it."""
-    session = Session(engine)
-    session.state.pos.fill_(min(TIMED_BEHIND, engine.context - 1))
+    """Seconds of a cycle of every preset, with rows that decode behind some tokens. say: as `time_presets` takes it."""
+    session, end = Session(engine), engine.context - 1
+    session.state.pos.fill_(min(TIMED_BEHIND, end)), session.state.limit.fill_(end), session.state.done.fill_(False)
     store(session.state.draft, engine.drafter.rewind(session.state.draft, session.state.pos))
     return time_presets(session.time_cycle, engine.drafter.presets, say)
 
