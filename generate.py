@@ -222,8 +222,8 @@ def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
     """Seconds of a cycle of every preset, with rows that decode behind some tokens. say: as `time_presets` takes it."""
-    session, end = Session(engine), engine.context - 1
-    session.state.pos.fill_(min(TIMED_BEHIND, end)), session.state.limit.fill_(end), session.state.done.fill_(False)
+    session, start = Session(engine), min(TIMED_BEHIND, engine.context // 2)
+    session.state.pos.fill_(start), session.state.limit.fill_(engine.context - 1), session.state.done.fill_(False)
     store(session.state.draft, engine.drafter.rewind(session.state.draft, session.state.pos))
     return time_presets(session.time_cycle, engine.drafter.presets, say)
 

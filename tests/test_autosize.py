@@ -17,7 +17,7 @@ from eagle_draft import EagleDrafter
 from extras.autosize import HOLD, MISS, Autosizer, TreeShape, accepted_of, shape_of, with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
-from generate import load, summary, warm_up
+from generate import TIMED_BEHIND, load, summary, time_cycles, warm_up
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
 from options import DEMO
 from sampling import Sampling
@@ -215,6 +215,20 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
         again = [h[:20] for h in session.history]  # a second turn over the same buffers
         list(session.run(again))
         assert [h[:20] for h in session.history] == again
+
+
+def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
+    """Rows that are done would see no text, and trees would seem cheaper than they are."""
+    engine, seen = engine_for(golden_target(), drafter_of("eagle", Sampling()), max_new_tokens=80), []
+    launch = Session._launch
+
+    def launched(session, preset):
+        seen.append((bool(session.state.done.any()), int(session.state.pos.min())))
+        return launch(session, preset)
+
+    monkeypatch.setattr(Session, "_launch", launched)
+    assert len(time_cycles(engine)) == 3 and len(seen) >= 12
+    assert not any(done for done, _ in seen[:3]) and seen[0][1] == min(TIMED_BEHIND, engine.context // 2) > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle", "model"])
