@@ -370,7 +370,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
         "max_position_embeddings": c.max_context, "bos_token_id": c.bos_id, "eos_token_id": next(iter(c.eos_ids), None),
         "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": head.config.fc_bias,
-        "draft_sharpness": head.config.sharpness, **further,
+        "draft_sharpness": head.config.sharpness, **further, **({"qkv_bias": True} if c.qkv_bias else {}),
     }  # fmt: skip
     replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
     write_text(str(out / "config.json"), json.dumps(raw, indent=2))

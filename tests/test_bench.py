@@ -325,7 +325,7 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     """Prompts of different lengths, so that rows are padded: everybody's tokens are those of a row alone."""
     pytest.importorskip("transformers")
     argv = ["--tasks", write_lines(tmp_path / "tasks.jsonl", TASKS), "--rounds", "2", "--max_new_tokens", "8"]
-    argv += ["--methods", "none,eagle:tree_depth=5", "--peers", "transformers", "--batch_sizes", "3"]
+    argv += ["--methods", "none,eagle:tree_depth=5", "--peers", "transformers", "--batch_sizes", "2"]
     said, measure_speed = {}, bench_peers.measure_speed
 
     def speed(contestants, groups, rounds):
@@ -338,11 +338,11 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     command(monkeypatch, bench_peers, *argv, "--dtype", "float32", "--device", "cpu")
     out = capsys.readouterr().out
     ((size, everybody),) = json.loads(out.splitlines()[-1])["speed"].items()
-    assert size == "3" and len(said) == len(everybody) == 3
+    assert size == "2" and len(said) == len(everybody) == 3
     assert all(row["same"] == 1.0 for row in everybody.values()) and said["transformers"] == said["ours none"]
     trees = everybody["ours eagle:tree_depth=5"]["trees"]
     assert len(trees) > 1 and sum(tree["cycles"] for tree in trees) >= bench_peers.LEAST_RUNS
-    assert "B = 3, ours eagle:tree_depth=5: cycles of each tree: none " in out
+    assert "B = 2, ours eagle:tree_depth=5: cycles of each tree: none " in out
 
 
 def test_groups_are_full():
