@@ -71,7 +71,7 @@ def options_of(model: str, draft: str, **options) -> dict:
     """Options of a case. draft: eagle, which is a dynamic tree, ngram or none"""
     paths = MODELS.get(model, {"checkpoint": model})
     base = {"draft": draft, "max_new_tokens": 12, "ignore_eos": True, "seed": 7, "context": 256, "prompts": PROMPTS}
-    head = {"eagle": paths["eagle"]} if draft == "eagle" else {}
+    head = {"eagle": paths["eagle"], "tree_topk": 10, "tree_size": 60} if draft == "eagle" else {}
     return base | {"checkpoint": paths["checkpoint"]} | head | options
 
 
@@ -86,7 +86,17 @@ def run_ranks(cases: dict[int, dict[str, dict]], folder: Path, limit_s: int = 12
 
 def one_device(options: dict) -> Engine:
     """What decodes a case without ranks and without a draft."""
-    ranks_only = ("prompts", "eagle", "draft", "draft_checkpoint", "compile", "tree", "tree_depth")
+    ranks_only = (
+        "prompts",
+        "eagle",
+        "draft",
+        "draft_checkpoint",
+        "compile",
+        "tree",
+        "tree_depth",
+        "tree_topk",
+        "tree_size",
+    )
     kept = {k: v for k, v in options.items() if k not in ranks_only}
     return generate.load(**kept | {"draft": "none", "device": "cpu"})
 
@@ -158,7 +168,7 @@ def quick(tmp_path_factory) -> Quick:
 def test_ranks_decode_what_one_device_does(quick, world, name):
     """With KV heads for each, with every bias, and with experts, two KV heads for four ranks, and rows that are sampled."""
     tau = check_equal(quick.cases[world][name], quick.found[world][name])
-    assert tau > 1.2 or name == "biases"
+    assert tau > 1.5 or name == "biases"
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
