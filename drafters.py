@@ -221,8 +221,6 @@ class TreeDrafter(Drafter):
     def facts(self) -> dict[str, Any]:
         tree, dynamic = self.tree, isinstance(self.tree, DynamicTree)
         choice = {"tree": "dynamic" if dynamic else "chain" if tree.width == 1 else "static"}
-        if self.timed:
-            choice = {"tree": "auto", "trees": [preset.name for preset in self.presets]}
         shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
         shape |= {} if self.vocab.ids is None else {"draft_vocab": self.vocab.kept}
         looked_up = self.lookup.facts() if self.lookup else {}

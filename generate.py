@@ -170,7 +170,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
     elif config.tree_shape == "auto":
         from extras.autosize import with_smaller_trees
 
-        drafter = with_smaller_trees(drafter)
+        drafter = with_smaller_trees(drafter, target)
     return drafter
 
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any, NamedTuple
 
 from draft_tree import DynamicTree, StaticTree
-from drafters import Drafter, RootOnly, Rows, TreeDrafter
+from drafters import Drafter, TreeDrafter
+from extras.deferred import CatchUp, Deferred, Idle, InOrder
+from model import Transformer
 
 FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
@@ -47,40 +48,32 @@ class TreeShape(NamedTuple):
 SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 3, 8), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
 
 
-class Idle(RootOnly):
-    """Proposes nothing, and keeps a drafter's cache up to date for its trees."""
-
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
-
-    def extend(self, state: Any, rows: Rows) -> Any:
-        return self.drafter.extend(state, rows)
-
-
-def with_smaller_trees(drafter: TreeDrafter) -> TreeDrafter:
+def with_smaller_trees(drafter: TreeDrafter, target: Transformer) -> Deferred:
     """The same with presets: its tree is the largest, none the smallest, and the host chooses."""
-    largest, tree = copy(drafter), drafter.tree
+    tree = drafter.tree
     fit = [s for s in SHAPES if s.depth <= tree.depth and s.topk <= tree.width and s.size < tree.size]
     trees = [StaticTree.chain(s.depth) if s.topk == 1 else DynamicTree(*s) for s in fit]
-    largest.smaller, largest.timed = (Idle(drafter), *map(drafter.with_tree, trees)), True
-    return largest
+    smaller = [Deferred(drafter.with_tree(tree), target) for tree in trees]
+    return Deferred(drafter, target, [Idle(drafter, target), CatchUp(drafter, target), *smaller])
 
 
 def shape_of(preset: Drafter) -> TreeShape | None:
     """A preset's tree; None where it grows otherwise (n-gram lookup)."""
-    if isinstance(preset, RootOnly):
+    if preset.depth == 0:
         return TreeShape(0, 0, 1)
-    tree = preset.tree if isinstance(preset, TreeDrafter) else None
+    tree = preset.drafter.tree if isinstance(preset, Deferred) else None
     return TreeShape(tree.depth, tree.width, tree.size) if tree else None
 
 
-def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]], seconds: float) -> Autosizer:
+def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]], seconds: float) -> Autosizer | InOrder:
     """Time the presets' cycles once, and more often as `seconds` allow. time_cycles: the seconds of a cycle of each."""
     began, rounds = time.perf_counter(), []
     while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < seconds):
         rounds.append(time_cycles())
     costs = [statistics.median(times) for times in zip(*rounds)]
-    return Autosizer([shape_of(preset) for preset in presets], costs, [preset.name for preset in presets])
+    kept = [(shape_of(p), cost, p.name) for p, cost in zip(presets, costs) if not isinstance(p, CatchUp)]
+    sizer = Autosizer(*map(list, zip(*kept)))
+    return InOrder(sizer) if len(kept) < len(presets) else sizer
 
 
 # ------------------------------------------------------------------------------------------------ choice

@@ -297,7 +297,7 @@ def test_traced_steps_equal_vanilla_and_never_recompile(model, name, temperature
     ],
 )  # fmt: skip
 def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
-    """The draft model compiled: `test_compiled_steps_compact_the_buffers_themselves`."""
+    """The draft model: traced above, and compiled among the slow ones."""
     check_compiled(model, name, temperature, batch)
 
 
