@@ -36,8 +36,8 @@ from drafters import Drafter, Root, Rows, Text
 from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
 from ops.rows import best
-from options import GenerateConfig
-from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, store
+from options import GenerateConfig, common_prefix
+from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, row_of, store
 from sampling import NoiseKey
 from stats import Stats, check_memory, trace_row
 
@@ -286,20 +286,6 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     return changed(state, draws=state.draws + ends_here, done=done, draft=draft)
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two sequences share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-def row_of(record: Any, row: int) -> Any:
-    """One row of nested NamedTuples of tensors [B, ...], as views: [1, ...]."""
-    if isinstance(record, KVCache):
-        return record.row(row)
-    if isinstance(record, Tensor):
-        return record[row : row + 1]
-    return type(record)(*(row_of(part, row) for part in record))
-
-
 # --------------------------------------------------------------------------------------------- session
 
 
@@ -334,13 +320,14 @@ class Workspace:
             draft=drafter.init(B, slots),
         )  # fmt: skip
         self.start = number[:1].clone()  # of a chunk of a prompt
+        self.waits = 0  # cycles whose rows the drafter has not taken in
         self.replays, self.scratch = {}, {}  # by preset, or width and row, what was captured; where prefills compute
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
         """Make every row idle and empty. Writes: the state in place."""
         zeros = torch.zeros_like(self.state.pos)
         self.state.tokens.zero_()
-        draft = engine.drafter.rewind(self.state.draft, zeros)
+        draft, self.waits = engine.drafter.rewind(self.state.draft, zeros), 0
         store(self.state, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft))
 
     def prefill(self, engine: Engine, row: int, start: int, width: int) -> None:
@@ -353,7 +340,14 @@ class Workspace:
             state = row_of(self.state, row)
             store(state, prefill_chunk(engine, self.cache.row(row), state, self.start, width))
 
-        return self._replay(("prefill", width, row), body) if engine.captured else body()
+        return self._replay(engine, ("prefill", width, row), body)
+
+    def take_in(self, engine: Engine, room: int = 0) -> None:
+        """Hand the drafter the rows that wait, unless there is room for more. Writes: its state, in place."""
+        if self.waits and self.waits >= room:
+            draft, text = self.state.draft, Text(self.state.tokens, self.state.pos)
+            self._replay(engine, "rows that wait", lambda: store(draft, engine.drafter.take_in(draft, text)))
+            self.waits = 0
 
     def replay(self, engine: Engine, preset: int) -> Outcome:
         """Run a cycle over these buffers, in place where cycles are captured."""
@@ -363,9 +357,11 @@ class Workspace:
             store(self.state, state)
             return outcome
 
-        return self._replay(preset, body)
+        return self._replay(engine, preset, body)
 
-    def _replay(self, key: Any, body: Callable[[], Any]) -> Any:
+    def _replay(self, engine: Engine, key: Any, body: Callable[[], Any]) -> Any:
+        if not engine.captured:
+            return body()
         if key not in self.replays:
             self.replays[key] = Replay(body, self.state.pos.device, self.scratch)
         return self.replays[key]()
@@ -381,10 +377,7 @@ class Launched(NamedTuple):
 
 
 class Session:
-    """B rows over one cache, each with a conversation of its own. What a row has cached stays until it is overwritten.
-
-    `admit` gives a row a turn, `step` advances all of them, `run` does both.
-    """
+    """B rows over one cache, each with its own conversation. What a row has cached stays until it is overwritten."""
 
     def __init__(self, engine: Engine, streams: Sequence[tuple[int, int]] = (), lag: int | None = None):
         """streams: (prompt, sample) per row, the key of its noise, until `admit` names another; (0, 0) for further rows
@@ -439,6 +432,7 @@ class Session:
         # the last token of a history (the root) is not cached
         begin = max(common_prefix(self.history[row][:-1], prompt) - 1, 0)
         self.history[row], self.waiting[row] = prompt[:begin], prompt
+        self.work.take_in(engine)
         state.tokens[row, :length] = torch.tensor(prompt, device=state.pos.device)
         state.pos[row] = length  # cycles that run meanwhile write their scratch behind the prompt
         state.limit[row] = min(length + (most or engine.config.max_new_tokens), engine.context) - 1
@@ -495,7 +489,9 @@ class Session:
         """Run a cycle of a preset, or of the one that the chooser takes."""
         engine, work, began = self.engine, self.work, time.perf_counter()
         preset = engine.chooser.next(self.preset) if preset is None else preset
-        cycle = engine.cycles[preset]
+        cycle, room = engine.cycles[preset], engine.drafter.presets[preset].room
+        work.take_in(engine, room)
+        work.waits += room > 0
         self.stats.eager_cycles += isinstance(cycle, CompiledStep) and not cycle.waits
         if engine.captured:
             outcome = work.replay(engine, preset)

@@ -72,6 +72,7 @@ class Drafter:
     layers: Layers | None = None  # its transformer layers, which an engine may run in one call
     timed: bool = False  # whether the host chooses among the presets by their measured speed
     taps: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
+    room: int = 0  # cycles whose rows `extend` may leave to `take_in`
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
@@ -97,6 +98,10 @@ class Drafter:
 
     def extend(self, state: Any, rows: Rows) -> Any:
         """Take in confirmed rows. Writes: the drafter's own cache."""
+        return state
+
+    def take_in(self, state: Any, text: Text) -> Any:
+        """Take in the rows that `extend` has left. Writes: the drafter's own cache."""
         return state
 
     def rewind(self, state: Any, length: Tensor) -> Any:

@@ -454,6 +454,11 @@ def _prompts_of_file(path: Path) -> list[Conversation]:
     return [[text]]
 
 
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two sequences share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
 def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
     """Raises: ValueError for a prompt that is empty, out of range or does not fit."""
     if not ids:

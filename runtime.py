@@ -110,6 +110,15 @@ def store(buffers: Any, values: Any) -> None:
             buffer.copy_(value)
 
 
+def row_of(record: Any, row: int) -> Any:
+    """One row of nested NamedTuples of tensors [B, ...], as views: [1, ...]. A cache says itself what its row is."""
+    if hasattr(record, "row"):
+        return record.row(row)
+    if isinstance(record, Tensor):
+        return record[row : row + 1]
+    return type(record)(*(row_of(part, row) for part in record))
+
+
 class HostCopy:
     """Small tensors on their way to the host."""
 

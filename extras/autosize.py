@@ -10,7 +10,7 @@
    large trees by arithmetic, so a machine's drift changes their ratio.
 
 Trade-off: one choice for all rows of a batch, on the host. A choice costs time and never changes a token.
-Not here: the compiled cycles of the presets (decode.py).
+Not here: the compiled cycles of the presets (decode.py), and a drafter at rest (deferred.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, TreeDrafter
-from extras.deferred import CatchUp, Deferred, Idle, InOrder
+from extras.deferred import Deferred, Idle
 from model import Transformer
 
 FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle
@@ -54,7 +54,7 @@ def with_smaller_trees(drafter: TreeDrafter, target: Transformer) -> Deferred:
     fit = [s for s in SHAPES if s.depth <= tree.depth and s.topk <= tree.width and s.size < tree.size]
     trees = [StaticTree.chain(s.depth) if s.topk == 1 else DynamicTree(*s) for s in fit]
     smaller = [Deferred(drafter.with_tree(tree), target) for tree in trees]
-    return Deferred(drafter, target, [Idle(drafter, target), CatchUp(drafter, target), *smaller])
+    return Deferred(drafter, target, [Idle(drafter, target), *smaller])
 
 
 def shape_of(preset: Drafter) -> TreeShape | None:
@@ -65,15 +65,13 @@ def shape_of(preset: Drafter) -> TreeShape | None:
     return TreeShape(tree.depth, tree.width, tree.size) if tree else None
 
 
-def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]], seconds: float) -> Autosizer | InOrder:
+def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]], seconds: float) -> Autosizer:
     """Time the presets' cycles once, and more often as `seconds` allow. time_cycles: the seconds of a cycle of each."""
     began, rounds = time.perf_counter(), []
     while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < seconds):
         rounds.append(time_cycles())
     costs = [statistics.median(times) for times in zip(*rounds)]
-    kept = [(shape_of(p), cost, p.name) for p, cost in zip(presets, costs) if not isinstance(p, CatchUp)]
-    sizer = Autosizer(*map(list, zip(*kept)))
-    return InOrder(sizer) if len(kept) < len(presets) else sizer
+    return Autosizer([shape_of(preset) for preset in presets], costs, [preset.name for preset in presets])
 
 
 # ------------------------------------------------------------------------------------------------ choice

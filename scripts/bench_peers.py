@@ -38,7 +38,7 @@ from tqdm import tqdm
 import _path  # noqa: F401  (finds the project)
 from bench import Setting, method_config, read_tasks
 from checkpoint import is_gguf
-from decode import Engine, Session, common_prefix
+from decode import Engine, Session
 from generate import encode, load
 from llama_cpp_peer import FORMATS, LOOKUPS, LlamaCpp, check_drafted, decode, lookup, write_gguf
 from measure import (
@@ -53,7 +53,7 @@ from measure import (
     with_config,
 )
 from model import DTYPES, KVCache, causal_window
-from options import DEMO, one_line_errors, option, parse, pick_device, write_text
+from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device, write_text
 from runtime import compiled
 from stats import peak_memory_bytes
 

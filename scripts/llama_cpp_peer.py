@@ -24,9 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
-from decode import common_prefix
 from hf.config import open_source, read_config
 from hf.weights import weight_names
+from options import common_prefix
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, and what it advises for CPUs

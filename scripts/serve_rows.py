@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 import _path  # noqa: F401  (finds the project)
-from decode import Engine, Session, common_prefix
+from decode import Engine, Session
+from options import common_prefix
 from sampling import MASK32
 from stats import Stats
 

@@ -37,7 +37,7 @@ from tqdm import tqdm
 import _path  # finds the project
 import head_training
 import train_demo
-from decode import Engine, Session, common_prefix, with_cycles
+from decode import Engine, Session, with_cycles
 from drafters import RootOnly
 from eagle_chains import ALPHAS, INPUTS, evaluate, fit_sharpness
 from eagle_draft import EagleHead, load_head
@@ -50,6 +50,7 @@ from model import DTYPES, Transformer
 from options import (
     DEMO,
     GenerateConfig,
+    common_prefix,
     one_line_errors,
     option,
     parse,

@@ -26,8 +26,7 @@ from decode import Engine, Session, with_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
-from extras.autosize import with_smaller_trees
-from extras.deferred import InOrder
+from extras.autosize import Autosizer, with_smaller_trees
 from generate import generate, load, warm_up
 from helpers import GOLDEN, decode, quantized, quantized_experts, share_that_differs, with_head_norms
 from hf.weights import load_model
@@ -569,7 +568,7 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling), target)
     engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
-    assert engine.captured and isinstance(engine.chooser, InOrder)
+    assert engine.captured and isinstance(engine.chooser, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])

@@ -133,7 +133,7 @@ def test_at_most_ten_frames_to_accept(tree, monkeypatch, capsys):
 
 @pytest.mark.parametrize("options", [{"draft": "none"}, {"tree": "chain"}, {"tree": "dynamic"}], ids=str)
 def test_a_cycle_visits_at_most_ten_files(options):
-    """Greedy; sampling adds sampling.py, the chooser of trees extras/autosize.py, int8 and int4 two files."""
+    """Greedy; sampling adds sampling.py, `--tree auto` two files of extras/, int8 and int4 two files."""
     head = {"quant_draft": "none"} if "tree" in options else {}
     engine = generate.load(checkpoint=DEMO, max_new_tokens=64, device="cpu", **options, **head)
     session, files, own = decode.Session(engine, [(0, 0)]), set(), {str(f) for f in sources()}

@@ -147,8 +147,11 @@ def test_batches_resume_where_they_were():
 def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatch):
     """Killed after a saved step and resumed, training ends where an unbroken run ends."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    python = {part: documents[:40] for part, documents in train_eagle.train_demo.read_python().items()}
-    monkeypatch.setattr(train_eagle.train_demo, "read_python", lambda: python)  # all of it takes 7 s to encode
+    python, sums = train_demo.read_python(), train_demo.read_sums(train_eagle._path.ROOT / train_demo.TrainConfig.sums)
+    python, sums = ({part: texts[:40] for part, texts in data.items()} for data in (python, sums))
+    monkeypatch.setattr(train_demo, "read_python", lambda: python)  # all of them take 12 s to encode and lay out
+    monkeypatch.setattr(train_demo, "read_sums", lambda file: sums)
+    monkeypatch.setattr(train_eagle, "OWN_TOKENS", 40)
     common = {
         "data": "demo", "steps": 4, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "warmup": 1, "eval_every": 2,
         "eval_prompts": 2, "dtype": "float32", "device": "cpu", "noise": 0.1, "ffn_dim": 128,
