@@ -298,7 +298,8 @@ def rows_memory(engine: Engine) -> tuple[int, str]:
     slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
     heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
     caches = slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
-    scores = 4 * target.config.vocab_size * max(drafter.size, drafter.width)
+    noise = drafter.size + drafter.depth + 1 if engine.config.temperature else 0  # rows, with those of adjusted scores
+    scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
     plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
     remedy = "lower --batch_size, --context or --tree_topk"
     return slots, check_memory(plan, str(weight.device), remedy, engine.config.batch_size)

@@ -34,16 +34,24 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-
 import _path  # noqa: F401  (finds the project)
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"serve.py: {error.name} is missing; pip install -r scripts/requirements-serve.txt", file=sys.stderr)
+    sys.exit(2)
+
 import tp
 from decode import Engine
 from generate import load
@@ -52,7 +60,7 @@ from hf.fetch import fetched
 from options import GenerateConfig, check_ids, one_line_errors, option, parse
 from serve_rows import Answer, Job, Piece, Refusal, Rows
 
-READ_S = 30  # seconds for the body of a request
+READ_S = 30  # seconds for the head of a connection's first request, and for the body of any
 SHOWN = 100  # characters of what a request says, at most, that a message repeats
 # what other servers take and this one does not, with the values that ask for nothing
 UNSERVED: dict[str, tuple] = {
@@ -82,6 +90,7 @@ class ServeConfig(GenerateConfig):
     prompt_ids: str | None = option(None, "", flag=False)
     interactive: bool = option(False, "", flag=False)
     num_samples: int = option(1, "", flag=False)
+    seed: int = option(0, "", flag=False)
     compare: bool = option(False, "", flag=False)
     json: str = option("", "", flag=False)
     results: str = option("", "", flag=False)
@@ -452,11 +461,22 @@ def _loopback(host: str) -> bool:
     return host == "localhost"
 
 
+class Connection(H11Protocol):
+    """Drops a client that does not ask."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Called by the event loop."""
+        super().connection_made(transport)
+        self.loop.call_later(READ_S, lambda: self.cycle or transport.close())
+
+
 class Listener(uvicorn.Server):
     """Ends answers before it waits for their connections to end, and itself when the rows' thread has failed."""
 
     def __init__(self, server: Server):
-        super().__init__(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=5))
+        super().__init__(
+            uvicorn.Config(server.app(), http=Connection, log_level="warning", timeout_graceful_shutdown=5)
+        )
         self.rows = server.rows
 
     def handle_exit(self, sig: int, frame: Any) -> None:

@@ -25,17 +25,18 @@ from decode import Session, with_cycles
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
+from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.results import Results
 from generate import Result, generate, load, main, time_cycles
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO, GenerateConfig, in_order
-from runtime import leaves
+from runtime import Largest, leaves
 from sampling import Sampling
 from stats import check_memory
 from test_lossless import assert_same, held_out_prompts, needs_operators
 
-DRAFTS = {"vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}}
+DRAFTS = {"vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}, "auto": {}}
 DEMO_IN_BF16 = {"checkpoint": DEMO, "device": "cpu", "seed": 5}
 IDS = [[(7 * i + i * i * k) % 97 for i in range(5 + 11 * k % 60)] for k in range(1, 8)]  # 16 to 60 tokens
 
@@ -143,7 +144,18 @@ def test_a_row_that_is_released_is_free_at_once():
     assert session.history[1][len(IDS[1]) :] == want[1][:5] and session.history[0][len(IDS[2]) :] == want[2][:3]
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle"])
+class Random(Largest):
+    """Any preset at any time."""
+
+    def __init__(self):
+        self.rng, self.ran = random.Random(1), []
+
+    def next(self, limit: int) -> int:
+        self.ran.append(self.rng.choice((0, 0, 0, self.rng.randint(0, limit))))
+        return self.ran[-1]
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle", "auto"])
 @pytest.mark.parametrize("captured, lag", [(False, 0), (True, 1)])
 def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monkeypatch):
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
@@ -151,13 +163,16 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monk
     monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
     target, rule = golden_target(), Sampling(1.0)
     made = RootOnly() if drafter == "none" else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), rule)
+    made = with_smaller_trees(made, target) if drafter == "auto" else made
     options = {"temperature": 1.0, "max_new_tokens": 14, "seed": 3, "context": 128}
     vanilla = engine_for(target, RootOnly(), **options)
     want = generate(vanilla, IDS, num_samples=2)
     alone = dict(zip((index[:2] for index in want.index), want.tokens))
-    session = Session(replace(engine_for(target, made, batch_size=3, **options), captured=captured), lag=lag)
+    chooser = Random() if drafter == "auto" else Largest()
+    engine = replace(engine_for(target, made, batch_size=3, **options), captured=captured, chooser=chooser)
+    session = Session(engine, lag=lag)
     rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
-    for _ in range(150):
+    for _ in range(200):
         for row, key in enumerate(rows):
             if key and not session.busy(row):
                 assert_same(vanilla, IDS[key[0]], session.history[row][len(IDS[key[0]]) :], alone[key], key)
@@ -169,6 +184,7 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monk
                 session.admit(row, IDS[key[0]], key)
         session.step()
     assert len(found) > 8 and (unread > 5) == (lag > 0)
+    assert drafter != "auto" or set(chooser.ran) == {0, 1, 2}
 
 
 def test_long_prompts_let_the_others_decode(monkeypatch):

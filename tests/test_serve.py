@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import random
 import signal
 import socket
@@ -26,7 +27,7 @@ from options import DEMO, parse  # noqa: E402
 from serve_rows import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
-TREE = ["--tree", "dynamic", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
+TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
 ARGV = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--chat", "vicuna", "--max_body", "20000", *TREE]
 ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--port", "0"]
 
@@ -322,6 +323,29 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch
         time.sleep(0.2)
     assert left.wait(30) and running.complete(max_tokens=1).usage.completion_tokens == 1
     assert not logged
+
+
+def test_who_does_not_go_on_is_dropped(running, monkeypatch):
+    """One that sends nothing, half a head, or half a body."""
+    monkeypatch.setattr(serve, "READ_S", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for sent, answer in ((b"", b""), (head, b""), (head + b"Content-Length: 99\r\n\r\n{", b"HTTP/1.1 408")):
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+            client.sendall(sent)
+            assert client.recv(12) == answer
+    assert running.complete(max_tokens=1).usage.completion_tokens == 1
+
+
+def test_without_its_packages_it_says_what_is_missing(tmp_path):
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
+    done = subprocess.run(
+        [sys.executable, serve.__file__],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    said = "serve.py: uvicorn is missing; pip install -r scripts/requirements-serve.txt\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 def test_names_of_other_machines_are_refused(running):
