@@ -747,6 +747,7 @@ def many_texts(count=1000) -> list[str]:
     return texts
 
 
+@pytest.mark.slow  # transformers takes 20 s to widen the file
 @pytest.mark.smollm2
 def test_a_real_files_logits(smollm2):
     reference = transformers.AutoModelForCausalLM.from_pretrained(

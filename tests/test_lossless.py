@@ -286,26 +286,19 @@ LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 )  # fmt: skip
 @pytest.mark.usefixtures("traced")
 def test_traced_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
-    """Cells that the next test really compiles are not repeated here."""
+    """The next test really compiles, and so do slow ones."""
     check_compiled(model, name, temperature, batch)
 
 
-@pytest.mark.parametrize(
-    "model, name, temperature, batch",
-    [
-        pytest.param("llama", "tiny", 1.0, 2, marks=pytest.mark.slow), ("mixtral", "eagle+ngram:trimmed:tiny", 0.0, 1),
-    ],
-)  # fmt: skip
-def test_compiled_steps_equal_vanilla_and_never_recompile(model, name, temperature, batch):
-    """Two sampled rows, compiled: `test_compiled_demo_trees_equal_vanilla`."""
-    check_compiled(model, name, temperature, batch)
+def test_compiled_steps_equal_vanilla_and_never_recompile():
+    check_compiled("mixtral", "eagle+ngram:trimmed:tiny", 1.0, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model, name, temperature, batch",
     [
-        ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "model:twigs", 1.0, 2),
+        ("llama", "tiny", 1.0, 2), ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2), ("llama", "model:twigs", 1.0, 2),
         ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "ngram", 0.0, 2),
         ("llama", "dynamic", 1.0, 2), ("llama", "static", 0.0, 1), ("llama", "chain", 1.0, 1),
         ("llama", "dynamic", 0.0, 1), ("mixtral", "dynamic", 1.0, 2), ("llama", "model:chain", 1.0, 2),
@@ -554,9 +547,13 @@ def odds_of_first_two(drafter: Drafter, **options) -> float:
 @pytest.mark.parametrize(
     "name, children",
     [
-        ("two levels", "sampled"), ("tiny", "topk"),
-        ("model:chain", "sampled"), ("model:small", "topk"), ("ngram", "topk"), ("eagle+ngram:tiny", "topk"),
-        ("trimmed:two levels", "sampled"), ("trimmed:tiny", "topk"),
+        ("tiny", "topk"), ("trimmed:two levels", "sampled"), ("model:chain", "sampled"), ("ngram", "topk"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # 8 s each
+            for case in (
+                ("two levels", "sampled"), ("trimmed:tiny", "topk"), ("model:small", "topk"), ("eagle+ngram:tiny", "topk")
+            )
+        ),
     ],
 )  # fmt: skip
 def test_residual_rule_in_the_loop_follows_p(name, children):
@@ -670,6 +667,7 @@ def test_demo_trees_equal_vanilla(quant, dtype, temperature):
     assert_no_difference(held_out_prompts()[18:21], 48, DEMO_TREES, quant=quant, dtype=dtype, temperature=temperature)
 
 
+@pytest.mark.slow
 @needs_operators
 def test_compiled_demo_trees_equal_vanilla():
     """Compiled code rounds where eager code does, for a tree as for a single token.
