@@ -536,4 +536,4 @@ class Session:
         wanted = max((reports[row].preset for row in live if self.live[row]), default=0)
         self.preset = min(wanted, len(self.engine.cycles) - 1)
         stats.presets.append((launched.preset, self._seconds(launched, reports[0])))
-        self.engine.chooser.observe(launched.preset, sum(lengths) / len(live), stats.presets[-1][1])
+        self.engine.chooser.observe(launched.preset, sum(lengths) / len(live), stats.presets[-1][1], len(live))

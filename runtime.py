@@ -143,8 +143,8 @@ class Largest:
         """Choose. limit: the largest preset that makes sense now."""
         return limit
 
-    def observe(self, preset: int, accepted: float, seconds: float) -> None:
-        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
+    def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
+        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
 
     def rescale(self, ratios: list[float]) -> None:
         """Take it that each preset's cycles now take so many times as long. Called by another thread."""

@@ -28,7 +28,7 @@ from model import Transformer
 FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
 TIMED_WEIGHT = 2  # of the seconds timed before the first prompt (cycles)
-PRIOR_WEIGHT = 16  # of the rule of thumb (cycles)
+PRIOR_WEIGHT = 16  # of the rule of thumb (cycles of a row)
 MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
 UNSHAPED = 2.0  # accepted tokens of a tree without a shape before its first cycle; its weight is 1 cycle
 HOLD = 3  # cycles for which a decision holds
@@ -99,6 +99,7 @@ class Autosizer:
         self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
         self.ratios: Sequence[float] = ()  # to multiply the costs by
         self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
+        self.rows = 1  # that decode
         self._decide()
         self.running = 0  # the smallest sets the pace
 
@@ -109,7 +110,7 @@ class Autosizer:
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle, the bonus included."""
         shape, mean, weight = self.shapes[preset], self.accepted[preset], self.weights[preset]
-        prior = mean if shape is None else accepted_of(shape, self.miss)
+        prior, weight = mean if shape is None else accepted_of(shape, self.miss), self.rows * weight
         return 1 + (weight * mean + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
 
     def next(self, limit: int) -> int:
@@ -135,8 +136,9 @@ class Autosizer:
         if self.budget > loss:
             self.running, self.budget = probe, 0.0
 
-    def observe(self, preset: int, accepted: float, seconds: float) -> None:
-        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted."""
+    def observe(self, preset: int, accepted: float, seconds: float, rows: int = 1) -> None:
+        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
+        self.rows = rows
         self.budget += SHARE * self.costs[preset]
         self.weights = [FADE * weight for weight in self.weights]
         self.weights[preset] += 1
@@ -151,8 +153,8 @@ class Autosizer:
         if shape and shape.depth:
             missed = min(shape.depth - accepted, 1.0)  # a row's path ends with the first token that is missed
             tried = accepted + missed
-            self.miss_weight = FADE * self.miss_weight + tried
-            self.miss += (missed * shape.topk ** (1 / 3) - tried * self.miss) / self.miss_weight
+            self.miss_weight = FADE * self.miss_weight + rows * tried
+            self.miss += rows * (missed * shape.topk ** (1 / 3) - tried * self.miss) / self.miss_weight
 
     def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
         """Per preset: how often it ran, and the time of its cycle, as timed before the first prompt and as measured.

@@ -1,11 +1,13 @@
-"""Rows that wait: while no tree is wanted, a drafter takes in its rows sixteen at a time.
+"""Rows that wait: what a drafter does while no tree is wanted, which is next to nothing.
 
-A draft head that reads every decided token costs vanilla decoding 4 to 7 %, most of it for its weights, which one row
-needs as much as sixteen. So the preset without a tree, `Idle`, only keeps the target's features, beside the drafter's
-own state. The session hands them over (`Drafter.take_in`) before a tree, before a prompt, and when there is no more
-room.
+A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a tree, `Idle`, only
+keeps the target's features of the last rows, beside the drafter's own state, and the session hands them over before a
+tree or a prompt (`Drafter.take_in`).
+- An EAGLE head never reads what was decided before those rows, and attends to the text around the gap.
+- A draft model needs no features and has no gaps: it reads its rows whenever there is no room for more.
 
-Trade-off: a copy of each feature. Not here: which preset is the fastest (autosize.py).
+Trade-off: after a long rest a head drafts a little worse until the text has moved on. Not here: which preset is the
+fastest (autosize.py).
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ import torch
 from torch import Tensor
 
 from draft_tree import DraftTree, changed
-from drafters import Drafter, Root, RootOnly, Rows, Text, TreeDrafter
+from drafters import LARGEST, Drafter, Root, RootOnly, Rows, Text, TreeDrafter
 from model import Transformer
 
-ROOM = 16  # rows that a drafter takes in at once
+ROOM = 16  # rows that are kept
 
 
 class Waiting(NamedTuple):
     """A drafter's state, and the rows that it has not taken in."""
 
-    own: Any  # its `length` is the position of the first of them
-    features: Tensor  # [B, ROOM, F], as in `Rows`
-    count: Tensor  # [B] int64
+    own: Any  # with its `length`, [B] int64, rows
+    features: Tensor  # [B, ROOM, F], as in `Rows`; row number i of those that wait is in place i % ROOM
+    count: Tensor  # [B] int64, how many wait; only the last ROOM are kept
 
 
 class Deferred(Drafter):
@@ -65,34 +67,38 @@ class Deferred(Drafter):
         return changed(state, own=self.drafter.extend(state.own, rows))
 
     def rewind(self, state: Waiting, length: Tensor) -> Waiting:
+        if not self.drafter.keeps_rows:
+            length = torch.minimum(length, state.own.length)  # where there is a gap, it has fewer than the text
         return changed(state, own=self.drafter.rewind(state.own, length), count=torch.zeros_like(state.count))
 
     def draft(self, state: Waiting, root: Root) -> DraftTree:
         return self.grower.draft(state.own, root)
 
     def take_in(self, state: Waiting, text: Text) -> Waiting:
-        """Hand over what waits; to a drafter that keeps its own rows also the one before, which it may not have run.
+        """Hand over what is kept; to a drafter that keeps its own rows also the one before, which it may not have run.
 
         Writes: the drafter's own cache.
         """
         again = (state.own.length > 0).long() if self.drafter.keeps_rows else torch.zeros_like(state.count)
+        kept, steps = state.count.clamp(max=ROOM), torch.arange(ROOM + 1, device=again.device)
+        at = (text.pos - kept - again)[:, None] + steps  # [B, ROOM + 1], places in the text
+        tokens = text.tokens.gather(1, at.clamp(0, text.tokens.shape[1] - 1))
+        places = ((state.count - kept)[:, None] + steps[:ROOM]) % ROOM
+        features = state.features.gather(1, places[:, :, None].expand_as(state.features))
         own = self.drafter.rewind(state.own, state.own.length - again)
-        at = own.length[:, None] + torch.arange(ROOM + 1, device=again.device)
-        tokens = text.tokens.gather(1, at.clamp(max=text.tokens.shape[1] - 1))  # [B, ROOM + 1]
-        own = self.drafter.extend(own, Rows(tokens, state.features, state.count + again))
+        own = self.drafter.extend(own, Rows(tokens, features, kept + again))
         return changed(state, own=own, count=torch.zeros_like(state.count))
 
 
 class Idle(Deferred):
     """Proposes nothing, and lets its rows wait."""
 
-    room = ROOM - 1  # one is for the row before
-
     def __init__(self, drafter: TreeDrafter, target: Transformer):
         super().__init__(drafter, target, grower=RootOnly())
+        self.room = ROOM - 1 if drafter.keeps_rows else LARGEST  # with the row before, as many as are kept
 
     def extend(self, state: Waiting, rows: Rows) -> Waiting:
         """Keep a row. Writes: the features that wait."""
         row = torch.arange(len(state.count), device=state.count.device)
-        state.features[row, state.count.clamp(max=ROOM - 1)] = rows.features[:, 0]
+        state.features[row, state.count % ROOM] = rows.features[:, 0]
         return changed(state, count=state.count + rows.count)
