@@ -106,8 +106,14 @@ class GenerateConfig:
     draft_checkpoint: str = option(
         "", "the draft model (--draft model): a Hugging Face directory, or a GGUF file", needs=(DRAFT, MODEL)
     )
-    ngram_tokens: int = option(10, "tokens copied per continuation", needs=(DRAFT, LOOKUP), least=1, flag=False)
-    ngram_branches: int = option(2, "different continuations at most", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    ngram_tokens: int = option(
+        0, "tokens copied per continuation; default: 10, into a head's tree on a CPU 4", needs=(DRAFT, LOOKUP), least=1,
+        flag=False,
+    )  # fmt: skip
+    ngram_branches: int = option(
+        0, "different continuations at most; default: 2, into a head's tree on a CPU 1", needs=(DRAFT, LOOKUP), least=1,
+        flag=False,
+    )  # fmt: skip
     ngram_max: int = option(3, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False)
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     tree: str = option(
@@ -121,14 +127,12 @@ class GenerateConfig:
     tree_depth: int = option(6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1)
     tree_topk: int = option(
         0,
-        "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU without "
-        "lookups 4",
+        "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU 4",
         needs=(DRAFT, TREE, GROWN), least=1,
     )  # fmt: skip
     tree_size: int = option(
         0,
-        "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32, on a CPU without "
-        "lookups 16",
+        "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32, on a CPU 16",
         needs=(DRAFT, TREE, GROWN), least=2,
     )  # fmt: skip
     expand_by: str = option(
@@ -221,9 +225,9 @@ class GenerateConfig:
         if self.tree_shape == "static":
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
         # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
-        # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md); lookups alone take 20 nodes
+        # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
         cuda = (self.device or pick_device("")).startswith("cuda")
-        topk, size = (10, 32 if cuda and self.quant == "int4" else 60) if cuda or LOOKUP.met(self) else (4, 16)
+        topk, size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
         topk, size = self.tree_topk or topk, self.tree_size or size
         return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
 

@@ -130,10 +130,10 @@ class Autosizer:
         rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
         self.best = self.running = rates.index(max(rates))
         self.left = HOLD
-        near = sorted({0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)})
-        probe = min(near, key=lambda preset: self.weights[preset], default=self.best)  # the one known least
-        loss = HOLD * self.costs[probe] * max(1 - rates[probe] / rates[self.best], LEAST_LOSS)
-        if self.budget > loss:
+        near = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
+        loss = {p: HOLD * self.costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}
+        probe = min(loss, key=lambda preset: loss[preset] * (1 + self.weights[preset]), default=self.best)
+        if self.budget > loss.get(probe, 0.0):  # the cheapest, and of equally cheap ones the least known
             self.running, self.budget = probe, 0.0
 
     def observe(self, preset: int, accepted: float, seconds: float, rows: int = 1) -> None:

@@ -47,7 +47,10 @@ class Ngram:
 
     @staticmethod
     def from_config(config: GenerateConfig) -> Ngram:
-        return Ngram(config.ngram_tokens, config.ngram_branches, config.ngram_max, config.ngram_min)
+        """The options; by default as many tokens as the tree has room for."""
+        few = config.draft == "eagle+ngram" and not config.device.startswith("cuda")
+        tokens, branches = config.ngram_tokens or (4 if few else 10), config.ngram_branches or (1 if few else 2)
+        return Ngram(tokens, branches, config.ngram_max, config.ngram_min)
 
     @property
     def size(self) -> int:
