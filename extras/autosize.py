@@ -25,7 +25,7 @@ from drafters import Drafter, TreeDrafter
 from extras.deferred import Deferred, Idle
 from model import Transformer
 
-FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle
+FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle, for each row
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
 TIMED_WEIGHT = 2  # of the seconds timed before the first prompt (cycles)
 PRIOR_WEIGHT = 16  # of the rule of thumb (cycles of a row)
@@ -140,7 +140,8 @@ class Autosizer:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
         self.rows = rows
         self.budget += SHARE * self.costs[preset]
-        self.weights = [FADE * weight for weight in self.weights]
+        fade = FADE**rows
+        self.weights = [fade * weight for weight in self.weights]
         self.weights[preset] += 1
         self.accepted[preset] += (accepted - self.accepted[preset]) / self.weights[preset]
         if preset == self.last:  # the first cycle after a change is slow
@@ -153,7 +154,7 @@ class Autosizer:
         if shape and shape.depth:
             missed = min(shape.depth - accepted, 1.0)  # a row's path ends with the first token that is missed
             tried = accepted + missed
-            self.miss_weight = FADE * self.miss_weight + rows * tried
+            self.miss_weight = fade * self.miss_weight + rows * tried
             self.miss += rows * (missed * shape.topk ** (1 / 3) - tried * self.miss) / self.miss_weight
 
     def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
