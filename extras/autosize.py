@@ -5,9 +5,9 @@
 2. It also updates how often the drafter misses a token. A rule of thumb derives a prior for every tree size from that
    (`accepted_of`), so that what one preset shows counts for those that have not run for long.
 3. The preset of the highest rate runs; at the very first the smallest, which is what drafting must not be slower than.
-   A probe of the smallest, or of the next larger or smaller one, takes its place for a few cycles whenever a budget, a
-   small share of the time, covers what the probe is expected to lose. The smallest is bound by reading weights and
-   large trees by arithmetic, so a machine's drift changes their ratio.
+   A probe of the smallest, or of the next larger or smaller one, whichever costs little and is little known, takes its
+   place for a few cycles whenever a budget, a small share of the time, covers what it is expected to lose. The smallest
+   is bound by reading weights and large trees by arithmetic, so a machine's drift changes their ratio.
 
 Trade-off: one choice for all rows of a batch, on the host. A choice costs time and never changes a token.
 Not here: the compiled cycles of the presets (decode.py), and a drafter at rest (deferred.py).
@@ -25,7 +25,7 @@ from drafters import Drafter, TreeDrafter
 from extras.deferred import Deferred, Idle
 from model import Transformer
 
-FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle, for each row
+FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle; what is accepted fades by each row
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
 TIMED_WEIGHT = 2  # of the seconds timed before the first prompt (cycles)
 PRIOR_WEIGHT = 16  # of the rule of thumb (cycles of a row)
@@ -94,12 +94,12 @@ class Autosizer:
         """Per preset, shapes: as `shape_of` gives them; costs_s: seconds of a cycle as timed; names: for `table`."""
         self.shapes, self.timed_s, self.names = shapes, tuple(costs_s), names
         self.accepted = [UNSHAPED if shape is None else 0.0 for shape in shapes]  # fading means
-        self.weights = [float(shape is None) for shape in shapes]  # cycles that these stand for
+        self.weights = [float(shape is None) for shape in shapes]  # cycles of a row that these stand for
         self.miss, self.miss_weight = MISS, MISS_WEIGHT
         self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
         self.ratios: Sequence[float] = ()  # to multiply the costs by
         self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
-        self.rows = 1  # that decode
+        self.seen = [0.0] * len(shapes)  # cycles that the costs stand for
         self._decide()
         self.running = 0  # the smallest sets the pace
 
@@ -110,7 +110,7 @@ class Autosizer:
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle, the bonus included."""
         shape, mean, weight = self.shapes[preset], self.accepted[preset], self.weights[preset]
-        prior, weight = mean if shape is None else accepted_of(shape, self.miss), self.rows * weight
+        prior = mean if shape is None else accepted_of(shape, self.miss)
         return 1 + (weight * mean + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
 
     def next(self, limit: int) -> int:
@@ -132,23 +132,24 @@ class Autosizer:
         self.left = HOLD
         near = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
         loss = {p: HOLD * self.costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}
-        probe = min(loss, key=lambda preset: loss[preset] * (1 + self.weights[preset]), default=self.best)
-        if self.budget > loss.get(probe, 0.0):  # the cheapest, and of equally cheap ones the least known
+        # what costs little to try, and is little known
+        probe = min(loss, key=lambda preset: loss[preset] * (1 + self.seen[preset]), default=self.best)
+        if self.budget > loss.get(probe, 0.0):
             self.running, self.budget = probe, 0.0
 
     def observe(self, preset: int, accepted: float, seconds: float, rows: int = 1) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
-        self.rows = rows
         self.budget += SHARE * self.costs[preset]
         fade = FADE**rows
-        self.weights = [fade * weight for weight in self.weights]
-        self.weights[preset] += 1
-        self.accepted[preset] += (accepted - self.accepted[preset]) / self.weights[preset]
+        self.weights, self.seen = [fade * weight for weight in self.weights], [FADE * weight for weight in self.seen]
+        self.weights[preset] += rows
+        self.seen[preset] += 1
+        self.accepted[preset] += rows * (accepted - self.accepted[preset]) / self.weights[preset]
         if preset == self.last:  # the first cycle after a change is slow
             self.pace = self.pace or seconds / self.costs[preset]
             deviation = min(seconds / (self.pace * self.costs[preset]), 2.0) - 1  # one very slow cycle says little
             self.pace *= 1 + PACE_GAIN * deviation
-            self.costs[preset] *= 1 + deviation / (self.weights[preset] + TIMED_WEIGHT)
+            self.costs[preset] *= 1 + deviation / (self.seen[preset] + TIMED_WEIGHT)
         self.last = preset
         shape = self.shapes[preset]
         if shape and shape.depth:

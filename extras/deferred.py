@@ -3,7 +3,7 @@
 A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a tree, `Idle`, only
 keeps the target's features of the last rows, beside the drafter's own state, and the session hands them over before a
 tree or a prompt (`Drafter.take_in`).
-- An EAGLE head never reads what was decided before those rows, and attends to the text around the gap.
+- Of a longer rest an EAGLE head skips all but those rows: its cache has a gap, and it attends to the text around it.
 - A draft model needs no features and has no gaps: it reads its rows whenever there is no room for more.
 
 Trade-off: after a long rest a head drafts a little worse until the text has moved on. Not here: which preset is the
@@ -29,7 +29,7 @@ class Waiting(NamedTuple):
     """A drafter's state, and the rows that it has not taken in."""
 
     own: Any  # with its `length`, [B] int64, rows
-    features: Tensor  # [B, ROOM, F], as in `Rows`; row number i of those that wait is in place i % ROOM
+    features: Tensor  # [B, ROOM + 1, F], as in `Rows`; number i of those that wait is in place i % ROOM; one is spare
     count: Tensor  # [B] int64, how many wait; only the last ROOM are kept
 
 
@@ -59,7 +59,7 @@ class Deferred(Drafter):
         return self.drafter.facts() | {"tree": "auto", "trees": [preset.name for preset in self.presets]}
 
     def init(self, batch: int, slots: int) -> Waiting:
-        features = self.weight.new_zeros(batch, ROOM, (1 + len(self.taps)) * self.weight.shape[1])
+        features = self.weight.new_zeros(batch, ROOM + 1, (1 + len(self.taps)) * self.weight.shape[1])
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
         return Waiting(self.drafter.init(batch, slots), features, count)
 
@@ -67,8 +67,10 @@ class Deferred(Drafter):
         return changed(state, own=self.drafter.extend(state.own, rows))
 
     def rewind(self, state: Waiting, length: Tensor) -> Waiting:
-        if not self.drafter.keeps_rows:
-            length = torch.minimum(length, state.own.length)  # where there is a gap, it has fewer than the text
+        """As of any drafter; behind a gap it may keep some rows that the text no longer has."""
+        own = state.own.length
+        if not self.drafter.keeps_rows:  # a gap: fewer rows than the text
+            length = torch.where(own > 0, torch.minimum(length, own), length)
         return changed(state, own=self.drafter.rewind(state.own, length), count=torch.zeros_like(state.count))
 
     def draft(self, state: Waiting, root: Root) -> DraftTree:
@@ -79,12 +81,12 @@ class Deferred(Drafter):
 
         Writes: the drafter's own cache.
         """
-        again = (state.own.length > 0).long() if self.drafter.keeps_rows else torch.zeros_like(state.count)
+        again = ((state.own.length > 0) & (state.count > 0)).long() * self.drafter.keeps_rows
         kept, steps = state.count.clamp(max=ROOM), torch.arange(ROOM + 1, device=again.device)
         at = (text.pos - kept - again)[:, None] + steps  # [B, ROOM + 1], places in the text
         tokens = text.tokens.gather(1, at.clamp(0, text.tokens.shape[1] - 1))
         places = ((state.count - kept)[:, None] + steps[:ROOM]) % ROOM
-        features = state.features.gather(1, places[:, :, None].expand_as(state.features))
+        features = state.features.gather(1, places[:, :, None].expand(-1, -1, state.features.shape[2]))
         own = self.drafter.rewind(state.own, state.own.length - again)
         own = self.drafter.extend(own, Rows(tokens, features, kept + again))
         return changed(state, own=own, count=torch.zeros_like(state.count))
@@ -100,5 +102,5 @@ class Idle(Deferred):
     def extend(self, state: Waiting, rows: Rows) -> Waiting:
         """Keep a row. Writes: the features that wait."""
         row = torch.arange(len(state.count), device=state.count.device)
-        state.features[row, state.count % ROOM] = rows.features[:, 0]
+        state.features[row, torch.where(rows.count > 0, state.count % ROOM, ROOM)] = rows.features[:, 0]
         return changed(state, count=state.count + rows.count)

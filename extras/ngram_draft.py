@@ -47,7 +47,7 @@ class Ngram:
 
     @staticmethod
     def from_config(config: GenerateConfig) -> Ngram:
-        """The options; by default as many tokens as the tree has room for."""
+        """The options; by default fewer tokens in a head's tree on a CPU, where trees are small."""
         few = config.draft == "eagle+ngram" and not config.device.startswith("cuda")
         tokens, branches = config.ngram_tokens or (4 if few else 10), config.ngram_branches or (1 if few else 2)
         return Ngram(tokens, branches, config.ngram_max, config.ngram_min)

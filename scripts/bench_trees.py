@@ -86,7 +86,7 @@ class Always(NamedTuple):
     def next(self, limit: int) -> int:
         return min(self.preset, limit)
 
-    def observe(self, preset: int, accepted: float, seconds: float) -> None:
+    def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
         pass
 
 

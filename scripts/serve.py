@@ -462,7 +462,7 @@ def _loopback(host: str) -> bool:
 
 
 class Connection(H11Protocol):
-    """Drops a client that does not ask."""
+    """Drops a client whose first request does not come."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Called by the event loop."""

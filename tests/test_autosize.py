@@ -225,14 +225,17 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
 def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
     """Rows that are done would see no text, and trees would seem cheaper than they are."""
     engine, seen = engine_for(golden_target(), drafter_of("eagle", Sampling()), max_new_tokens=80), []
+    session_rows = []  # of the head
     launch = Session._launch
 
     def launched(session, preset):
         seen.append((bool(session.state.done.any()), int(session.state.pos.min())))
+        session_rows.append(session.state.draft.own.length.min())
         return launch(session, preset)
 
     monkeypatch.setattr(Session, "_launch", launched)
     assert len(time_cycles(engine)) == 3 and len(seen) >= 12
+    assert int(session_rows[0]) == seen[0][1]
     assert not any(done for done, _ in seen[:3]) and seen[0][1] == min(TIMED_BEHIND, engine.context // 2) > 0
 
 
@@ -278,24 +281,27 @@ def test_while_idle_no_row_is_lost(kind, order):
 
 
 def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
+    """Also in a row that was done before."""
     target = golden_target(TARGETS[1])
-    engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True)
-    session = Session(replace(engine, chooser=Script([0])), [(0, 0)])
-    session.admit(0, PROMPTS[0])
+    engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True, batch_size=2)
+    session = Session(replace(engine, chooser=Script([0])))
+    session.admit(0, PROMPTS[0], most=ROOM + 5)
+    session.admit(1, PROMPTS[1])
     while len(session.stats.presets) < 2 * ROOM + 5:
         session.step()
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.work.take_in(engine)
     ((_, _, rows),) = [call.args for call in calls]
-    history = torch.tensor([session.history[0]])
-    features = target(history, torch.arange(history.shape[1])[None], taps=engine.drafter.taps)
-    assert rows.count.tolist() == [ROOM] and torch.equal(rows.tokens, history[:, -ROOM - 1 :])
-    torch.testing.assert_close(rows.features, features[:, -ROOM - 1 : -1], rtol=1e-4, atol=1e-4)
-    read = len(PROMPTS[0]) + ROOM
-    assert session.state.draft.own.length.tolist() == [read] and session.state.draft.count.tolist() == [0]
-    session.admit(0, [*session.history[0], 3, 4, 5])  # the root, these, and the row before the root again
+    assert rows.count.tolist() == [ROOM, ROOM] and session.live == [False, True]
+    for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
+        features = target(history, torch.arange(history.shape[1])[None], taps=engine.drafter.taps)
+        assert torch.equal(rows.tokens[row], history[0, -ROOM - 1 :])
+        torch.testing.assert_close(rows.features[row], features[0, -ROOM - 1 : -1], rtol=1e-4, atol=1e-4)
+    read = [len(prompt) + ROOM for prompt in PROMPTS]
+    assert session.state.draft.own.length.tolist() == read and session.state.draft.count.tolist() == [0, 0]
+    session.admit(1, [*session.history[1], 3, 4, 5])  # the root, these, and the row before the root again
     session.step()
-    assert session.state.draft.own.length.tolist() == [read + 5], "the gap stays"
+    assert session.state.draft.own.length.tolist() == [read[0], read[1] + 5], "the gap stays"
 
 
 @pytest.mark.usefixtures("either")

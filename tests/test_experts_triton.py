@@ -34,6 +34,7 @@ from ops.quantized import PRODUCTS  # noqa: E402
 from quantize import FORMATS, QuantExperts  # noqa: E402
 
 
+@pytest.mark.slow  # half a minute; without a GPU it is these kernels' only run
 def test_in_the_interpreter():
     """All of interpreter_experts.py, in the process that it needs."""
     run_in_interpreter("interpreter_experts.py", r"[56]\d passed")

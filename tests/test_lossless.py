@@ -547,11 +547,12 @@ def odds_of_first_two(drafter: Drafter, **options) -> float:
 @pytest.mark.parametrize(
     "name, children",
     [
-        ("tiny", "topk"), ("trimmed:two levels", "sampled"), ("model:chain", "sampled"), ("ngram", "topk"),
+        ("tiny", "topk"), ("trimmed:two levels", "sampled"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)  # 8 s each
             for case in (
-                ("two levels", "sampled"), ("trimmed:tiny", "topk"), ("model:small", "topk"), ("eagle+ngram:tiny", "topk")
+                ("two levels", "sampled"), ("trimmed:tiny", "topk"), ("model:small", "topk"), ("eagle+ngram:tiny", "topk"),
+                ("model:chain", "sampled"), ("ngram", "topk"),
             )
         ),
     ],
