@@ -292,7 +292,10 @@ def test_registration(kind, dtype):
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
-OTHERS = [pytest.param(march, marks=needs(march)) for march in MARCHES]  # the same source for other processors
+# the same source for other processors; plain loops take a minute, and test_builds.py decodes with them
+OTHERS = [
+    pytest.param(march, marks=[needs(march), *([pytest.mark.slow] if march == "x86-64" else [])]) for march in MARCHES
+]
 
 
 @functools.cache
