@@ -25,7 +25,7 @@ from options import DEMO
 from sampling import Sampling
 
 ROOT = Path(build.__file__).parents[2]
-MARCHES = ("x86-64-v3", "x86-64")  # AVX2, and plain loops
+MARCHES = ("x86-64-v3", "x86-64")  # AVX2, and plain loops, which take half a minute
 
 
 def needs(march: str) -> pytest.MarkDecorator:
@@ -33,6 +33,11 @@ def needs(march: str) -> pytest.MarkDecorator:
     features = {"avx2", "fma", "bmi2"} if march == "x86-64-v3" else set()
     runs = platform.machine() == "x86_64" and features <= set(build.processor().split())
     return pytest.mark.skipif(not runs, reason=f"this processor is no {march}")
+
+
+OTHERS = [
+    pytest.param(march, marks=[needs(march), *([pytest.mark.slow] if march == "x86-64" else [])]) for march in MARCHES
+]
 
 
 # --------------------------------------------------------------------------------------------- decoding
@@ -57,7 +62,7 @@ def decode_all() -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("march", [pytest.param(march, marks=needs(march)) for march in MARCHES])
+@pytest.mark.parametrize("march", OTHERS)
 def test_other_processors_decode_the_same_tokens_with_trees(march):
     """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for."""
     child = "import json, test_builds as t; print(json.dumps([str(t.build.build()), t.decode_all()]))"

@@ -407,6 +407,7 @@ def test_graft():
     assert min(met.values()) > 50, met
 
 
+@pytest.mark.slow  # `test_compiled_steps_equal_vanilla_and_never_recompile` compiles it too
 def test_compiled_growth():
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
     for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu")):

@@ -27,7 +27,7 @@ from helpers import share_that_differs, with_head_norms
 from model import rope_angles
 from ops.quantized import BLOCK8, join_zeros
 from quantize import FORMATS
-from test_builds import MARCHES, needs
+from test_builds import OTHERS  # the same source for other processors
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
@@ -290,12 +290,6 @@ def test_registration(kind, dtype):
         args = (x, case.packed, 33, wide) if case.group else (x, case.packed, case.scale, wide)
         operator = torch.ops.gpt_eagle.w4a8 if case.group else torch.ops.gpt_eagle.w8a8
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
-
-
-# the same source for other processors; plain loops take a minute, and test_builds.py decodes with them
-OTHERS = [
-    pytest.param(march, marks=[needs(march), *([pytest.mark.slow] if march == "x86-64" else [])]) for march in MARCHES
-]
 
 
 @functools.cache
