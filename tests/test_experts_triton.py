@@ -34,9 +34,15 @@ from ops.quantized import PRODUCTS  # noqa: E402
 from quantize import FORMATS, QuantExperts  # noqa: E402
 
 
-@pytest.mark.slow  # half a minute; without a GPU it is these kernels' only run
-def test_in_the_interpreter():
-    """All of interpreter_experts.py, in the process that it needs."""
+def test_in_the_interpreter(monkeypatch):
+    """A quarter of interpreter_experts.py, in the process that it needs: from the router to the sum, row by row."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'whole_path or beside_any or number_of_experts'")
+    run_in_interpreter("interpreter_experts.py", r"\d\d passed")
+
+
+@pytest.mark.slow  # half a minute
+def test_in_the_interpreter_the_rest():
+    """All that is not marked slow there."""
     run_in_interpreter("interpreter_experts.py", r"[56]\d passed")
 
 
