@@ -38,8 +38,8 @@ from ops.cpu.layers import FusedLayers
 from ops.rows import best
 from options import GenerateConfig, common_prefix
 from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, row_of, store
-from sampling import NoiseKey
-from stats import Stats, check_memory, trace_row
+from sampling import NoiseKey, Sampling
+from stats import Stats, rows_memory, trace_row
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -92,6 +92,16 @@ class Report(NamedTuple):
         return [Report(row[:-9], *row[-9:-4], row[-4:]) for row in packed]
 
 
+def choose(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+    """The target's own token after every feature.
+
+    features: [B, N, F]; noise: [B, R, V] fp32, None when greedy; row: [B, N] int64, which row of it a feature has
+    Returns: [B, N] int64.
+    """
+    scores = target.logits(features)  # [B, N, V]
+    return best(scores if noise is None else sampling.process(scores, rule), noise, row)
+
+
 class Outcome(NamedTuple):
     """What a cycle leaves for the host."""
 
@@ -109,6 +119,7 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
+    choose: Callable[..., Tensor] = choose  # what finds the target's own tokens (with ranks, `tp.choose`)
     other_rule: Callable[..., Accepted] | None = None  # of acceptance, in place of `accept` (extras/residual.py)
     ends: Tensor | None = None  # [E] int64, tokens that end a row; -1, which is none, keeps it from being empty
     cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
@@ -119,6 +130,11 @@ class Engine:
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Of a row's caches: a tree or a chunk of a prompt may lie behind the context."""
+        return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
 
 
 def with_cycles(engine: Engine) -> Engine:
@@ -150,7 +166,8 @@ class Cycle:
 
     def __init__(self, engine: Engine, drafter: Drafter):
         self.target, self.drafter, self.rule, self.ends = engine.target, drafter, engine.config.sampling, engine.ends
-        self.prefer, self.other_rule, self.taps = engine.drafter.prefer, engine.other_rule, engine.drafter.taps
+        self.prefer, self.taps = engine.drafter.prefer, engine.drafter.taps
+        self.choose, self.other_rule = engine.choose, engine.other_rule
         device = engine.target.embedding.weight.device
         self.levels = torch.arange(drafter.depth + 1, device=device)
         self.nodes = torch.arange(drafter.size, device=device)
@@ -214,12 +231,11 @@ class Cycle:
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor
     ) -> tuple[DecodeState, Rows, Decision]:
         """Accept and compact. features: [B, N, F]. Writes: the cache, state.tokens; the state, if in place."""
-        logits = self.target.logits(features)  # [B, N, V]
         if self.other_rule:
-            accepted = self.other_rule(tree, logits, noise, state, self)
+            accepted = self.other_rule(tree, self.target.logits(features), noise, state, self)
         else:
-            scores = logits if noise is None else sampling.process(logits, self.rule)
-            accepted = accept(tree, best(scores, noise, tree.depths), self.drafter.depth)
+            tokens = self.choose(self.target, features, self.rule, noise, tree.depths)
+            accepted = accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the rows of a chain lie where they belong
             cache.compact(state.pos, compaction(accepted))
         new, rows, decision = advance(state, tree, accepted, features, self)
@@ -271,11 +287,10 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
     features = engine.target(tokens, window.slots, cache, window, taps=engine.drafter.taps)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
-    logits = engine.target.logits(features.gather(1, last))  # [B, 1, V]
     noise, draws = None, state.draws[:, None]
     if rule.temperature > 0:
-        logits, noise = sampling.process(logits, rule), sampling.gumbel(state.key, draws, logits.shape[2])  # [B, 1, V]
-    root = best(logits, noise, torch.zeros_like(draws))  # [B, 1]
+        noise = sampling.gumbel(state.key, draws, engine.target.config.vocab_size)  # [B, 1, V]
+    root = engine.choose(engine.target, features.gather(1, last), rule, noise, torch.zeros_like(draws))  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
@@ -289,29 +304,13 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
 # --------------------------------------------------------------------------------------------- session
 
 
-def rows_memory(engine: Engine) -> tuple[int, str]:
-    """Check that memory is free for the rows of a session.
-
-    Returns: the slots of a row's caches; what the rows take, in words. Raises: ValueError when it is not free.
-    """
-    target, drafter, weight = engine.target, engine.drafter, engine.target.embedding.weight
-    slots = engine.context + max(drafter.size, drafter.depth + 1, PREFILL_CHUNK)
-    heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
-    caches = slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
-    noise = drafter.size + drafter.depth + 1 if engine.config.temperature else 0  # rows, with those of adjusted scores
-    scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
-    plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
-    remedy = "lower --batch_size, --context or --tree_topk"
-    return slots, check_memory(plan, str(weight.device), remedy, engine.config.batch_size)
-
-
 class Workspace:
     """The buffers of B sequences. They outlive their session, and where cycles are captured, at fixed addresses."""
 
     def __init__(self, engine: Engine):
         target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
-        weight = target.embedding.weight
-        slots, _ = rows_memory(engine)
+        weight, slots = target.embedding.weight, engine.slots
+        rows_memory(engine)  # or an error
         self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
         number = torch.zeros(B, dtype=torch.long, device=weight.device)
         self.state = DecodeState(

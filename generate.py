@@ -29,7 +29,7 @@ import torch
 import eagle_draft
 import tp
 from checkpoint import Quantization, saved_quantization
-from decode import PREFILL_WIDTHS, Engine, Session, rows_memory, with_cycles
+from decode import PREFILL_WIDTHS, Engine, Session, choose, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
@@ -49,7 +49,7 @@ from options import (
     write_text,
 )  # fmt: skip
 from runtime import WARM_UPS, ends_at_once, say_what_compiles, store, take_over, time_presets, use, why_not_compiled
-from stats import Stats, environment, stats_line, summary
+from stats import Stats, environment, rows_memory, stats_line, summary
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
 MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
@@ -118,11 +118,11 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     engine = Engine(
         config, target, drafter, context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
-        tokenizer=tokenizer, template=template,
-        load_s=time.perf_counter() - began, other_rule=other_rule(config),
+        tokenizer=tokenizer, template=template, load_s=time.perf_counter() - began,
+        choose=tp.choose if tp.place().world > 1 else choose, other_rule=other_rule(config),
     )  # fmt: skip
     if config.batch_size > 1:
-        print(f"note: {rows_memory(engine)[1]}", file=sys.stderr)
+        print(f"note: {rows_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine), wait)
 
 

@@ -180,3 +180,18 @@ def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) 
             f"{parts} = {need / 1e9:.1f} GB of memory are needed, {free / 1e9:.1f} GB are free{fits}; {remedy}"
         )
     return f"{rows} rows take {need / 1e9:.2f} GB of memory; {fit} would fit"
+
+
+def rows_memory(engine: Any) -> str:
+    """Check that memory is free for the rows of a session. engine: `decode.Engine`.
+
+    Returns: what the rows take, and how many would fit, in words. Raises: ValueError when it is not free.
+    """
+    target, drafter, weight = engine.target, engine.drafter, engine.target.embedding.weight
+    heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
+    caches = engine.slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
+    noise = drafter.size + drafter.depth + 1 if engine.config.temperature else 0  # rows, with those of adjusted scores
+    scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
+    plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
+    remedy = "lower --batch_size, --context or --tree_topk"
+    return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)

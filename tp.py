@@ -9,13 +9,14 @@
 2. `Summed` adds the ranks' results behind attention and behind the feed-forward. On a CPU every rank gathers them in
    fp32 (a mixture rounds its own before), and the next norm adds them in the order of the ranks. On CUDA NCCL adds them
    in the model's dtype; its order, and so a row's bits, may depend on the number of rows with 3 ranks or more.
-3. `Gathered` is an LM head of which a rank has some tokens' rows; every rank gets the scores of all.
+3. `Gathered` is an LM head of which a rank has some tokens' rows. The target's own tokens are the best of each rank's
+   (`choose`, 16 bytes a node); whoever asks for scores gets those of all tokens (4 V bytes a node).
 4. The rest is on every rank: embedding, norms, routers, the draft, the loop. All ranks see the same bits and take the
    same decisions, so nothing else is sent. No decision may use a clock, so no tree is chosen by measured speed.
 5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_alike` compares all ranks.
 
-Trade-off: all scores are gathered (4 V bytes a node): top-p, the residual rule and heads that draft with the target's
-LM head need them, and no other file has to know that there are ranks.
+Trade-off: all scores are gathered for top-k, top-p, the residual rule and heads that draft with the target's LM head,
+so that no other file has to know that there are ranks. Noise is drawn whole on every rank, as drafts read it too.
 Not here: serving; a split draft. CUDA and several machines follow the same path and were not run.
 """
 
@@ -31,6 +32,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,14 +42,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf.weights
+import sampling
 from checkpoint import Codes, Quantization, TensorSource, fit_group, one_line, saved_quantization, scale_name
 from drafters import Drafter
 from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import ModelConfig, MoEFeedForward, Transformer
 from ops.library import has_cpu_operators, lib
+from ops.rows import best
 from options import GenerateConfig, one_line_errors, pick_device
 from runtime import use
+from sampling import Sampling
 
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
 WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure
@@ -342,11 +347,37 @@ class Gathered(nn.Module):
         super().__init__()
         self.vocab, each = whole.out_features, -(-whole.out_features // dist.get_world_size())
         first = dist.get_rank() * each
-        self.part = rows_of(whole, torch.arange(first, first + each).clamp(max=self.vocab - 1))
+        ids = torch.arange(first, first + each).clamp(max=self.vocab - 1)
+        self.part = rows_of(whole, ids)
+        self.register_buffer("ids", ids.to(next(chain(whole.parameters(), whole.buffers())).device))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
         scores = torch.ops.gpt_eagle.gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
         return scores[..., : self.vocab].contiguous()
+
+    def best(self, x: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+        """What this rank would choose of its own tokens. x: [B, N, F], the rest as for `choose`, with no cuts.
+
+        Returns: [B, N, 2] fp64, the token's score and its id.
+        """
+        scores = self.part(x)  # [B, N, ceil(V / N)]
+        if noise is not None:
+            scores, noise = sampling.process(scores, rule), noise.index_select(2, self.ids)
+        token = best(scores, noise, row)
+        score = scores.gather(2, token[..., None])[..., 0]
+        if noise is not None:
+            score = score + noise.flatten(1).gather(1, row * noise.shape[2] + token)
+        return torch.stack((score.double(), self.ids[token].double()), -1)
+
+
+def choose(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+    """`decode.choose` with a split LM head: the best of what the ranks would choose. Cuts need all scores."""
+    if noise is not None and (rule.top_k > 0 or rule.top_p < 1):
+        return best(sampling.process(target.logits(features), rule), noise, row)
+    own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
+    score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
+    first = score.argmax(0, keepdim=True)  # of equal scores the first rank's, which is the lowest token's
+    return token.gather(0, first)[0].long()
 
 
 def _gather_ranks(x: Tensor) -> Tensor:

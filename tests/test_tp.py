@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import decode
 import generate
 import stats
 import tp
@@ -28,6 +29,7 @@ from hf.weights import export_weights, load_model, weight_names
 from model import Transformer
 from options import DEMO, GenerateConfig, one_line_errors
 from quantize import quantize_directory
+from sampling import Sampling
 from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 from tp import Place, Share
@@ -132,7 +134,7 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
     return {
         2: {
             "llama": options_of("llama", "eagle", dtype="float32"),
-            "biases": options_of(tiny, "ngram", dtype="float32", prompts=PROMPTS[:1]),
+            "biases": options_of(tiny, "ngram", dtype="float32", prompts=PROMPTS[:1], temperature=1.0, top_p=0.9),
             "int8": options_of("llama", "eagle", **int8),
             "int8 vanilla": options_of("llama", "none", **int8),
             "int4": options_of(mixture, "model", draft_checkpoint=mixture, **int4),
@@ -198,6 +200,44 @@ def test_a_rank_holds_its_share(quick, world, name):
     common += heads // 2 if world > model.config.n_kv_heads else 0  # here each is on every second rank
     share = (sum(held.values()) - common) / world + common
     assert max(quick.found[world][name]["bytes"]) < 1.1 * share < 0.9 * sum(held.values())
+
+
+def test_scores_are_gathered_only_where_all_are_needed(quick):
+    """By a head that drafts with the target's LM head, and for top-p; the target's own tokens need none."""
+    scores = {
+        name: case["scores"] for found in quick.found.values() for name, case in found.items() if "scores" in case
+    }
+    assert scores["int8 vanilla"] == scores["int4 vanilla"] == 0
+    assert scores["int8"] > 0 and scores["biases"] > 0 and scores["mixtral"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("world", [2, 4, 64])
+def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature):
+    """With equal scores within and across ranks, LM heads that are filled up, and ranks without a token of their own."""
+    torch.manual_seed(0)
+    vocab, rule = 97, Sampling(temperature)
+    config = config_from(TINY | {"vocab_size": vocab, "num_hidden_layers": 1}, "LlamaForCausalLM")
+    target = Transformer(config)
+    whole = target.lm_head
+    whole.weight.data = torch.randint(-1, 2, whole.weight.shape).float()
+    features = torch.randint(-1, 2, (2, 300, config.dim)).float()
+    row = torch.randint(0, 3, (2, 300))
+    noise = torch.randint(0, 3, (2, 3, vocab)).float() if temperature else None
+    want = decode.choose(target, features, rule, noise, row)
+    every = []
+    monkeypatch.setattr(tp.dist, "get_world_size", lambda: world)
+    for rank in range(world):
+        monkeypatch.setattr(tp.dist, "get_rank", lambda rank=rank: rank)
+        every.append(tp.Gathered(whole))
+    own = torch.stack([head.best(features, rule, noise, row) for head in every])
+    monkeypatch.setattr(torch.ops.gpt_eagle, "gather_ranks", lambda x: own)
+    target.lm_head = every[0]
+    assert torch.equal(tp.choose(target, features, rule, noise, row), want)
+    scores = whole(features) / (temperature or 1) + (
+        noise.gather(1, row[..., None].expand(-1, -1, vocab)) if temperature else 0
+    )
+    assert ((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).any(), "some scores are equal"
 
 
 def test_what_ranks_refuse(quick):
