@@ -8,13 +8,11 @@ A `Cycle` has three steps, each tensors to tensors with static shapes, compiled 
 Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each.
 
 A `Session` has B rows. `admit` gives one a prompt while the others decode; every `step` launches a cycle, reads a
-report, on CUDA one cycle late, so that the device never waits for the host, and runs chunks of prompts, the last of
-which decides a row's root. Rows that are done still run, but change no state. The output is a function of (weights,
-prompt, seed) alone; sampling.py says why.
+report, on CUDA one cycle late, so that it never waits for the host, and runs chunks of prompts, the last of which
+decides a row's root. Rows that are done change no state. The output is a function of (weights, prompt, seed) alone.
 
-Trade-off: prefill is not compiled: it is bound by matrix products, and on CUDA captured in two widths for each row. A
-device waits for the host before and after. Not here: how a step is compiled and captured (runtime.py), loading, which
-prompt comes next (generate.py).
+Trade-off: prefill, bound by matrix products, is not compiled; on CUDA it is captured, in two widths per row. The device
+waits before and after. Not here: compiling and capturing (runtime.py), loading, which prompt is next (generate.py).
 """
 
 from __future__ import annotations
@@ -93,10 +91,9 @@ class Report(NamedTuple):
 
 
 def choose(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
-    """The target's own token after every feature.
+    """The target's own token after every feature, [B, N] int64.
 
     features: [B, N, F]; noise: [B, R, V] fp32, None when greedy; row: [B, N] int64, which row of it a feature has
-    Returns: [B, N] int64.
     """
     scores = target.logits(features)  # [B, N, V]
     return best(scores if noise is None else sampling.process(scores, rule), noise, row)
@@ -295,7 +292,8 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
-    rows = Rows(state.tokens.gather(1, span), features, count)  # read again: by now the roots are in
+    taken = count * (ends_here | (engine.drafter.room == 0))  # rows wait behind whole prompts only
+    rows = Rows(state.tokens.gather(1, span), features, taken)  # read again: by now the roots are in
     done = torch.where(ends_here, (root == engine.ends).any(1) | (state.pos >= state.limit), state.done)
     draft = engine.drafter.extend(state.draft, rows)
     return changed(state, draws=state.draws + ends_here, done=done, draft=draft)
@@ -335,19 +333,23 @@ class Workspace:
         if engine.captured:  # without a graph the host would be slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         self.start.fill_(start)
+        reader = engine.chooser.reader
+        self.take_in(engine, reader)
 
         def body() -> None:
-            state = row_of(self.state, row)
-            store(state, prefill_chunk(engine, self.cache.row(row), state, self.start, width))
+            state, own = row_of(self.state, row), replace(engine, drafter=engine.drafter.presets[reader])
+            store(state, prefill_chunk(own, self.cache.row(row), state, self.start, width))
 
-        return self._replay(engine, ("prefill", width, row), body)
+        return self._replay(engine, ("prefill", width, row, reader), body)
 
-    def take_in(self, engine: Engine, room: int = 0) -> None:
-        """Hand the drafter the rows that wait, unless there is room for more. Writes: its state, in place."""
+    def take_in(self, engine: Engine, preset: int) -> None:
+        """Hand the drafter the rows that wait, unless the preset that is next has room for more. Writes: its state."""
+        room = engine.drafter.presets[preset].room
         if self.waits and self.waits >= room:
             draft, text = self.state.draft, Text(self.state.tokens, self.state.pos)
             self._replay(engine, "rows that wait", lambda: store(draft, engine.drafter.take_in(draft, text)))
             self.waits = 0
+        self.waits += room > 0
 
     def replay(self, engine: Engine, preset: int) -> Outcome:
         """Run a cycle over these buffers, in place where cycles are captured."""
@@ -432,7 +434,7 @@ class Session:
         # the last token of a history (the root) is not cached
         begin = max(common_prefix(self.history[row][:-1], prompt) - 1, 0)
         self.history[row], self.waiting[row] = prompt[:begin], prompt
-        self.work.take_in(engine)
+        self.work.take_in(engine, engine.chooser.reader)
         state.tokens[row, :length] = torch.tensor(prompt, device=state.pos.device)
         state.pos[row] = length  # cycles that run meanwhile write their scratch behind the prompt
         state.limit[row] = min(length + (most or engine.config.max_new_tokens), engine.context) - 1
@@ -489,9 +491,8 @@ class Session:
         """Run a cycle of a preset, or of the one that the chooser takes."""
         engine, work, began = self.engine, self.work, time.perf_counter()
         preset = engine.chooser.next(self.preset) if preset is None else preset
-        cycle, room = engine.cycles[preset], engine.drafter.presets[preset].room
-        work.take_in(engine, room)
-        work.waits += room > 0
+        cycle = engine.cycles[preset]
+        work.take_in(engine, preset)
         self.stats.eager_cycles += isinstance(cycle, CompiledStep) and not cycle.waits
         if engine.captured:
             outcome = work.replay(engine, preset)

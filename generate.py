@@ -217,7 +217,7 @@ def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
         return engine
     from extras.autosize import timed
 
-    return replace(engine, chooser=timed(engine.drafter.presets, lambda: time_cycles(engine), seconds))
+    return replace(engine, chooser=timed(engine.drafter, lambda: time_cycles(engine), seconds, not engine.captured))
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:

@@ -139,6 +139,8 @@ class HostCopy:
 class Largest:
     """Chooses the preset that the next cycle runs: the largest. extras/autosize.py has one that learns."""
 
+    reader = -1  # the preset that takes in prompts
+
     def next(self, limit: int) -> int:
         """Choose. limit: the largest preset that makes sense now."""
         return limit

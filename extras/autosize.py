@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from draft_tree import DynamicTree, StaticTree
-from drafters import Drafter, TreeDrafter
+from drafters import LARGEST, Drafter, TreeDrafter
 from extras.deferred import Deferred, Idle
 from model import Transformer
 
@@ -65,13 +65,17 @@ def shape_of(preset: Drafter) -> TreeShape | None:
     return TreeShape(tree.depth, tree.width, tree.size) if tree else None
 
 
-def timed(presets: Sequence[Drafter], time_cycles: Callable[[], list[float]], seconds: float) -> Autosizer:
-    """Time the presets' cycles once, and more often as `seconds` allow. time_cycles: the seconds of a cycle of each."""
+def timed(drafter: Drafter, time_cycles: Callable[[], list[float]], seconds: float, rests: bool) -> Autosizer:
+    """Time the presets' cycles once, and more often as `seconds` allow.
+
+    time_cycles: the seconds of a cycle of each; rests: whether prompts may be left out, where that needs no graph
+    """
     began, rounds = time.perf_counter(), []
     while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < seconds):
         rounds.append(time_cycles())
     costs = [statistics.median(times) for times in zip(*rounds)]
-    return Autosizer([shape_of(preset) for preset in presets], costs, [preset.name for preset in presets])
+    shapes, names = zip(*((shape_of(preset), preset.name) for preset in drafter.presets))
+    return Autosizer(shapes, costs, names, rests and drafter.presets[0].room == LARGEST)
 
 
 # ------------------------------------------------------------------------------------------------ choice
@@ -90,9 +94,18 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 class Autosizer:
     """Chooses among presets, numbered from the smallest tree, which may be the root alone."""
 
-    def __init__(self, shapes: Sequence[TreeShape | None], costs_s: Sequence[float], names: Sequence[str] = ()):
-        """Per preset, shapes: as `shape_of` gives them; costs_s: seconds of a cycle as timed; names: for `table`."""
-        self.shapes, self.timed_s, self.names = shapes, tuple(costs_s), names
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape | None],
+        costs_s: Sequence[float],
+        names: Sequence[str] = (),
+        rests: bool = False,
+    ):
+        """Per preset, shapes: as `shape_of` gives them; costs_s: seconds of a cycle as timed; names: for `table`
+
+        rests: whether the smallest preset may leave out prompts
+        """
+        self.shapes, self.timed_s, self.names, self.rests = shapes, tuple(costs_s), names, rests
         self.accepted = [UNSHAPED if shape is None else 0.0 for shape in shapes]  # fading means
         self.weights = [float(shape is None) for shape in shapes]  # cycles of a row that these stand for
         self.miss, self.miss_weight = MISS, MISS_WEIGHT
@@ -112,6 +125,11 @@ class Autosizer:
         shape, mean, weight = self.shapes[preset], self.accepted[preset], self.weights[preset]
         prior = mean if shape is None else accepted_of(shape, self.miss)
         return 1 + (weight * mean + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
+
+    @property
+    def reader(self) -> int:
+        """The preset that takes in prompts: a drafter that rests need not read them."""
+        return 0 if self.rests and self.best == 0 else len(self.shapes) - 1
 
     def next(self, limit: int) -> int:
         """The preset of the next cycle. limit: the largest that makes sense now."""

@@ -3,7 +3,8 @@
 A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a tree, `Idle`, only
 keeps the target's features of the last rows, beside the drafter's own state, and the session hands them over before a
 tree or a prompt (`Drafter.take_in`).
-- Of a longer rest an EAGLE head skips all but those rows: its cache has a gap, and it attends to the text around it.
+- Of a longer rest, and of a prompt that comes meanwhile, an EAGLE head skips all but those rows: its cache has a gap,
+  and it attends to the text around it.
 - A draft model needs no features and has no gaps: it reads its rows whenever there is no room for more.
 
 Trade-off: after a long rest a head drafts a little worse until the text has moved on. Not here: which preset is the
@@ -100,7 +101,9 @@ class Idle(Deferred):
         self.room = ROOM - 1 if drafter.keeps_rows else LARGEST  # with the row before, as many as are kept
 
     def extend(self, state: Waiting, rows: Rows) -> Waiting:
-        """Keep a row. Writes: the features that wait."""
-        row = torch.arange(len(state.count), device=state.count.device)
-        state.features[row, torch.where(rows.count > 0, state.count % ROOM, ROOM)] = rows.features[:, 0]
+        """Keep the last rows. Writes: the features that wait."""
+        step = torch.arange(rows.features.shape[1], device=state.count.device)
+        count, number = rows.count[:, None], state.count[:, None] + step  # [B, 1], [B, R]
+        place = torch.where((step < count) & (step >= count - ROOM), number % ROOM, ROOM)
+        state.features[torch.arange(len(place), device=place.device)[:, None], place] = rows.features
         return changed(state, count=state.count + rows.count)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode import Cycle, Engine, Session
+from decode import PREFILL_CHUNK, Cycle, Engine, Session
 from draft_tree import DraftTree, DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -187,6 +187,8 @@ def test_shapes():
 class Script:
     """Presets in a given order, over and over; learns nothing."""
 
+    reader = -1
+
     def __init__(self, order: list[int]):
         self.order, self.ran = itertools.cycle(order), []
 
@@ -241,7 +243,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """What the drafter would propose now, with its largest tree."""
-    session.work.take_in(engine)
+    session.work.take_in(engine, -1)
     tree, _ = Cycle(engine, engine.drafter.presets[-1]).draft(session.state)
     return tree
 
@@ -290,7 +292,7 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     while len(session.stats.presets) < 2 * ROOM + 5:
         session.step()
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.work.take_in(engine)
+    session.work.take_in(engine, -1)
     ((_, _, rows),) = [call.args for call in calls]
     assert rows.count.tolist() == [ROOM, ROOM] and session.live == [False, True]
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
@@ -302,6 +304,35 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     session.admit(1, [*session.history[1], 3, 4, 5])  # the root, these, and the row before the root again
     session.step()
     assert session.state.draft.own.length.tolist() == [read[0], read[1] + 5], "the gap stays"
+
+
+@pytest.mark.parametrize("then", [0, -1], ids=["rests on", "wakes within the prompt"])
+def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
+    """But for the last rows of the whole; who wakes before that reads the chunks that are left."""
+    target, prompt = golden_target(TARGETS[1]), [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)]
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    engine, script = engine_for(target, drafter_of("eagle 3", Sampling()), **options), Script([0])
+    session, script.reader = Session(replace(engine, chooser=script)), 0
+    calls = record(monkeypatch, EagleDrafter, "extend")
+    session.admit(0, prompt, (0, 0))
+    session.step()
+    assert len(session.history[0]) == PREFILL_CHUNK and not calls
+    script.reader = then
+    while len(session.stats.presets) < 3:
+        session.step()
+    session.work.take_in(engine, -1)
+    given = [call.args[2] for call in calls if call.args[2].count > 0]
+    (history,) = torch.tensor(session.history)
+    ends = [len(history) - 1] if then == 0 else [len(prompt), len(history) - 1]  # the root is in no row
+    assert [int(rows.count) for rows in given] == ([ROOM] if then == 0 else [44, 3])
+    features = target(history[None], torch.arange(len(history))[None], taps=engine.drafter.taps)[0]
+    for rows, end in zip(given, ends):
+        count = int(rows.count)
+        assert torch.equal(rows.tokens[0, : count + 1], history[end - count : end + 1])
+        torch.testing.assert_close(rows.features[0, :count], features[end - count : end], rtol=1e-4, atol=1e-4)
+    list(session.run([session.history[0]]))
+    plain = decode(engine_for(target, RootOnly(), **options), prompt)
+    assert session.history[0][: len(prompt) + 8] == plain.history[0]
 
 
 @pytest.mark.usefixtures("either")
