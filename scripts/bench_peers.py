@@ -14,7 +14,9 @@ How it works:
 3. Speed: greedy, end-of-sequence ignored, all prompts, everybody in turn per prompt. The first token (prefill) is timed
    apart; a rate is taken over the tokens after it, and a ratio between neighbours in time. With --batch_sizes, groups
    of so many prompts are decoded side by side (EAGLE-1, table 7), and a rate counts the tokens of all rows. A group
-   runs until its last row ends: rows that end earlier wait, which only drafting pays for.
+   runs until its last row ends: rows that end earlier wait, which only drafting pays for. With --prompts_per_row N a
+   group has N times as many prompts: a row of ours takes the next when it has ended, transformers' batches follow one
+   another, and a rate counts all tokens and all time, that of reading prompts too.
 4. The cost of verifying: one pass over 1 to 64 new tokens behind the first prompt, logits of all of them, argmax.
 
 Quantized peers compute another function than the float one: their speed compares, their tokens need not agree.
@@ -49,6 +51,7 @@ from measure import (
     pass_bytes,
     read_bandwidth,
     run_rows,
+    run_stream,
     shown_path,
     with_config,
 )
@@ -84,6 +87,7 @@ class PeersConfig:
     max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
     rounds: int = option(1, "timed rounds over all prompts, at least; more where they make fewer than 5 runs", least=1)
     batch_sizes: str = option("1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone")
+    prompts_per_row: int = option(1, "prompts of each row in a run; beyond 1 reading them is timed too", least=1)
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
     gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
     options: str = option("", "further options of generate.py for our methods")
@@ -208,10 +212,28 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return once
 
     def run(prompts: list[list[int]]) -> Outcome:
+        if len(prompts) > engine.config.batch_size:
+            return run_stream(engine, prompts)
         return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
 
     plain = engine.drafter.size == 1
     return Contestant(run, logits, verify if plain else None, engine.chooser.table)
+
+
+def in_batches(contestant: Contestant, size: int) -> Contestant:
+    """Who continues any number of prompts, `size` side by side, one batch after the other."""
+
+    def run(prompts: list[list[int]]) -> Outcome:
+        done = [contestant.run(prompts[first : first + size]) for first in range(0, len(prompts), size)]
+        if len(done) == 1:
+            return done[0]
+        rows = [row for outcome in done for row in outcome.rows]
+        seconds = sum(o.first_s + o.step_s * sum(len(row) - 1 for row in o.rows) for o in done)
+        return Outcome(
+            rows, sum(o.first_s for o in done), seconds / sum(map(len, rows)), statistics.mean(o.tau for o in done)
+        )
+
+    return contestant._replace(run=run)
 
 
 def make_transformers(
@@ -360,7 +382,8 @@ def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, d
 def groups_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
     """Groups of `size` prompts. Raises: ValueError where some would be left over."""
     if len(prompts) % size:
-        raise ValueError(f"--batch_sizes must divide the {len(prompts)} prompts; {size} does not: change --limit")
+        rule = f"--batch_sizes, times --prompts_per_row, must divide the {len(prompts)} prompts"
+        raise ValueError(f"{rule}; {size} does not: change --limit")
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
@@ -449,7 +472,8 @@ def header_lines(config: PeersConfig, machine: dict[str, Any], ceiling: Series) 
     """What must be known before any number is read."""
     yield ", ".join(f"{key} {value}" for key, value in machine.items())
     yield f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, T = 0, compiled: {config.compile}"
-    yield f"B = {config.batch_sizes}, methods {config.methods}, peers {config.peers}"
+    yield f"B = {config.batch_sizes}, prompts per row {config.prompts_per_row}"
+    yield f"methods {config.methods}, peers {config.peers}"
     yield f"tasks {config.tasks}, {config.limit} prompts each, {config.max_new_tokens} tokens"
     yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
@@ -470,7 +494,7 @@ def bench(config: PeersConfig) -> None:
     packages = [p for peer in config.peer_list for p in PACKAGES[peer.partition(":")[0]] if p != "gguf"]
     machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, 5)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)
-    groups = {size: groups_of(prompts, size) for size in config.sizes}
+    groups = {size: groups_of(prompts, size * config.prompts_per_row) for size in config.sizes}
     with tempfile.TemporaryDirectory() as temporary:
         peers, loaded = make_peers(config, prompts, Path(config.gguf or temporary)), load_formats(config, base)
         result = {
@@ -481,7 +505,8 @@ def bench(config: PeersConfig) -> None:
             "speed": {},  # by batch size
         }
         for size in config.sizes:
-            contestants = make_ours(config, loaded, prompts[0], size) | peers
+            batched = {name: in_batches(peer, size) for name, peer in peers.items()}
+            contestants = make_ours(config, loaded, prompts[0], size) | batched
             if not result["speed"]:
                 result["parity"] = parity(contestants, prompts[0])
             result["speed"][str(size)] = measure_speed(contestants, groups[size], config.rounds)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import _path
 import stats
 from decode import Engine, Session, with_cycles
-from generate import make_drafter, other_rule, warm_up
+from generate import Batch, make_drafter, other_rule, warm_up
 from hf.config import resolve_draft
 from model import MoEFeedForward, Transformer
 from options import GenerateConfig
@@ -111,6 +111,15 @@ def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
     return Outcome(rows, caching.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets)
+
+
+def run_stream(engine: Engine, prompts: list[list[int]]) -> Outcome:
+    """Continue prompts through the rows of our runtime. `step_s` is per token of all, and of all the time."""
+    batch, began = Batch(engine, prompts), time.perf_counter()
+    batch.run(batch.streams)
+    rows, seen = [entry.new for entry in batch.entries], batch.stats
+    step_s = (time.perf_counter() - began) / sum(map(len, rows))
+    return Outcome(rows, seen.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets)
 
 
 def in_turn(contestants: dict[str, Callable[[], Any]], runs: int, title: str) -> dict[str, list[Any]]:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,6 +333,10 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
         for name, contestant in contestants.items():
             said[name] = contestant.run(groups[0]).rows
             assert said[name] == [contestant.run([prompt]).rows[0] for prompt in groups[0]], name
+            began, more = time.perf_counter(), contestant.run(groups[0] * 2)  # more than rows: they take turns
+            assert more.rows == said[name] * 2, name
+            seconds = more.step_s * sum(map(len, more.rows))
+            assert more.first_s < seconds <= time.perf_counter() - began, "all time counts, that of prompts too"
         return measure_speed(contestants, groups, rounds)
 
     monkeypatch.setattr(bench_peers, "measure_speed", speed)
@@ -347,7 +352,7 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
 
 def test_groups_are_full():
     assert bench_peers.groups_of([[1], [2], [3], [4]], 2) == [[[1], [2]], [[3], [4]]]
-    with pytest.raises(ValueError, match="--batch_sizes must divide the 3 prompts; 2 does not: change --limit"):
+    with pytest.raises(ValueError, match="--batch_sizes, times --prompts_per_row, must divide the 3 prompts; 2 does not: change --limit"):
         bench_peers.groups_of([[1], [2], [3]], 2)
 
 
