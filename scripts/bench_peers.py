@@ -391,7 +391,7 @@ def measure_speed(contestants: dict[str, Contestant], groups: list[list[list[int
     """Everybody continues every group of prompts, in turn, after one run to warm up."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
     runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
-    bar = tqdm(total=len(contestants) * len(runs), desc=f"speed, B = {len(groups[0])}", unit="run")
+    bar = tqdm(total=len(contestants) * len(runs), desc=f"speed, groups of {len(groups[0])}", unit="run")
     for number, group in enumerate(runs):
         for name, contestant in contestants.items():
             outcome = contestant.run(group)

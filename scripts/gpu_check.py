@@ -12,7 +12,8 @@ int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, 
 kernels      Products in int4 and the vendor's in bf16 for 1 to 64 rows, tree attention (scripts/kernel_bench.py).
 tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernel_bench.py.
-models       Every tree and auto with 1,000 replays of each, 8B, random twins, int8, Mixtral where its demo is.
+models       Every tree and auto with 1,000 replays of each, 8B, random twins, int8, Mixtral where its demo is, 7B in
+             int4 with 1, 4 and 16 rows that take prompts in turn (scripts/bench_peers.py).
 demo         The bundled demo, with every tree, format and lookup.
 tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collectives; left out where there is one.
 
@@ -100,6 +101,11 @@ LOOKUP = "python generate.py --checkpoint checkpoints/demo --device cuda --dtype
 RANKS = (
     "python -m torch.distributed.run --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --compile --compare"
 )
+ROWS = (
+    "python scripts/bench_peers.py --device cuda --compile --options inflate=llama2-7b,context=1024 --formats int4 "
+    "--methods none,eagle --peers none --limit 64 --prompts_per_row 2 --batch_sizes 1,4,16 --json {out}/rows.json"
+)
+FEW_ROWS = "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
 EAGLE3 = "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda --dtype bfloat16"
 EAGLE3 += " --eagle tests/golden/models/head_eagle3"
 FIRST = {  # their shares sum up to less than nine minutes, so that none can take another's time
@@ -129,6 +135,7 @@ REST = {
         trees("int8", "--inflate llama2-7b --quant int8 --tree 6/8/32", 80),
         trees("8b-bf16", "--inflate llama3-8b --quant_draft int4 --tree 6/8/32", 80),
         trees("mixtral", MIXTRAL, 240, needs="checkpoints/demo-moe-eagle"),
+        Step("rows", ROWS, 180, FEW_ROWS),
     ),
     "demo": (
         *(trees(f"{quant}-{t}", f"--quant {quant} --temperature {t} --static", 90)

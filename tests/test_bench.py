@@ -352,7 +352,10 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
 
 def test_groups_are_full():
     assert bench_peers.groups_of([[1], [2], [3], [4]], 2) == [[[1], [2]], [[3], [4]]]
-    with pytest.raises(ValueError, match="--batch_sizes, times --prompts_per_row, must divide the 3 prompts; 2 does not: change --limit"):
+    with pytest.raises(
+        ValueError,
+        match="--batch_sizes, times --prompts_per_row, must divide the 3 prompts; 2 does not: change --limit",
+    ):
         bench_peers.groups_of([[1], [2], [3]], 2)
 
 
