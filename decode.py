@@ -8,11 +8,11 @@ A `Cycle` has three steps, each tensors to tensors with static shapes, compiled 
 Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each.
 
 A `Session` has B rows. `admit` gives one a prompt while the others decode; every `step` launches a cycle, reads a
-report, on CUDA one cycle late, so that it never waits for the host, and runs chunks of prompts, the last of which
-decides a row's root. Rows that are done change no state. The output is a function of (weights, prompt, seed) alone.
+report, on CUDA one cycle late, so that the device never waits, and runs chunks of prompts, the last of which decides a
+row's root. Rows that are done change no state. The output is a function of (weights, prompt, seed) alone.
 
-Trade-off: prefill, bound by matrix products, is not compiled; on CUDA it is captured, in two widths per row. The device
-waits before and after. Not here: compiling and capturing (runtime.py), loading, which prompt is next (generate.py).
+Trade-off: prefill, bound by matrix products, is not compiled; on CUDA it is captured, in two widths per row, between
+two cycles. Not here: compiling and capturing (runtime.py), loading, which prompt is next (generate.py).
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Workspace:
             draft=drafter.init(B, slots),
         )  # fmt: skip
         self.start = number[:1].clone()  # of a chunk of a prompt
-        self.waits = 0  # cycles whose rows the drafter has not taken in
+        self.waits = 0  # steps since the drafter took in what waits
         self.replays, self.scratch = {}, {}  # by preset, or width and row, what was captured; where prefills compute
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
@@ -343,7 +343,7 @@ class Workspace:
         return self._replay(engine, ("prefill", width, row, reader), body)
 
     def take_in(self, engine: Engine, preset: int) -> None:
-        """Hand the drafter the rows that wait, unless the preset that is next has room for more. Writes: its state."""
+        """Before a step: hand the drafter the rows that wait, if the preset has no room for more. Writes: its state."""
         room = engine.drafter.presets[preset].room
         if self.waits and self.waits >= room:
             draft, text = self.state.draft, Text(self.state.tokens, self.state.pos)

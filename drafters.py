@@ -72,7 +72,7 @@ class Drafter:
     layers: Layers | None = None  # its transformer layers, which an engine may run in one call
     timed: bool = False  # whether the host chooses among the presets by their measured speed
     taps: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
-    room: int = 0  # cycles whose rows `extend` may leave to `take_in`, which the session calls before a tree; 0: none
+    room: int = 0  # steps whose rows `extend` may leave to `take_in`, called before a tree; LARGEST: or may leave out
 
     @property
     def presets(self) -> tuple[Drafter, ...]:

@@ -16,7 +16,7 @@
 5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_alike` compares all ranks.
 
 Trade-off: all scores are gathered for top-k, top-p, the residual rule and heads that draft with the target's LM head,
-so that no other file has to know that there are ranks. Noise is drawn whole on every rank, as drafts read it too.
+so that these need not know that there are ranks. Noise is drawn whole on every rank, as drafts read it too.
 Not here: serving; a split draft. CUDA and several machines follow the same path and were not run.
 """
 
@@ -349,7 +349,8 @@ class Gathered(nn.Module):
         first = dist.get_rank() * each
         ids = torch.arange(first, first + each).clamp(max=self.vocab - 1)
         self.part = rows_of(whole, ids)
-        self.register_buffer("ids", ids.to(next(chain(whole.parameters(), whole.buffers())).device))
+        device = next(chain(whole.parameters(), whole.buffers())).device
+        self.register_buffer("ids", ids.to(device))  # [ceil(V / N)] int64, the token of each output
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
         scores = torch.ops.gpt_eagle.gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]

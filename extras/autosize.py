@@ -33,6 +33,7 @@ MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as publish
 UNSHAPED = 2.0  # accepted tokens of a tree without a shape before its first cycle; its weight is 1 cycle
 HOLD = 3  # cycles for which a decision holds
 SHARE = 0.007  # of the time that probes may lose
+MARGIN = 1.05  # how much faster than the smallest a tree must seem: it also costs what a head does that wakes
 LEAST_LOSS = 0.02  # share of its time that a probe counts as losing at least
 
 
@@ -68,7 +69,8 @@ def shape_of(preset: Drafter) -> TreeShape | None:
 def timed(drafter: Drafter, time_cycles: Callable[[], list[float]], seconds: float, rests: bool) -> Autosizer:
     """Time the presets' cycles once, and more often as `seconds` allow.
 
-    time_cycles: the seconds of a cycle of each; rests: whether prompts may be left out, where that needs no graph
+    time_cycles: the seconds of a cycle of each
+    rests: whether prompts may be left out; False where their passes are captured, each way in a graph of its own
     """
     began, rounds = time.perf_counter(), []
     while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < seconds):
@@ -129,7 +131,7 @@ class Autosizer:
     @property
     def reader(self) -> int:
         """The preset that takes in prompts: a drafter that rests need not read them."""
-        return 0 if self.rests and self.best == 0 else len(self.shapes) - 1
+        return 0 if self.rests and self.best == 0 else -1
 
     def next(self, limit: int) -> int:
         """The preset of the next cycle. limit: the largest that makes sense now."""
@@ -146,7 +148,8 @@ class Autosizer:
 
     def _decide(self) -> None:
         rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
-        self.best = self.running = rates.index(max(rates))
+        worth = [MARGIN * rates[0], *rates[1:]]
+        self.best = self.running = worth.index(max(worth))
         self.left = HOLD
         near = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
         loss = {p: HOLD * self.costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}

@@ -440,8 +440,11 @@ def _timed(run: Callable[[], None]) -> Callable[[], float]:
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """The tables, in Markdown."""
-    yield "\nTokens per second after the first tokens: median (quartiles) over runs; ratios within a round\n"
-    yield "| B | | tokens/s | ratio | tau | first tokens ms | of ceiling | same tokens | logits rms | equal argmax |"
+    turns = result["config"]["prompts_per_row"] > 1
+    what = "in all, reading prompts included" if turns else "after the first tokens"
+    yield f"\nTokens per second {what}: median (quartiles) over runs; ratios within a round\n"
+    first = "reading prompts ms" if turns else "first tokens ms"
+    yield f"| B | | tokens/s | ratio | tau | {first} | of ceiling | same tokens | logits rms | equal argmax |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     rows = [(size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()]
     for size, name, row in rows:
@@ -450,7 +453,7 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
         yield (
             f"| {size} | {name} | {Series(*row['tokens_per_s']).text(1, 1)} | {Series(*row['ratio']).text(1, 2)} | "
             f"{row['tau']:.2f} | {Series(*row['first_s']).text(1e3, 0)} | "
-            f"{share if size == '1' and name in ('ours none', 'transformers') else ''} | "
+            f"{share if size == '1' and not turns and name in ('ours none', 'transformers') else ''} | "
             f"{100 * row['same']:.0f} % | {near['rms']:.4f} | {100 * near['same']:.1f} % |"
         )
     for size, name, row in rows:

@@ -82,6 +82,7 @@ class Always(NamedTuple):
     """Chooses one preset, or the largest below it that makes sense."""
 
     preset: int
+    reader: int = -1  # as `runtime.Largest`
 
     def next(self, limit: int) -> int:
         return min(self.preset, limit)

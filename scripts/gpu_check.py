@@ -20,8 +20,8 @@ tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collect
 Each step is a process with a time limit of its own, which grows by what earlier ones left over; one that fails, hangs
 or comes too late is named, the next one starts, and the exit status is 1 in the end. All that is measured goes into the
 folder --out as it comes: `results.jsonl`, a row per measurement and per step; `PART.txt`, what the steps of a part
-printed; `PART.xml`, the tests' results; `summary.txt`. --out is $OUT where that is set, as a folder that is brought
-back from another machine, else gpu_check.
+printed; `PART.xml`, the tests' results; `rows.json`, of the step `rows`; `summary.txt`. --out is $OUT where that is
+set, as a folder that is brought back from another machine, else gpu_check.
 """
 
 from __future__ import annotations

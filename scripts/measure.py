@@ -84,11 +84,11 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
 
 
 class Outcome(NamedTuple):
-    """One run of a group of prompts, a row each."""
+    """One run of a group of prompts, a row each; or more prompts than rows, which take turns."""
 
     rows: list[list[int]]  # new tokens
-    first_s: float  # until the first new tokens are decided
-    step_s: float  # per token of all the others, whichever row they are of
+    first_s: float  # until the first new tokens are decided; in turns, to read all prompts
+    step_s: float  # per token of all the others, whichever row they are of; in turns, all time per token
     tau: float  # new tokens per pass and row, without what is cut at the end
     presets: Sequence[tuple[int, float]] = ()  # of ours: the tree and the seconds of each cycle
 

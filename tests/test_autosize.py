@@ -335,6 +335,27 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     assert session.history[0][: len(prompt) + 8] == plain.history[0]
 
 
+def test_what_was_left_out_stays_out(monkeypatch):
+    """Two rows, at rest, in two turns: the head has read nothing, and is given the last rows of the second prompts."""
+    target, script = golden_target(TARGETS[1]), Script([0])
+    engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=5, ignore_eos=True, batch_size=2)
+    session, script.reader = Session(replace(engine, chooser=script)), 0
+    list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
+    second = [history + [3 + i for i in range(20 - 15 * row)] for row, history in enumerate(session.history)]
+    next(session.run(second))
+    assert session.state.draft.own.length.tolist() == [0, 0] and session.live == [True, True]
+    calls = record(monkeypatch, EagleDrafter, "extend")
+    session.work.take_in(engine, -1)
+    ((_, _, rows),) = [call.args for call in calls]
+    assert rows.count.tolist() == [ROOM, 7], "of the second turn: its tokens, the root and the row before them"
+    for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
+        count = int(rows.count[row])
+        features = target(history, torch.arange(history.shape[1])[None], taps=engine.drafter.taps)
+        assert torch.equal(rows.tokens[row, : count + 1], history[0, -count - 1 :])
+        torch.testing.assert_close(rows.features[row, :count], features[0, -count - 1 : -1], rtol=1e-4, atol=1e-4)
+    assert session.state.draft.own.length.tolist() == [ROOM, 7]
+
+
 @pytest.mark.usefixtures("either")
 def test_switching_compiles_nothing():
     """Once warm, no preset, prompt length or turn compiles a step again; over fixed buffers too, as on CUDA."""

@@ -104,7 +104,7 @@ def test_prompts_run_in_passes_of_two_widths():
     session = decode(replace(engine, captured=True), *prompts)
     assert session.history == want
     ran = {key for key in session.work.replays if isinstance(key, tuple)}
-    assert ran == {("prefill", 256, 0), ("prefill", 64, 0), ("prefill", 64, 1)}, "width and row"
+    assert ran == {("prefill", 256, 0, -1), ("prefill", 64, 0, -1), ("prefill", 64, 1, -1)}, "width, row, reader"
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")

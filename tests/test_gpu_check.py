@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench_peers
 import bench_trees
 import generate
 import gpu_check
@@ -251,6 +252,7 @@ def test_what_comes_too_late_is_named(monkeypatch, tmp_path):
 CONFIGS = {
     "bench_trees.py": bench_trees.TreesConfig, "kernel_bench.py": kernel_bench.BenchConfig,
     "gpu_probe.py": gpu_probe.ProbeConfig, "generate.py": options.GenerateConfig,
+    "bench_peers.py": bench_peers.PeersConfig,
 }  # fmt: skip
 
 
@@ -276,7 +278,8 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
         config = options.parse(CONFIGS[Path(program).name], program, "", flags)
         if hasattr(config, "check"):
             config.check()
-        assert config.json == str(tmp_path / "results.jsonl") or program == "generate.py"
+        own = {"generate.py": "", "scripts/bench_peers.py": str(tmp_path / "rows.json")}
+        assert config.json == own.get(program, str(tmp_path / "results.jsonl"))
         assert "cuda" in flags or program.endswith("kernel_bench.py")
 
 

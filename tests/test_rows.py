@@ -145,10 +145,14 @@ def test_a_row_that_is_released_is_free_at_once():
 
 
 class Random(Largest):
-    """Any preset at any time."""
+    """Any preset at any time; prompts are read or left out."""
 
     def __init__(self):
         self.rng, self.ran = random.Random(1), []
+
+    @property
+    def reader(self) -> int:
+        return self.rng.choice((0, -1))
 
     def next(self, limit: int) -> int:
         self.ran.append(self.rng.choice((0, 0, 0, self.rng.randint(0, limit))))
