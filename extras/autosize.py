@@ -33,7 +33,6 @@ MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as publish
 UNSHAPED = 2.0  # accepted tokens of a tree without a shape before its first cycle; its weight is 1 cycle
 HOLD = 3  # cycles for which a decision holds
 SHARE = 0.007  # of the time that probes may lose
-MARGIN = 1.05  # how much faster than the smallest a tree must seem: it also costs what a head does that wakes
 LEAST_LOSS = 0.02  # share of its time that a probe counts as losing at least
 
 
@@ -148,8 +147,7 @@ class Autosizer:
 
     def _decide(self) -> None:
         rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
-        worth = [MARGIN * rates[0], *rates[1:]]
-        self.best = self.running = worth.index(max(worth))
+        self.best = self.running = rates.index(max(rates))
         self.left = HOLD
         near = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
         loss = {p: HOLD * self.costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}
