@@ -33,6 +33,7 @@ from draft_tree import MAX_NODES, Accepted, DraftTree, accept, changed, compacti
 from drafters import Drafter, Root, Rows, Text
 from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
+from ops.library import our_threads_alone
 from ops.rows import best
 from options import GenerateConfig, common_prefix
 from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, row_of, store
@@ -333,14 +334,14 @@ class Workspace:
         if engine.captured:  # without a graph the host would be slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         self.start.fill_(start)
-        reader = engine.chooser.reader
-        self.take_in(engine, reader)
+        self.take_in(engine, reader := engine.chooser.reader)
 
         def body() -> None:
             state, own = row_of(self.state, row), replace(engine, drafter=engine.drafter.presets[reader])
             store(state, prefill_chunk(own, self.cache.row(row), state, self.start, width))
 
-        return self._replay(engine, ("prefill", width, row, reader), body)
+        with our_threads_alone(engine.target.layers.fused is not None):
+            self._replay(engine, ("prefill", width, row, reader), body)
 
     def take_in(self, engine: Engine, preset: int) -> None:
         """Before a step: hand the drafter the rows that wait, if the preset has no room for more. Writes: its state."""

@@ -6,8 +6,7 @@ the accepted path need no list of leaves, no host and no data-dependent shape.
 
 `grow` makes every tree that scores tokens. Level by level it asks for the children of the frontier, adds them to a pool
 of candidates, and runs the next frontier. A shape says which candidates that is, and which become nodes at the end:
-`StaticTree` (EAGLE-1, arXiv 2401.15077; chains) goes by rank, `DynamicTree` (EAGLE-2, arXiv 2406.16858, section 4) by
-value.
+`StaticTree` (EAGLE-1, arXiv 2401.15077; chains) goes by rank, `DynamicTree` (EAGLE-2, arXiv 2406.16858) by value.
 
 Padding is what `valid` says, never a token id. All scores are fp32.
 Not here: who scores a token (drafters.py), and who decides it (sampling.py).

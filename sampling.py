@@ -1,9 +1,9 @@
 """Choosing tokens: temperature, top-k, top-p, and counter-based noise.
 
-The default rule is exact and drafter-invariant. The target's choice at draw t is argmax(log p + G_t), where the
-Gumbel noise G_t is a pure function of (seed, prompt, sample, draw, token). By the Gumbel-max identity the choice
-is an exact draw from p; because nothing of it depends on the draft, the same seed gives the same tokens for every
-drafter and every tree. Drafts may read the same noise ahead of time (Daliri, Musco, Suresh 2024).
+The default rule is exact and drafter-invariant. The target's choice at draw t is argmax(log p + G_t), where the Gumbel
+noise G_t is a pure function of (seed, prompt, sample, draw, token). By the Gumbel-max identity the choice is an exact
+draw from p; because nothing of it depends on the draft, the same seed gives the same tokens for every drafter and every
+tree. Drafts may read the same noise ahead of time (Daliri, Musco, Suresh 2024).
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011) in int64 tensor operations: stateless, equal on CPU and
 GPU, safe in a captured graph. One call gives four words, so four tokens share a counter.

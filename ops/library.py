@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -53,6 +55,26 @@ def has_cpu_operators() -> bool:
     if not _there:
         _there.append(not build.load_operators())
     return _there[0]
+
+
+@contextmanager
+def our_threads_alone(whether: bool = True) -> Iterator[None]:
+    """Run PyTorch's own loops on one thread, those of the C++ operators on as many as before.
+
+    After each of its loops PyTorch's threads (OpenMP's) spin for milliseconds, on cores that the operators' need.
+    whether: or do nothing
+    """
+    count = torch.get_num_threads()
+    if not whether or count == 1:
+        yield
+        return
+    torch.ops.gpt_eagle.own_threads(count)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+        torch.ops.gpt_eagle.own_threads(0)
 
 
 def on_cpu_operators(x: Tensor) -> bool:

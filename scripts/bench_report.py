@@ -12,6 +12,7 @@ Not here: measuring.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,7 +226,10 @@ def plots(rows: list[dict], folder: Path) -> None:
         for axis in axes.flat[len(every) :]:
             axis.set_visible(False)
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3) or 1, frameon=False)
+        labels = [re.sub(r"=[^:]*/", "=", label) for label in labels]  # names without their folders
+        longest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches
+        fit = max(1, min(3, int(size[0] * columns / longest)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=fit, frameon=False)
         replace_file(folder / f"{name}.png", lambda path: figure.savefig(path, dpi=110, format="png"))  # noqa: B023
         plt.close(figure)
 

@@ -11,6 +11,7 @@ bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import ops.linear
 import ops.quantized
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
+from ops.library import our_threads_alone
 from ops.quantized import BLOCK8, join_zeros
 from quantize import FORMATS
 from test_builds import OTHERS  # the same source for other processors
@@ -180,6 +182,34 @@ def test_leading_dimensions_and_strides(kind):
     assert torch.equal(case.operator(x[..., :256].transpose(0, 1)), want.view(3, 4, 33).transpose(0, 1))
     assert torch.equal(case.operator(x[0, 0, :256]), want[0])
     assert case.operator(x[:0, :, :256]).shape == (0, 4, 33)
+
+
+def tasks() -> int:
+    """Threads of this process."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+def test_our_loops_keep_their_threads_where_others_have_one():
+    """Nine, where there were fewer: workers are hired, and never leave. Afterwards everything is as it was."""
+    case, x = make_case(KINDS[0], 1000, 512), random(60, 512)
+    want = case.operator(x)
+    with our_threads_alone():
+        assert torch.get_num_threads() == 1, "which the suite sets: there is nothing to keep"
+    try:
+        torch.set_num_threads(9)
+        before = tasks()
+        with our_threads_alone(False):
+            assert torch.get_num_threads() == 9
+        with pytest.raises(KeyError), our_threads_alone():
+            assert torch.get_num_threads() == 1
+            assert torch.equal(case.operator(x), want)
+            raise KeyError
+        assert torch.get_num_threads() == 9 and tasks() > before
+        torch.set_num_threads(1)
+        assert torch.equal(case.operator(x), want)
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -30,6 +30,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("prepare_layers", layers::prepare_layers)
       .impl("layers", layers::layers);
   add(c10::DispatchKey::CompositeExplicitAutograd)
+      .impl("own_threads", own_threads)
       .impl("dot_peak", quantized::dot_peak)
       .impl("pair_peak", linear::pair_peak);
 }
