@@ -214,8 +214,11 @@ _threads: list[threading.Thread] = []
 
 def background(work: Callable[[], Any]) -> None:
     """Do some work in a thread, which the end of the process does not wait for (`ends_at_once`)."""
+    count = torch.get_num_threads()
 
     def run() -> None:
+        torch.get_num_threads()  # sets this thread's, once, to what others had last (`our_threads_alone`)
+        torch.set_num_threads(count)
         if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends an answer, and not the compilers that this thread starts
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         before = sys.getswitchinterval()

@@ -33,7 +33,7 @@ class Waiting(NamedTuple):
     own: Any  # with its `length`, [B] int64, rows that it has read
     features: Tensor  # [B, ROOM + 1, F], as in `Rows`; number i of those that wait is in place i % ROOM; one is spare
     count: Tensor  # [B] int64, how many wait; only the last ROOM are kept
-    passed: Tensor  # [B] int64, rows of the text so far, whether read, waiting or left out
+    passed: Tensor  # [B] int64, 0 until rows of the text went by, whether they were read, wait or were left out
 
 
 class Deferred(Drafter):
@@ -112,4 +112,4 @@ class Idle(Deferred):
         count, number = rows.count[:, None], state.count[:, None] + step  # [B, 1], [B, R]
         place = torch.where((step < count) & (step >= count - ROOM), number % ROOM, ROOM)
         state.features[torch.arange(len(place), device=place.device)[:, None], place] = rows.features
-        return changed(state, count=state.count + rows.count, passed=state.passed + rows.count)
+        return changed(state, count=state.count + rows.count, passed=state.passed + len(step))

@@ -68,9 +68,9 @@ def our_threads_alone(whether: bool = True) -> Iterator[None]:
     if not whether or count == 1:
         yield
         return
-    torch.ops.gpt_eagle.own_threads(count)
-    torch.set_num_threads(1)
     try:
+        torch.ops.gpt_eagle.own_threads(count)
+        torch.set_num_threads(1)  # also what a thread begins with that asks for the first time: `runtime.background`
         yield
     finally:
         torch.set_num_threads(count)

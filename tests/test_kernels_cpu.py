@@ -11,6 +11,7 @@ bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the 
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from model import rope_angles
 from ops.library import our_threads_alone
 from ops.quantized import BLOCK8, join_zeros
 from quantize import FORMATS
+from runtime import background
 from test_builds import OTHERS  # the same source for other processors
 
 U = 2.0**-24
@@ -204,6 +206,14 @@ def test_our_loops_keep_their_threads_where_others_have_one():
         with pytest.raises(KeyError), our_threads_alone():
             assert torch.get_num_threads() == 1
             assert torch.equal(case.operator(x), want)
+            seen = []
+            work = lambda: seen.append(torch.get_num_threads())  # noqa: E731
+            torch.set_num_threads(9)  # as it is where `background` is called; the global number is 1 when it begins
+            started = background(work), torch.set_num_threads(1)
+            deadline = time.monotonic() + 20
+            while not seen and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert seen == [9], started
             raise KeyError
         assert torch.get_num_threads() == 9 and tasks() > before
         torch.set_num_threads(1)

@@ -99,16 +99,15 @@ class Pool {
   std::atomic<int64_t> finished{0}, helpers{0};
 };
 
-std::atomic<int64_t> own{0};  // threads of the loops, if others than PyTorch's own have
+thread_local int64_t own = 0;  // threads of the loops that this one begins, if PyTorch's own have others
 
 }  // namespace
 
-void own_threads(int64_t count) { own.store(count, std::memory_order_relaxed); }
+void own_threads(int64_t count) { own = count; }
 
 void run_loop(const Loop& loop) {
   static Pool& pool = *new Pool;  // never destroyed: its workers run until the process ends
-  const int64_t ours = own.load(std::memory_order_relaxed);
-  const int64_t threads = std::min<int64_t>(ours > 0 ? ours : at::get_num_threads(), MOST_THREADS);
+  const int64_t threads = std::min<int64_t>(own > 0 ? own : at::get_num_threads(), MOST_THREADS);
   if (threads > 1 && loop.size > loop.grain) pool.run(loop, threads);
   else if (loop.size > 0) loop.run(loop.body, 0, loop.size);
 }
