@@ -340,8 +340,7 @@ class Workspace:
             state, own = row_of(self.state, row), replace(engine, drafter=engine.drafter.presets[reader])
             store(state, prefill_chunk(own, self.cache.row(row), state, self.start, width))
 
-        with our_threads_alone(engine.target.layers.fused is not None):
-            self._replay(engine, ("prefill", width, row, reader), body)
+        self._replay(engine, ("prefill", width, row, reader), body)
 
     def take_in(self, engine: Engine, preset: int) -> None:
         """Before a step: hand the drafter the rows that wait, if the preset has no room for more. Writes: its state."""
@@ -364,7 +363,8 @@ class Workspace:
 
     def _replay(self, engine: Engine, key: Any, body: Callable[[], Any]) -> Any:
         if not engine.captured:
-            return body()
+            with our_threads_alone(engine.target.layers.fused is not None):
+                return body()
         if key not in self.replays:
             self.replays[key] = Replay(body, self.state.pos.device, self.scratch)
         return self.replays[key]()
