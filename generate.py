@@ -356,7 +356,7 @@ def compare(drafted: Batch, tell: Teller = nobody) -> tuple[Result, dict[str, An
     (None with the residual rule).
     """
     engine = drafted.engine
-    config = replace(engine.config, accept="exact", trace="")
+    config = replace(engine.config, accept="exact", trace="", compare=False)
     vanilla = replace(engine, drafter=RootOnly(), other_rule=None, config=config)
     plain = Batch(warm_up(with_cycles(vanilla)), drafted.conversations)
     for number, group in enumerate(drafted.groups):

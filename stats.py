@@ -154,15 +154,15 @@ def free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    free = sys.maxsize
+    free, ranks = sys.maxsize, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with suppress(OSError, KeyError):
         rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         kb = {row[0]: int(row[1]) for row in rows}
-        free = 1024 * (kb["MemAvailable:"] + kb["SwapFree:"])
+        free = 1024 * (kb["MemAvailable:"] + kb["SwapFree:"]) // ranks
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no container, or one without a limit
-            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) - resident_bytes())
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) // ranks - resident_bytes())
+    return free
 
 
 def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) -> str:
@@ -193,5 +193,6 @@ def rows_memory(engine: Any) -> str:
     noise = drafter.size + drafter.depth + 1 if engine.config.temperature else 0  # rows, with those of adjusted scores
     scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
     plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
+    plan |= {"the caches without a draft": caches} if engine.config.compare else {}
     remedy = "lower --batch_size, --context or --tree_topk"
     return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)

@@ -1,23 +1,20 @@
 """Tensor parallelism: one model over N devices, with a process for each, which torchrun starts.
 
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of France is"
-    OMP_NUM_THREADS=2 torchrun --nproc_per_node 2 generate.py --device cpu    # threads of a rank; torchrun says 1
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
-1. A rank loads its `Share`: the rows of q, k, v, gate and up and the columns of o and down that belong to its heads and
-   to its part of each feed-forward. Weights are cut, then rounded: in int4 to one device's codes; in int8 o and down
-   get a scale per output and rank, so that codes, and perhaps tokens, are not one device's.
-2. `Summed` adds the ranks' results behind attention and behind the feed-forward. On a CPU every rank gathers them in
-   fp32 (a mixture rounds its own before), and the next norm adds them in the order of the ranks. On CUDA NCCL adds them
-   in the model's dtype; its order, and so a row's bits, may depend on the number of rows with 3 ranks or more.
+1. A rank loads its `Share`, the heads and the columns of each feed-forward that are its own: cut first, then rounded.
+   int4 has one device's codes; in int8 o and down get a scale per output and rank, so that tokens may be others.
+2. `Summed` adds the ranks' results behind attention and behind the feed-forward: on CPUs in fp32, in the order of the
+   ranks; on CUDA as NCCL does, whose order may vary with the number of rows from 3 ranks on (near ties may differ).
 3. `Gathered` is an LM head of which a rank has some tokens' rows. The target's own tokens are the best of each rank's
-   (`choose`, 16 bytes a node); whoever asks for scores gets those of all tokens (4 V bytes a node).
-4. The rest is on every rank: embedding, norms, routers, the draft, the loop. All ranks see the same bits and take the
-   same decisions, so nothing else is sent. No decision may use a clock, so no tree is chosen by measured speed.
-5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_alike` compares all ranks.
+   (`choose`, 16 bytes a node); who needs all scores gets them: top-k, top-p, the residual rule, some draft heads.
+4. The rest is on every rank, the draft and the noise that it reads too. All see the same bits and decide the same, so
+   nothing else is sent; no tree is chosen by speed, as clocks differ.
+5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_alike` compares what they have.
 
-Trade-off: all scores are gathered for top-k, top-p, the residual rule and heads that draft with the target's LM head,
-so that these need not know that there are ranks. Noise is drawn whole on every rank, as drafts read it too.
-Not here: serving; a split draft. CUDA and several machines follow the same path and were not run.
+Trade-off: a draft that is not split costs every rank its whole time. Not here: serving. CUDA and several machines
+follow the same path and were not run.
 """
 
 from __future__ import annotations
@@ -172,16 +169,26 @@ def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
     here = place()
     if here.world == 1:
         return config
-    device = _device(config, here)
-    use(device)
-    kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    kind = kind if device == "cpu" else torch.cuda.get_device_name()
+    device, wait = _device(config, here), timedelta(seconds=TIMEOUT_S)
     with _with_the_others():
         if not dist.is_initialized():
-            dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
+            store, *_ = next(dist.rendezvous("env://", timeout=wait))
+            check_devices(store, torch.device(device).type, here)
+            use(device)
+            backend = "gloo" if device == "cpu" else "nccl"
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=wait)
+    kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    kind = kind if device == "cpu" else torch.cuda.get_device_name()
     software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "processor": kind}
     check_alike(config, prompts=prompts, **software)
     return replace(config, device=device, **(dict.fromkeys(FILES, "") if here.rank else {}))
+
+
+def check_devices(store: dist.Store, kind: str, here: Place) -> None:
+    """Check that all ranks have the same kind of device, before they need it to talk. Raises: ValueError."""
+    store.set(f"gpt_eagle/device of {here.rank}", kind)
+    kinds = [store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world)]  # waits for each
+    check_same("device", kinds)
 
 
 def check_alike(config: GenerateConfig, **facts: Any) -> None:
@@ -192,11 +199,16 @@ def check_alike(config: GenerateConfig, **facts: Any) -> None:
     mine, theirs = asdict(config) | dict.fromkeys((*FILES, "device")) | facts, [{}] * world
     with _with_the_others():
         dist.all_gather_object(theirs, mine)
-    for rank, other in enumerate(theirs):
-        for name in (name for name in theirs[0] | other if other.get(name) != theirs[0].get(name)):
-            first, value = (reprlib.repr(each.get(name)) for each in (theirs[0], other))
-            values = f"{first} on rank 0 and {value} on rank {rank}"
-            raise ValueError(f"all ranks need the same {name}; it is {values}: start them alike")
+    for name in {name: None for other in theirs for name in other}:
+        check_same(name, [other.get(name) for other in theirs])
+
+
+def check_same(name: str, values: list) -> None:
+    """Check that a fact is the same on all ranks. Raises: ValueError with what two of them have."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            both = f"{reprlib.repr(values[0])} on rank 0 and {reprlib.repr(value)} on rank {rank}"
+            raise ValueError(f"all ranks need the same {name}; it is {both}: start them alike")
 
 
 def _device(config: GenerateConfig, here: Place) -> str:

@@ -1,9 +1,9 @@
 """`--results FILE.jsonl`: one line per conversation, written as it ends; the next run decodes what is missing.
 
 A line holds `run`, `prompt` and `sample` (numbers from 0), and per turn `tokens`, `text`, `finish_reason` and
-`prompt_tokens`, as in `--json`. `run` is a digest of all that decides the tokens: the conversation, its numbers, and
-the options but for those that only change how fast they come. A line that a kill has cut is written again. The file is
-locked: a second run is refused.
+`prompt_tokens`, as in `--json`. `run` is a digest of all that decides the tokens: the conversation, its numbers, the
+checkpoint's path, the kind of device, and the options but for those that only change how fast they come. A line that a
+kill has cut is written again. The file is locked: a second run is refused.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Results:
         names = DECIDES if config["accept"] == "exact" else config.keys() - set(DECIDES_NOTHING)
         facts = {name: config[name] for name in names}
         facts |= {"checkpoint": os.path.realpath(config["checkpoint"]), "context": engine.context}
+        facts |= {"device": config["device"].partition(":")[0]}  # each rounds otherwise
         self.facts, self.conversations = json.dumps(facts, sort_keys=True), conversations
         self.done: set[tuple[int, int]] = set()  # (prompt, sample)
         self.samples = engine.config.num_samples

@@ -379,7 +379,7 @@ def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, d
     return rows | {"scale": {"rms": float(reference.square().mean().sqrt())}}
 
 
-def groups_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
+def groups_of(prompts: list, size: int) -> list[list]:
     """Groups of `size` prompts. Raises: ValueError where some would be left over."""
     if len(prompts) % size:
         rule = f"--batch_sizes, times --prompts_per_row, must divide the {len(prompts)} prompts"
@@ -488,6 +488,8 @@ def bench(config: PeersConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     texts = [turns[0] for rows in read_tasks(config).values() for turns in rows]
+    for size in config.sizes:  # or an error, before anything is loaded
+        groups_of(texts, size * config.prompts_per_row)
     base = load(replace(method_config("none", Setting("none", 0.0, 1), config), compile=False))
     config = replace(config, dtype=base.config.dtype)
     prompts = [encode(base, [text], []) for text in texts]

@@ -103,7 +103,7 @@ RANKS = (
 )
 ROWS = (
     "python scripts/bench_peers.py --device cuda --compile --options inflate=llama2-7b,context=1024 --formats int4 "
-    "--methods none,eagle --peers none --limit 64 --prompts_per_row 2 --batch_sizes 1,4,16 --json {out}/rows.json"
+    "--methods none,eagle --peers none --limit 32 --prompts_per_row 2 --batch_sizes 1,4,16 --json {out}/rows.json"
 )
 FEW_ROWS = "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
 EAGLE3 = "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda --dtype bfloat16"

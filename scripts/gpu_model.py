@@ -164,9 +164,9 @@ def collective(case: Case, name: str, received: float, count: int) -> list[Kerne
     return [Kernel(name, us, count, received=received)] * (case.ranks > 1)
 
 
-def lm_head(case: Case, form: str, rows: int, count: int) -> list[Kernel]:
-    """The LM head, of which a rank has some rows, and the scores of the others."""
-    received = 4 * rows * matrices(case.shape)["head"][0] * (case.ranks - 1)
+def lm_head(case: Case, form: str, rows: int, count: int, best: bool = False) -> list[Kernel]:
+    """The LM head, of which a rank has some rows, and the scores of the others. best: of each rank's best token only"""
+    received = rows * (16 if best else 4 * matrices(case.shape)["head"][0]) * (case.ranks - 1)
     return product(case, "head", form, rows, count) + collective(case, f"gather {padded(rows)}", received, count)
 
 
@@ -190,7 +190,7 @@ def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> lis
 def verify(case: Case) -> list[Kernel]:
     """The target over the tree, the choice of its tokens, and what is accepted."""
     c, (form, _), rows = case.gpu.constants, FORMATS[case.form], case.tree.nodes
-    found = layer(case.share, rows, form, case.shape.n_layers) + lm_head(case.share, form, rows, 1)
+    found = layer(case.share, rows, form, case.shape.n_layers) + lm_head(case.share, form, rows, 1, best=True)
     small = 14 if case.design.fused else 27  # 16 of them eager: the last norm, clocks
     found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
     return found + [Kernel("accept", c.accept_us, 1)] * (case.tree.depth > 0)

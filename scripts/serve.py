@@ -60,7 +60,7 @@ from hf.fetch import fetched
 from options import GenerateConfig, check_ids, one_line_errors, option, parse
 from serve_rows import Answer, Job, Piece, Refusal, Rows
 
-READ_S = 30  # seconds for the head of a connection's first request, and for the body of any
+READ_S = 30  # seconds for the head of a request, and for its body
 SHOWN = 100  # characters of what a request says, at most, that a message repeats
 # what other servers take and this one does not, with the values that ask for nothing
 UNSERVED: dict[str, tuple] = {
@@ -462,12 +462,22 @@ def _loopback(host: str) -> bool:
 
 
 class Connection(H11Protocol):
-    """Drops a client whose first request does not come."""
+    """Drops a client whose request does not come."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Called by the event loop."""
         super().connection_made(transport)
-        self.loop.call_later(READ_S, lambda: self.cycle or transport.close())
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop. uvicorn itself has no limit for a further request that has begun."""
+        super().data_received(data)
+        if self.cycle and self.cycle.response_complete:
+            self._await_request()
+
+    def _await_request(self) -> None:
+        before = self.cycle  # of the last request
+        self.loop.call_later(READ_S, lambda: self.cycle is before and self.transport.close())
 
 
 class Listener(uvicorn.Server):

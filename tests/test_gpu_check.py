@@ -278,6 +278,9 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
         config = options.parse(CONFIGS[Path(program).name], program, "", flags)
         if hasattr(config, "check"):
             config.check()
+        if program.endswith("bench_peers.py"):
+            prompts = [text for texts in bench_peers.read_tasks(config).values() for text in texts]
+            assert all(bench_peers.groups_of(prompts, size * config.prompts_per_row) for size in config.sizes)
         own = {"generate.py": "", "scripts/bench_peers.py": str(tmp_path / "rows.json")}
         assert config.json == own.get(program, str(tmp_path / "results.jsonl"))
         assert "cuda" in flags or program.endswith("kernel_bench.py")

@@ -120,6 +120,8 @@ def test_ranks_share_the_target_and_each_has_the_head(capsys, tmp_path):
     assert [each["draft"] for each in together] == [0, 6, 0]
     (reduce,) = (k for k in cycle(split)["verify"] if k.name == "all-reduce 32")
     assert reduce.us == pytest.approx(12 + 32 * 8192 * 2 * 2 * 3 / 4 / 0.2e6)
+    scores = {p: k.received for p, ks in cycle(split).items() for k in ks if k.name == "gather 32"}
+    assert scores["verify"] == 32 * 16 * 3, "a token and its score, of three others"
     assert times_ms(split)["verify"] < times_ms(whole)["verify"] / 2
     gpu_model.run(ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla"))
     out = capsys.readouterr().out

@@ -303,13 +303,14 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
     """Its tokens depend on the draft's weights and numbers too."""
 
     def results(**changes):
-        config = GenerateConfig(checkpoint=DEMO, temperature=1.0, results=str(tmp_path / "r"), **changes)
+        config = GenerateConfig(**{"checkpoint": DEMO, "temperature": 1.0, "results": str(tmp_path / "r"), "device": "cpu"} | changes)
         return Results(SimpleNamespace(config=config, context=64), [["a"]]).facts
 
     for changes in ({"quant_draft": "int4"}, {"draft_vocab": 7}, {"sharpness": 2.0}, {"no_rerank": True}):
         assert results(**changes) == results() and results(**changes, accept="residual") != results(accept="residual")
-    free = {"batch_size": 3, "compile": True, "device": "cpu", "json": "x", "prompt": "y", "num_samples": 4}
+    free = {"batch_size": 3, "compile": True, "json": "x", "prompt": "y", "num_samples": 4}
     assert results(**free, accept="residual") == results(accept="residual")
+    assert results(device="cuda:0") == results(device="cuda:1") != results()
 
 
 def refused(capsys, message: str, *argv: str) -> None:

@@ -333,6 +333,12 @@ def test_who_does_not_go_on_is_dropped(running, monkeypatch):
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
             client.sendall(sent)
             assert client.recv(12) == answer
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:  # half of a second head
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" + head)
+        assert client.recv(99999).startswith(b"HTTP/1.1 200")
+        client.sendall(b"Content-Length: 99\r\n")
+        while client.recv(99999):
+            pass
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
 
 
@@ -384,10 +390,8 @@ def test_ipv6():
 
 def test_ctrl_c_ends_it(tmp_path):
     server = subprocess.Popen([sys.executable, serve.__file__, *ARGV], stderr=subprocess.PIPE, text=True)
-    lines = []
-    while not lines or "http" not in lines[-1]:
-        lines.append(server.stderr.readline())
-    port = int(lines[-1].partition("/v1")[0].rpartition(":")[2])
+    line = next(line for line in server.stderr if "http" in line)  # or it has ended
+    port = int(line.partition("/v1")[0].rpartition(":")[2])
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     events = iter(client.completions.create(model="demo", prompt=PROMPT, max_tokens=400, stream=True))
     next(events)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 import decode
@@ -362,6 +363,15 @@ def test_ranks_that_are_not_alike(monkeypatch, joined):
             tp.check_alike(GenerateConfig(), **facts)
 
 
+def test_ranks_on_different_devices():
+    """Found before they could talk."""
+    store = dist.HashStore()
+    tp.check_devices(store, "cpu", Place())
+    store.set("gpt_eagle/device of 1", "cuda")
+    with pytest.raises(ValueError, match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st"):
+        tp.check_devices(store, "cpu", Place(0, 2, 0))
+
+
 def test_a_lost_rank_is_told_from_a_full_memory():
     ended = "^a collective failed; another rank has probably ended: closed$"
     with pytest.raises(tp.RankLost, match=ended), tp._with_the_others():
@@ -370,11 +380,16 @@ def test_a_lost_rank_is_told_from_a_full_memory():
         raise torch.OutOfMemoryError("full")
 
 
-def test_ranks_share_a_machines_memory(monkeypatch):
-    monkeypatch.setattr(stats, "resident_bytes", lambda: 0)
-    whole = stats.free_bytes("cpu")
+@pytest.mark.parametrize("limit,alone,each", [("3000000", 2_800_000, 550_000), ("max", 4_096_000, 1_024_000)])
+def test_ranks_share_a_machines_memory(monkeypatch, tmp_path, limit, alone, each):
+    """What is available is free for all; of a container's limit each has taken some already."""
+    (tmp_path / "_proc_meminfo").write_text("MemAvailable: 4000 kB\nSwapFree: 0 kB\n")
+    (tmp_path / "_sys_fs_cgroup_memory.max").write_text(limit)
+    monkeypatch.setattr(stats, "Path", lambda *parts: tmp_path / "/".join(parts).replace("/", "_"))
+    monkeypatch.setattr(stats, "resident_bytes", lambda: 200_000)
+    assert stats.free_bytes("cpu") == alone
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert 0.2 * whole < stats.free_bytes("cpu") < 0.3 * whole
+    assert stats.free_bytes("cpu") == each
 
 
 # ------------------------------------------------------------------------------------------- the environment
@@ -544,6 +559,9 @@ sys.path.insert(0, os.getcwd())
 sys.argv[0], how = "generate.py", sys.argv.pop(1)
 if how == "seed":
     sys.argv += ["--seed", os.environ["RANK"]]
+if os.environ["RANK"] == "1" and how == "device":
+    import tp
+    tp._device = lambda *_: "cuda:1"
 if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]
 if os.environ["RANK"] == "1" and how in ("kill", "bug"):
@@ -560,6 +578,7 @@ runpy.run_path("generate.py", run_name="__main__")
 @pytest.mark.slow  # as above
 @pytest.mark.parametrize("how,rule", [
     ("seed", "all ranks need the same seed; it is 0 on rank 0 and 1 on rank 1: start them alike"),
+    ("device", "all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: start them alike"),
     ("file", "--json: cannot write /nowhere/out.json; there is no directory /nowhere"),
     ("kill", "a collective failed; another rank has probably ended"),
     ("bug", ""),
