@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_quantization, scale_name
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
+from ops.cpu.pages import in_huge_pages
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
@@ -129,6 +130,7 @@ def load_weights(
         else:
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    in_huge_pages(model)
     return storage.quant
 
 
@@ -295,6 +297,7 @@ def load_model(
             model.lm_head.weight = weight
         else:
             model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+            in_huge_pages(model.lm_head)
     model.rope_freq = rope_frequencies(config, device)
     if files.note:
         print(f"note: {files.note}", file=sys.stderr)

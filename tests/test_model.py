@@ -4,6 +4,7 @@ The reference models are tiny and random in every parameter: Hugging Face starts
 where a forgotten bias or a swapped norm would not show.
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -15,11 +16,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import hf.weights
 from checkpoint import WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from measure import block_inputs
 from model import KVCache, Window, causal_window, rope_frequencies
+from ops.cpu.pages import HUGE_PAGE
+from options import DEMO
 
 TOKENS = 24  # per test sequence
 
@@ -578,3 +582,21 @@ def test_loading_needs_little_more_than_the_model(tmp_path):
     peak_bytes, model_bytes = loading_memory(tmp_path)
     assert model_bytes == size
     assert 0.9 <= peak_bytes / model_bytes <= 1.2  # less than the model itself would mean that nothing was measured
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="what was advised is read from /proc")
+def test_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
+    """And are what they were."""
+    model = load_model(Path(DEMO))
+    monkeypatch.setattr(hf.weights, "in_huge_pages", lambda module: None)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), load_model(Path(DEMO)).parameters(), strict=True))
+    places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in model.parameters())
+    assert places[0][0] % HUGE_PAGE == 0 and all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(places))
+    advised = []  # the mappings with the flag hg
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, last = (int(x, 16) for x in name.split("-"))
+        elif name == "VmFlags:" and "hg" in rest:
+            advised.append((first, last))
+    assert any(first <= places[0][0] and places[-1][1] <= last for first, last in advised)

@@ -303,7 +303,9 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
     """Its tokens depend on the draft's weights and numbers too."""
 
     def results(**changes):
-        config = GenerateConfig(**{"checkpoint": DEMO, "temperature": 1.0, "results": str(tmp_path / "r"), "device": "cpu"} | changes)
+        config = GenerateConfig(
+            **{"checkpoint": DEMO, "temperature": 1.0, "results": str(tmp_path / "r"), "device": "cpu"} | changes
+        )
         return Results(SimpleNamespace(config=config, context=64), [["a"]]).facts
 
     for changes in ({"quant_draft": "int4"}, {"draft_vocab": 7}, {"sharpness": 2.0}, {"no_rerank": True}):

@@ -368,7 +368,9 @@ def test_ranks_on_different_devices():
     store = dist.HashStore()
     tp.check_devices(store, "cpu", Place())
     store.set("gpt_eagle/device of 1", "cuda")
-    with pytest.raises(ValueError, match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st"):
+    with pytest.raises(
+        ValueError, match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st"
+    ):
         tp.check_devices(store, "cpu", Place(0, 2, 0))
 
 
@@ -464,7 +466,7 @@ def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
 # ------------------------------------------------------------------------------------------------- slow
 
 
-@pytest.mark.slow  # two minutes and more: 2 and 4 ranks share 2 cores, and wait for each other 100 times a second
+@pytest.mark.slow  # half a minute: 2 and 4 ranks share 2 cores, and wait for each other 100 times a second
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_model_in_fp32(tmp_path, world, temperature):
@@ -478,7 +480,7 @@ def test_every_model_in_fp32(tmp_path, world, temperature):
         print(f"{world} ranks, T={temperature:g}, {name}: tau {check_equal(options, found[name]):.2f}")
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow  # a minute and a half, as above
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("form", ["none", "int8", "int4"])
 def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
@@ -500,10 +502,10 @@ def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
         print(f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of their norm from one device's")
 
 
-@pytest.mark.slow  # every rank compiles a cycle for a minute
+@pytest.mark.slow  # every rank compiles a cycle
 def test_compiled_ranks_decode_the_same(tmp_path):
     """fp32 as one device; bf16 as eager ranks, bit for bit."""
-    short = {"tree": "chain", "tree_depth": 2, "prompts": PROMPTS[:1]}
+    short = {"tree": "dynamic", "tree_depth": 2, "tree_topk": 2, "tree_size": 4, "prompts": PROMPTS[:1]}
     halves = short | {"dtype": "bfloat16", "quant": "int8"}
     cases = {
         "llama": options_of("llama", "eagle", dtype="float32", compile=True, **short),
