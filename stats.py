@@ -147,9 +147,9 @@ def resident_bytes() -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that this process can still take: of a CUDA device; elsewhere of this machine, or its container's share.
+    """Memory that this process can still take: of a CUDA device; elsewhere of this machine, or its container's limit.
 
-    Ranks that torchrun has started on one machine have equal parts of what is free.
+    Ranks that torchrun has started on one machine have equal parts of what is free, and of the limit.
     """
     if device.startswith("cuda"):
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -188,11 +188,13 @@ def rows_memory(engine: Any) -> str:
     Returns: what the rows take, and how many would fit, in words. Raises: ValueError when it is not free.
     """
     target, drafter, weight = engine.target, engine.drafter, engine.target.embedding.weight
-    heads = [block.attention for block in (*target.layers, *(drafter.layers or ()))]
-    caches = engine.slots * weight.itemsize * sum(2 * each.kv_heads * each.head_dim for each in heads)
+    caches, drafts = (
+        engine.slots * weight.itemsize * sum(2 * b.attention.kv_heads * b.attention.head_dim for b in layers or ())
+        for layers in (target.layers, drafter.layers)
+    )
     noise = drafter.size + drafter.depth + 1 if engine.config.temperature else 0  # rows, with those of adjusted scores
     scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
-    plan = {"the caches": caches, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
-    plan |= {"the caches without a draft": caches} if engine.config.compare else {}
+    plan = {"the caches": caches + drafts, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
+    plan |= {"those without a draft": caches} if engine.config.compare else {}
     remedy = "lower --batch_size, --context or --tree_topk"
     return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)

@@ -174,9 +174,9 @@ def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
         if not dist.is_initialized():
             store, *_ = next(dist.rendezvous("env://", timeout=wait))
             check_devices(store, torch.device(device).type, here)
-            use(device)
             backend = "gloo" if device == "cpu" else "nccl"
             dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=wait)
+    use(device)
     kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     kind = kind if device == "cpu" else torch.cuda.get_device_name()
     software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "processor": kind}

@@ -26,7 +26,7 @@ DECIDES = (
     "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "seed", "ignore_eos", "max_new_tokens",
     "quant", "group_size", "dtype", "accept",
 )  # fmt: skip
-# with the residual rule all decides that says who drafts and how, but these
+# with the residual rule all decides that says who drafts and how, but these; of the device only its kind, see `Results`
 DECIDES_NOTHING = (
     "batch_size", "compare", "compile", "device", "interactive", "json", "num_samples", "profile", "prompt",
     "prompt_file", "prompt_ids", "results", "trace",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_quantization, scale_name
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
-from ops.cpu.pages import in_huge_pages
+from ops.cpu.pages import HugePages
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
@@ -119,18 +119,17 @@ def load_weights(
         if which:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
             raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}")
-    loading = _Loading(files, storage)
+    loading, pages = _Loading(files, storage), HugePages()
     for ours, theirs in names.items():
         owner, _, leaf = ours.rpartition(".")
         if ours in linear:
             parent, _, child = owner.rpartition(".")
             layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
-            setattr(model.get_submodule(parent), child, layer)
+            setattr(model.get_submodule(parent), child, pages.move(layer))
             _trim_heap()
         else:
             value = loading.parameter(theirs, params[ours].shape)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-    in_huge_pages(model)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(pages.copy(value), requires_grad=False))
     return storage.quant
 
 
@@ -296,8 +295,8 @@ def load_model(
         if quant is None or files.quantized:  # others leave the LM head in 16 bits
             model.lm_head.weight = weight
         else:
-            model.lm_head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
-            in_huge_pages(model.lm_head)
+            head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+            model.lm_head = HugePages().move(head)
     model.rope_freq = rope_frequencies(config, device)
     if files.note:
         print(f"note: {files.note}", file=sys.stderr)

@@ -165,7 +165,10 @@ def collective(case: Case, name: str, received: float, count: int) -> list[Kerne
 
 
 def lm_head(case: Case, form: str, rows: int, count: int, best: bool = False) -> list[Kernel]:
-    """The LM head, of which a rank has some rows, and the scores of the others. best: of each rank's best token only"""
+    """The LM head, of which a rank has some rows, and what the other ranks send.
+
+    best: a score and a token for each row; False: all their scores
+    """
     received = rows * (16 if best else 4 * matrices(case.shape)["head"][0]) * (case.ranks - 1)
     return product(case, "head", form, rows, count) + collective(case, f"gather {padded(rows)}", received, count)
 

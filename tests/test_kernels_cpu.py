@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import ops.cpu.layout
 import ops.experts
 import ops.linear
 import ops.quantized
+from decode import Workspace
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
 from ops.library import our_threads_alone
@@ -189,6 +191,17 @@ def test_leading_dimensions_and_strides(kind):
 def tasks() -> int:
     """Threads of this process."""
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
+    """Prompts, and what a head does that wakes; without --compile PyTorch's loops keep their threads."""
+    try:
+        torch.set_num_threads(3)
+        for fused, threads in ((object(), 1), (None, 3)):
+            engine = SimpleNamespace(captured=False, target=SimpleNamespace(layers=SimpleNamespace(fused=fused)))
+            assert Workspace._replay(None, engine, "", torch.get_num_threads) == threads
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")

@@ -16,13 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import hf.weights
-from checkpoint import WeightFiles
+import ops.cpu.pages
+from checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from measure import block_inputs
 from model import KVCache, Window, causal_window, rope_frequencies
-from ops.cpu.pages import HUGE_PAGE
+from ops.cpu.pages import HUGE_PAGE, HugePages
 from options import DEMO
 
 TOKENS = 24  # per test sequence
@@ -584,14 +584,20 @@ def test_loading_needs_little_more_than_the_model(tmp_path):
     assert 0.9 <= peak_bytes / model_bytes <= 1.2  # less than the model itself would mean that nothing was measured
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="what was advised is read from /proc")
-def test_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
-    """And are what they were."""
-    model = load_model(Path(DEMO))
-    monkeypatch.setattr(hf.weights, "in_huge_pages", lambda module: None)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), load_model(Path(DEMO)).parameters(), strict=True))
-    places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in model.parameters())
-    assert places[0][0] % HUGE_PAGE == 0 and all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(places))
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages"
+)
+@pytest.mark.parametrize("quant", [None, "int4"])
+def test_weights_lie_behind_each_other_in_huge_pages(monkeypatch, quant):
+    """And are what they were, also where there are none."""
+
+    def loaded() -> list[torch.Tensor]:
+        model = load_model(Path(DEMO), quant=quant and Quantization(quant))
+        return [*model.layers.parameters(), *model.layers.buffers()]
+
+    tensors = [t for t in loaded() if t.numel()]
+    places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    assert all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(places))
     advised = []  # the mappings with the flag hg
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
@@ -600,3 +606,23 @@ def test_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
         elif name == "VmFlags:" and "hg" in rest:
             advised.append((first, last))
     assert any(first <= places[0][0] and places[-1][1] <= last for first, last in advised)
+
+    def full(*args, **kwargs):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(ops.cpu.pages.mmap, "mmap", full)
+    usual = [t for t in loaded() if t.numel()]
+    assert all(torch.equal(a, b) for a, b in zip(tensors, usual, strict=True))
+
+
+def test_large_weights_have_regions_of_their_own(monkeypatch):
+    """So that one that is dropped is freed."""
+    monkeypatch.setattr(ops.cpu.pages, "REGION", HUGE_PAGE)
+    large = torch.ones(HUGE_PAGE + 1, dtype=torch.uint8)
+    small = [torch.ones(n, dtype=torch.uint8) for n in (HUGE_PAGE // 2, 0, HUGE_PAGE // 2 - 64, 65)]
+    pages = HugePages()
+    a, b, c, d, e = (pages.copy(t) for t in (small[0], large, *small[1:]))
+    assert all(torch.equal(x, y) for x, y in zip((a, b, c, d, e), (small[0], large, *small[1:])))
+    owners = [t.untyped_storage().data_ptr() for t in (a, d, b, e)]
+    assert owners[0] == owners[1] and len(set(owners)) == 3
+    assert b.data_ptr() % HUGE_PAGE == e.data_ptr() % HUGE_PAGE == 0

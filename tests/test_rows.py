@@ -33,7 +33,7 @@ from helpers import engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO, GenerateConfig, in_order
 from runtime import Largest, leaves
 from sampling import Sampling
-from stats import check_memory
+from stats import check_memory, rows_memory
 from test_lossless import assert_same, held_out_prompts, needs_operators
 
 DRAFTS = {"vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}, "auto": {}}
@@ -356,6 +356,17 @@ def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
     ):
         check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 4)
     assert capsys.readouterr().err == ""
+
+
+def test_a_comparison_needs_caches_of_its_own(monkeypatch):
+    """Those of vanilla decoding, which are the target's."""
+    engine, plans = load(**DEMO_IN_BF16, draft="none", context=64), []
+    monkeypatch.setattr("stats.check_memory", lambda plan, *_: plans.append(plan))
+    for compare in (False, True):
+        rows_memory(replace(engine, config=replace(engine.config, compare=compare)))
+    (own,) = (plans[1][name] for name in plans[1].keys() - plans[0].keys())
+    config = engine.target.config
+    assert own == engine.slots * 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers == plans[0]["the caches"]
 
 
 def test_rows_that_do_not_fit_are_refused(capsys):
