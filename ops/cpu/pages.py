@@ -1,8 +1,8 @@
 """Weights in huge pages: 2 MB each, where a CPU's pages have 4 KB, so that it translates fewer addresses.
 
 Linux gives them to programs that ask for them (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled, as most
-distributions have it); neither glibc nor PyTorch asks. Vanilla decoding of SmolLM2 gains 9 % in int4, 3 % in int8 and 1
-to 2 % in 16 bits (benchmarks/LOG.md).
+distributions have it); neither glibc nor PyTorch asks. Vanilla decoding of SmolLM2 gains 6 to 9 % in int4, and hardly
+anything in int8 and 16 bits (benchmarks/LOG.md).
 
 Trade-off: a copy of each weight at load, and smaller weights that share a region are freed together. Not here: caches,
 and what steps compute.
