@@ -404,4 +404,4 @@ def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLi
         return HugePages().move(linear.rows(ids))
     rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
     rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [N, F]
-    return HugePages().move(rows)
+    return rows

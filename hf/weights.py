@@ -129,7 +129,7 @@ def load_weights(
             _trim_heap()
         else:
             value = loading.parameter(theirs, params[ours].shape)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(pages.copy(value), requires_grad=False))
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return storage.quant
 
 
