@@ -125,7 +125,9 @@ def load_weights(
         if ours in linear:
             parent, _, child = owner.rpartition(".")
             layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
-            setattr(model.get_submodule(parent), child, pages.move(layer))
+            if isinstance(layer, QuantLinear):  # all experts together are too much to be there twice
+                pages.move(layer)
+            setattr(model.get_submodule(parent), child, layer)
             _trim_heap()
         else:
             value = loading.parameter(theirs, params[ours].shape)

@@ -5,7 +5,7 @@ distributions have it); neither glibc nor PyTorch asks. Vanilla decoding of Smol
 anything in int8 (benchmarks/LOG.md).
 
 Trade-off: the system takes .3 to .9 s longer to find 1 GB of them, so weights in 16 bits, which gain 1 %, stay in usual
-ones; weights that share a region are freed together. Not here: caches, and what steps compute.
+ones; weights that share a region are freed together. Not here: experts, caches, and what steps compute.
 """
 
 from __future__ import annotations
