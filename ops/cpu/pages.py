@@ -1,8 +1,8 @@
 """Quantized weights in huge pages: 2 MB each, where a CPU's pages have 4 KB, so that it translates fewer addresses.
 
 Linux gives them to programs that ask for them (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled, as most
-distributions have it); neither glibc nor PyTorch asks. Vanilla decoding of SmolLM2 gains 6 to 9 % in int4, and hardly
-anything in int8 (benchmarks/LOG.md).
+distributions have it); neither glibc nor PyTorch asks. Vanilla decoding of SmolLM2 gains 6 to 9 % in int4, and up to 4 %
+in int8 (benchmarks/LOG.md).
 
 Trade-off: the system takes .3 to .9 s longer to find 1 GB of them, so weights in 16 bits, which gain 1 %, stay in usual
 ones; weights that share a region are freed together. Not here: experts, caches, and what steps compute.
