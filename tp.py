@@ -1,7 +1,7 @@
 """Tensor parallelism: one model over N devices, with a process for each, which torchrun starts.
 
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of France is"
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
+    torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
 1. A rank loads its `Share`, the heads and the columns of each feed-forward that are its own: cut first, then rounded.
    int4 has one device's codes; in int8 o and down get a scale per output and rank, so that tokens may be others.

@@ -41,7 +41,6 @@ from drafters import DraftVocab
 from hf.config import WIDTH, Named, Said, config_from
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
-from ops.cpu.pages import HugePages
 from quantize import FORMATS, QuantLinear
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
@@ -395,13 +394,13 @@ def draft_lm_head(model: nn.Module, quant: Quantization | None, ids: Tensor | No
         return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
     weight = own.dequantize() if rounded else own.weight
-    return HugePages().move(FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True))
+    return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
 
 
 def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:
     """A copy of an LM head that has only the outputs `ids`: the same weights, or codes and scales. ids: [N] int64."""
     if isinstance(linear, QuantLinear):
-        return HugePages().move(linear.rows(ids))
+        return linear.rows(ids)
     rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
     rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [N, F]
     return rows

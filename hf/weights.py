@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_quantization, scale_name
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
-from ops.cpu.pages import HugePages
+from ops.cpu.pages import REGION, HugePages
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
@@ -108,7 +108,7 @@ def load_weights(
         where = f" of {files.path}" if storage.quant.saved else ""
         inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
         storage = storage._replace(quant=fit_group(storage.quant, inputs))
-    _check_memory(files, params, linear, storage)
+    stored_bytes = _check_memory(files, params, linear, storage)
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
@@ -125,7 +125,7 @@ def load_weights(
         if ours in linear:
             parent, _, child = owner.rpartition(".")
             layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
-            if isinstance(layer, QuantLinear):  # all experts together are too much to be there twice
+            if stored_bytes >= REGION and isinstance(layer, QuantLinear):  # experts are too much to be there twice
                 pages.move(layer)
             setattr(model.get_submodule(parent), child, layer)
             _trim_heap()
@@ -153,8 +153,8 @@ def _layers_of_others(files: TensorSource, names: dict[str, tuple[str, ...]], li
     return found
 
 
-def _check_memory(files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage) -> None:
-    """Raises: ValueError when the weights, in the shapes that config.json says, do not fit the memory."""
+def _check_memory(files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage) -> int:
+    """Returns: the bytes of the weights, in the shapes that config.json says. Raises: ValueError if they do not fit."""
     need, quant = 0, storage.quant
     for name, parameter in params.items():
         width = parameter.shape[-1]
@@ -167,6 +167,7 @@ def _check_memory(files: TensorSource, params: dict[str, Tensor], linear: set[st
             need += parameter.numel() * storage.dtype.itemsize
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
+    return need
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import hf.weights
 import ops.cpu.pages
 from checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
@@ -588,12 +589,14 @@ def test_loading_needs_little_more_than_the_model(tmp_path):
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages"
 )
 def test_quantized_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
-    """And are what they were, also where there are none."""
+    """And are what they were, also where there are none; those of a small model stay in usual ones."""
 
     def loaded() -> list[torch.Tensor]:
         model = load_model(Path(DEMO), quant=Quantization("int4"))
         return [t for t in (*model.layers.buffers(), *model.lm_head.buffers()) if t.numel()]
 
+    small = loaded()
+    monkeypatch.setattr(hf.weights, "REGION", 0)
     tensors = loaded()
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(places))
@@ -605,12 +608,13 @@ def test_quantized_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
         elif name == "VmFlags:" and "hg" in rest:
             advised.append((first, last))
     assert any(first <= places[0][0] and places[-1][1] <= last for first, last in advised)
+    assert not any(first <= t.data_ptr() < last for first, last in advised for t in small)
 
     def full(*args, **kwargs):
         raise OSError("no memory")
 
     monkeypatch.setattr(ops.cpu.pages.mmap, "mmap", full)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, loaded(), strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(tensors, loaded(), small, strict=True))
 
 
 def test_large_tensors_have_regions_of_their_own(monkeypatch):

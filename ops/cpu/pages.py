@@ -1,11 +1,10 @@
 """Quantized weights in huge pages: 2 MB each, where a CPU's pages have 4 KB, so that it translates fewer addresses.
 
-Linux gives them to programs that ask for them (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled, as most
-distributions have it); neither glibc nor PyTorch asks. Vanilla decoding of SmolLM2 gains 6 to 9 % in int4, and up to 4 %
-in int8 (benchmarks/LOG.md).
+Where /sys/kernel/mm/transparent_hugepage/enabled is `madvise`, Linux gives them to programs that ask, and neither glibc
+nor PyTorch asks. Vanilla decoding of SmolLM2 gains 3 to 6 % in int4, and up to 4 % in int8 (benchmarks/LOG.md).
 
 Trade-off: the system takes .3 to .9 s longer to find 1 GB of them, so weights in 16 bits, which gain 1 %, stay in usual
-ones; weights that share a region are freed together. Not here: experts, caches, and what steps compute.
+ones; weights that share a region are freed together. Not here: models below 64 MB, experts, copies of LM heads, caches.
 """
 
 from __future__ import annotations
@@ -43,13 +42,15 @@ class HugePages:
             else:
                 self.rest = self.rest if size <= len(self.rest) else _region(REGION)
                 place, self.rest = self.rest[:size], self.rest[size:]
-        except (OSError, AttributeError):  # a limit of memory; another system
+        except OSError:  # a limit of memory, or another system
             return torch.empty(shape, dtype=dtype)
         return place[:used].view(dtype).view(shape)
 
 
 def _region(size: int) -> Tensor:
-    """So many bytes from the start of a huge page on. Raises: OSError, AttributeError where there are none."""
+    """So many bytes from the start of a huge page on. Raises: OSError where there are none."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        raise OSError("huge pages are asked for on Linux only")
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the memory
