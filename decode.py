@@ -1,11 +1,12 @@
 """The loop: every method proposes a draft tree, and decoding is the verification of a tree.
 
-A `Cycle` has three steps, each tensors to tensors with static shapes, compiled `fullgraph=True`:
+A `Cycle` has three steps, each tensors to tensors with static shapes:
 1. draft: the drafter proposes a tree below the root, the token decided last.
 2. verify: the target runs over the whole tree in one pass; the deepest path that is the target's own choice is
    accepted, with the bonus token after it, and its keys and values move next to the prefix.
 3. extend: the drafter takes in the rows that were accepted, with the target's features.
-Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each.
+Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each. With --compile
+the steps are compiled `fullgraph=True` on CUDA, and few C++ operators on a CPU.
 
 A `Session` has B rows. `admit` gives one a prompt while the others decode; every `step` launches a cycle, reads a
 report, on CUDA one cycle late, so that the device never waits, and runs chunks of prompts, the last of which decides a
@@ -29,14 +30,14 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import MAX_NODES, Accepted, DraftTree, accept, changed, compaction
-from drafters import Drafter, Root, Rows, Text
+from draft_tree import MAX_NODES, Accepted, DraftTree, Text, accept, accept_fused, changed
+from drafters import LARGEST, Drafter, Root, Rows
 from model import Block, KVCache, Transformer, Window, call, causal_window
-from ops.cpu.layers import FusedLayers
-from ops.library import our_threads_alone
+from ops.library import has_cpu_operators, our_threads_alone
 from ops.rows import best
+from ops.tree import place_rows
 from options import GenerateConfig, common_prefix
-from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, row_of, store
+from runtime import Clock, HostCopy, Largest, Replay, compiled, row_of, store
 from sampling import NoiseKey, Sampling
 from stats import Stats, rows_memory, trace_row
 
@@ -81,9 +82,9 @@ class Report(NamedTuple):
         return torch.cat((emitted, torch.stack([x.long() for x in facts], 1)), 1)
 
     @staticmethod
-    def timed(facts: Tensor, times: list[Tensor]) -> Tensor:
-        """With the times, so that one copy takes all: [B, D+10] int64."""
-        return torch.cat((facts, *(t.expand(len(facts), 1) for t in times)), 1)
+    def timed(facts: Tensor, times: Tensor) -> Tensor:
+        """With the times, [4], so that one copy takes all: [B, D+10] int64."""
+        return torch.cat((facts, times.expand(len(facts), -1)), 1)
 
     @staticmethod
     def rows(packed: list[list[int]]) -> list[Report]:
@@ -139,20 +140,18 @@ def with_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every preset, compiled when the config says so.
 
     With --compile on a CPU, weights are taken as they are now: they may change in place afterwards, not be replaced.
-    Writes: `fused` of the layers, of the target and of the drafter; engines that share them must agree on --compile.
+    Writes: `fused` of the target and of the drafter; engines that share them must agree on --compile.
     """
     assert (engine.other_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
-    for layers in filter(None, (engine.target.layers, engine.drafter.layers)):
-        layers.fused = FusedLayers(layers) if compile and FusedLayers.fits(layers) else None
+    engine.target.fuse(compile and not cuda)
+    engine.drafter.fuse(compile and not cuda)
     ends = [-1, *(() if engine.config.ignore_eos else engine.eos_ids)]
     ends = torch.tensor(ends, device=engine.target.embedding.weight.device)
     engine = replace(engine, ends=ends, captured=compile and cuda, chooser=Largest(), pool=[])
     cycles = [Cycle(engine, preset) for preset in engine.drafter.presets]
-    if compile and cuda:
+    if engine.captured:
         cycles = [cycle.compiled_by_layer() for cycle in cycles]
-    elif compile:  # one graph: every call of a compiled function costs a CPU 0.2 ms, most of it cache misses
-        cycles = [CompiledStep(cycle) for cycle in cycles]
     return replace(engine, cycles=tuple(cycles))
 
 
@@ -167,10 +166,9 @@ class Cycle:
         self.prefer, self.taps = engine.drafter.prefer, engine.drafter.taps
         self.choose, self.other_rule = engine.choose, engine.other_rule
         device = engine.target.embedding.weight.device
-        self.levels = torch.arange(drafter.depth + 1, device=device)
-        self.nodes = torch.arange(drafter.size, device=device)
-        self.fresh_rows = torch.arange(drafter.fresh_rows, device=device)
         self.call, self.in_place = call, False
+        fused = engine.config.compile and device.type == "cpu" and has_cpu_operators()
+        self.accept, self.advance = (accept_fused, advance_fused) if fused else (accept, advance)
 
     def compiled_by_layer(self) -> Cycle:
         """Compile the steps, and one block of the target for all of its kind, instead of one graph of everything.
@@ -188,14 +186,11 @@ class Cycle:
 
     def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
         """Run the steps, and tell the times between them. Writes: both caches, state.tokens; the state, if in place."""
-        state, began = mark(state, "pos")
-        tree, noise = self.draft(state)  # N nodes below the root
-        tree, drafted = mark(tree, "tokens")
-        state, rows, decision = self.verify(cache, state, tree, noise)  # one pass of the target; its own path
-        rows, verified = mark(rows, "tokens")
-        state = self.extend(state, rows)  # the drafter takes in what was accepted
-        decision, ended = mark(decision, "facts", after=leaves(state.draft))
-        return state, Outcome(Report.timed(decision.facts, [began, drafted, verified, ended]), tree, decision.path)
+        clock = Clock(state.pos.device)
+        tree, noise = clock(self.draft, state)  # N nodes below the root
+        state, rows, decision = clock(self.verify, cache, state, tree, noise)  # one pass of the target; its own path
+        state = clock(self.extend, state, rows)  # the drafter takes in what was accepted
+        return state, Outcome(Report.timed(decision.facts, clock.times()), tree, decision.path)
 
     def keep(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """The new state. Writes: the old one, if in place."""
@@ -209,20 +204,19 @@ class Cycle:
         noise = fresh = None
         V = self.target.config.vocab_size
         if self.rule.temperature > 0:
-            noise = sampling.gumbel(state.key, state.draws[:, None] + self.levels, V)
+            noise = sampling.gumbel(state.key, state.draws, self.drafter.depth + 1, V)
         if self.drafter.fresh_rows:
-            draws = state.draws[:, None] * NODE_STRIDE + self.fresh_rows
-            fresh = sampling.gumbel(state.key, draws, V, sampling.DRAFT)
-        token = state.tokens.gather(1, state.pos[:, None]).squeeze(1)
-        return self.drafter.draft(state.draft, Root(token, noise, fresh, Text(state.tokens, state.pos))), noise
+            fresh = sampling.gumbel(state.key, state.draws * NODE_STRIDE, self.drafter.fresh_rows, V, sampling.DRAFT)
+        return self.drafter.draft(state.draft, Root(noise, fresh, Text(state.tokens, state.pos))), noise
 
     def verify(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Rows, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        begin = torch.where(state.done, 0, state.pos)  # what is done costs no attention to its text
-        window = Window(state.pos[:, None] + self.nodes, begin, tree.mask)  # slots are not positions
-        features = self.target(tree.tokens, state.pos[:, None] + tree.depths, cache, window, self.call, self.taps)
+        # slots are not positions; what is done costs no attention to its text
+        slots, begin, positions = place_rows(state.pos, tree.depths, self.drafter.size, done=state.done)
+        window = Window(slots, begin, tree.mask)
+        features = self.target(tree.tokens, positions, cache, window, self.call, self.taps)
         return self.decide(cache, state, tree, noise, features)
 
     def decide(
@@ -233,10 +227,10 @@ class Cycle:
             accepted = self.other_rule(tree, self.target.logits(features), noise, state, self)
         else:
             tokens = self.choose(self.target, features, self.rule, noise, tree.depths)
-            accepted = accept(tree, tokens, self.drafter.depth)
+            accepted = self.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the rows of a chain lie where they belong
-            cache.compact(state.pos, compaction(accepted))
-        new, rows, decision = advance(state, tree, accepted, features, self)
+            cache.compact(state.pos, accepted.moves)
+        new, rows, decision = self.advance(state, tree, accepted, features, self)
         return self.keep(state, new), rows, decision
 
     def extend(self, state: DecodeState, rows: Rows) -> DecodeState:
@@ -264,8 +258,25 @@ def advance(
     slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
     rows = Rows(torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots)
     preset = cycle.prefer(Text(state.tokens, pos))
+    preset = torch.full_like(pos, LARGEST) if preset is None else preset
     decision = Decision(Report.pack(emitted, count, accepted.length, done, preset, state.pos), accepted.path)
     return changed(state, pos=pos, draws=state.draws + count, done=done), rows, decision
+
+
+def advance_fused(
+    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
+) -> tuple[DecodeState, Rows, Decision]:
+    """`advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
+    old = (state.tokens, state.pos, state.draws, state.done, state.limit)
+    pos, draws, done, count, tokens, rows, facts = torch.ops.gpt_eagle.advance(
+        *old, tree.tokens, *accepted[:3], cycle.ends, features, LARGEST
+    )
+    slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
+    preset = cycle.prefer(Text(state.tokens, pos))
+    if preset is not None:
+        facts[:, -2] = preset  # as `Report.pack` orders them
+    new = changed(state, pos=pos, draws=draws, done=done)
+    return new, Rows(tokens, rows, count, slots), Decision(facts, accepted.path)
 
 
 # --------------------------------------------------------------------------------------------- prefill
@@ -285,10 +296,10 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
     features = engine.target(tokens, window.slots, cache, window, taps=engine.drafter.taps)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
-    noise, draws = None, state.draws[:, None]
+    noise, first = None, torch.zeros_like(state.draws)[:, None]  # [B, 1], which row of the noise
     if rule.temperature > 0:
-        noise = sampling.gumbel(state.key, draws, engine.target.config.vocab_size)  # [B, 1, V]
-    root = engine.choose(engine.target, features.gather(1, last), rule, noise, torch.zeros_like(draws))  # [B, 1]
+        noise = sampling.gumbel(state.key, state.draws, 1, engine.target.config.vocab_size)  # [B, 1, V]
+    root = engine.choose(engine.target, features.gather(1, last), rule, noise, first)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
@@ -363,7 +374,7 @@ class Workspace:
 
     def _replay(self, engine: Engine, key: Any, body: Callable[[], Any]) -> Any:
         if not engine.captured:
-            with our_threads_alone(engine.target.layers.fused is not None):
+            with our_threads_alone(engine.target.fused is not None):
                 return body()
         if key not in self.replays:
             self.replays[key] = Replay(body, self.state.pos.device, self.scratch)
@@ -492,13 +503,11 @@ class Session:
         """Run a cycle of a preset, or of the one that the chooser takes."""
         engine, work, began = self.engine, self.work, time.perf_counter()
         preset = engine.chooser.next(self.preset) if preset is None else preset
-        cycle = engine.cycles[preset]
         work.take_in(engine, preset)
-        self.stats.eager_cycles += isinstance(cycle, CompiledStep) and not cycle.waits
         if engine.captured:
             outcome = work.replay(engine, preset)
         else:
-            work.state, outcome = cycle(work.cache, work.state)
+            work.state, outcome = engine.cycles[preset](work.cache, work.state)
         drawn, tree = None, outcome.tree
         if engine.config.trace:
             values = () if tree.values is None else (tree.values,)

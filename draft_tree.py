@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.rows import Children, Expansion, Frontier, Scores, ancestors, best_nodes, grow_level, relate
+from ops.library import on_cpu_operators
+from ops.rows import Children, Expansion, Scores, ancestors
+from ops.tree import Candidates, Shared, next_level, rerank
 
 MAX_NODES = 64  # ancestor bits of a node fit one int64
 
@@ -45,12 +47,25 @@ class DraftTree(NamedTuple):
     slots: Tensor | None = None
 
 
+class Text(NamedTuple):
+    """Everything decided so far."""
+
+    tokens: Tensor  # [B, S + 1] int64; entries past pos are padding
+    pos: Tensor  # [B] int64, index of the root, the token decided last
+
+    @property
+    def root(self) -> Tensor:
+        """The token decided last, [B] int64."""
+        return self.tokens.gather(1, self.pos[:, None]).squeeze(1)
+
+
 class Accepted(NamedTuple):
     """What a verification decided, padded to the deepest path that the tree allows."""
 
     path: Tensor  # [B, D+1] int64, accepted node of each depth (root first); entries past length are 0
     length: Tensor  # [B] int64, accepted nodes without the root
     emitted: Tensor  # [B, D+1] int64, length + 1 decided tokens (bonus last); entries past length are padding
+    moves: Tensor  # [B, D+1] int64, from `compaction`
 
 
 def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Tensor | None = None) -> DraftTree:
@@ -62,9 +77,11 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Te
     return DraftTree(tokens, parents, *ancestors(parents, depth), valid, q)
 
 
-def root_tree(root: Tensor) -> DraftTree:
-    """The tree that is only its root: vanilla decoding. root: [B] int64."""
-    tokens = root[:, None]
+def root_tree(text: Text) -> DraftTree:
+    """The tree that is only its root: vanilla decoding."""
+    if on_cpu_operators(text.pos):
+        return DraftTree(*rerank((), (), 0, 0, text)[:5])
+    tokens = text.root[:, None]
     zeros = torch.zeros_like(tokens)
     return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
 
@@ -86,7 +103,12 @@ def accept(tree: DraftTree, choice: Tensor, depth: int) -> Accepted:
     order = tree.depths * N + torch.arange(N - 1, -1, -1, device=choice.device)  # unique keys: no ties
     node = torch.where(accepted, order, -1).argmax(-1)  # [B]
     path, length = path_to(tree, node, depth)
-    return Accepted(path, length, choice.gather(1, path))
+    return Accepted(path, length, choice.gather(1, path), compaction(path, length))
+
+
+def accept_fused(tree: DraftTree, choice: Tensor, depth: int) -> Accepted:
+    """`accept` in one C++ call (ops/cpu/tree.cpp), on a CPU."""
+    return Accepted(*torch.ops.gpt_eagle.accept(*tree[:5], choice, depth))
 
 
 def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -99,37 +121,20 @@ def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return hit.int().argmax(-1), length  # 0 where a depth has none
 
 
-def compaction(accepted: Accepted) -> Tensor:
+def compaction(path: Tensor, length: Tensor) -> Tensor:
     """Slot offset that each depth's key and value come from: [B, D+1]. Rows past the path stay put."""
-    steps = torch.arange(accepted.path.shape[1], device=accepted.path.device)
-    return torch.where(steps <= accepted.length[:, None], accepted.path, steps)
+    steps = torch.arange(path.shape[1], device=path.device)
+    return torch.where(steps <= length[:, None], path, steps)
 
 
 # ----------------------------------------------------------------------------------------- growing a tree
-
-
-class Candidates(NamedTuple):
-    """The pool of drafted tokens, level by level; a level by its parents' order, then by child's rank."""
-
-    tokens: Tensor  # [B, P] int64
-    values: Tensor  # [B, P] fp32, sum of scores along the path; -inf: no candidate
-    parents: Tensor  # [B, P] int64, flat index of the parent; -1 is the root
-
-    @staticmethod
-    def none(root: Tensor) -> Candidates:
-        """An empty pool. root: [B] int64."""
-        empty = root.new_zeros(len(root), 0)  # [B, 0]
-        return Candidates(empty, empty.float(), empty)
-
-    def add(self, tokens: Tensor, values: Tensor, parents: Tensor) -> Candidates:
-        """The pool with further candidates, all [B, X]."""
-        return Candidates(*(torch.cat(pair, 1) for pair in zip(self, (tokens, values, parents))))
 
 
 class Level(NamedTuple):
     """The nodes of a level that run through the drafter, to have children."""
 
     tokens: Tensor  # [B, R] int64
+    parent: Tensor  # [B, R] int64, which node of the level before is their parent
     depth: int  # 1 for children of the root
     slot: int  # scratch slot of the first; the others follow
     seen: Tensor  # [B, R, W] bool, which scratch slots each one sees: its ancestors' and its own
@@ -144,60 +149,57 @@ class Graft(NamedTuple):
 
 def grow(
     shape: DynamicTree | StaticTree,
-    root: Tensor,
+    text: Text,
     out: Tensor,
-    children: Callable[[Tensor, int, int], Children | Scores],
+    children: Callable[[Tensor, int, int], tuple[Children | Scores, Shared | None]],
     run: Callable[[Level, Tensor], Tensor],
     graft: Graft | None = None,
 ) -> tuple[DraftTree, Tensor]:
     """Grow a tree level by level: score the children of the frontier, choose the next frontier, run it.
 
     shape: on the root's device (`on`)
-    root: [B] int64, its tokens; out: [B, 1, F], the drafter's output at the root
-    children: of (outputs [B, R, F], level, k), the k best of each node, or what they are the best by; level 0 asks
-        for those of the root
-    run: of (level, outputs of the parents [B, R, F]), the outputs of its nodes, [B, R, F]
+    out: [B, 1, F], the drafter's output at the root
+    children: of (outputs [B, R, F], level, k), the k best of each node, or their scores, and noise to add to these;
+        level 0 asks for those of the root
+    run: of (level, outputs of the level before), the outputs of the level's nodes, [B, R, F]
     graft: candidates that were found elsewhere
     Returns: the tree; each node's place among those that ran, counted from the root's; 0: it did not; [B, N] int64.
     """
-    pool, q, ran, slot = Candidates.none(root), [], [], 0
-    index, values = root.new_full((len(root), 1), -1), torch.zeros(len(root), 1, device=root.device)
-    front = Frontier(values, values.new_zeros(len(root), 1, sum(shape.widths), dtype=torch.bool))
+    levels: list[Candidates] = []
+    ran: list[Tensor] = []  # of every level, the flat indices of the nodes that ran
+    q: list[Tensor] = []
+    front = None  # the root
+    begin = slot = 0
+    slots = sum(shape.widths)
     for level, width in enumerate((*shape.widths, 0)):
         k = shape.ranks(level)
-        found, step = children(out, level, k), Expansion(k, width, slot, shape.places_of(level), shape.by_value)
-        tokens, values, order, front = grow_level(found, front, step)
-        ran.append(index)
-        q += [] if found.q is None else [found.q]
-        begin, pool = pool.tokens.shape[1], pool.add(tokens, values, index.repeat_interleave(k, dim=1))
+        found, shared = children(out, level, k)
+        step = Expansion(k, width, slot, shape.places_of(level), shape.by_value)
+        pool, front = next_level(found, shared, front, step, begin, slots)
+        levels.append(pool)
+        begin += pool.tokens.shape[1]
+        if found.q is not None:
+            q.append(found.q)
         if width:
-            index = begin + order  # [B, R]
-            out = out.gather(1, (order // k)[:, :, None].expand(-1, -1, out.shape[2]))  # of the parents
-            out = run(Level(tokens.gather(1, order), level + 1, slot, front.seen), out)
+            ran.append(front.index)
+            out = run(Level(front.tokens, front.parent, level + 1, slot, front.front.seen), out)
             slot += width
-    every = torch.cat(ran, 1)  # [B, sum R]: the root, then the frontiers in their order
-    pool, depth = (graft.add(pool), max(shape.depth, graft.depth)) if graft else (pool, shape.depth)
-    nodes = shape.chosen(pool.values)
-    tree, number = tree_of(root, pool, nodes, depth)
-    if q:
-        at = number.gather(1, every + 1)[:, :, None]  # [B, sum R, 1]
-        q = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
-        tree = changed(tree, q=q.new_zeros(*tree.tokens.shape, q.shape[2]).scatter(1, at.expand_as(q), q))
-    order = torch.arange(every.shape[1], device=root.device).expand_as(every)
-    places = torch.zeros_like(number).scatter(1, every + 1, order)  # [B, P+1]
-    return tree, torch.cat((places[:, :1], places.gather(1, nodes + 1)), 1)
+    depth = shape.depth
+    if graft:
+        levels = [graft.add(Candidates.join(levels))]
+        depth = max(depth, graft.depth)
+    *nodes, places, number = rerank(levels, ran, shape.nodes, depth, text)
+    tree = DraftTree(*nodes[:5], values=nodes[5])
+    return (with_q(tree, q, ran, number) if q else tree), places
 
 
-def tree_of(root: Tensor, pool: Candidates, chosen: Tensor, depth: int) -> tuple[DraftTree, Tensor]:
-    """The tree of the chosen candidates.
-
-    root: [B] int64; chosen: [B, N-1] flat indices, ascending
-    Returns: the tree; the node of each candidate, 0: none, behind that of the root, [B, P+1] int64.
-    """
-    number, *related = relate(chosen, pool.parents, depth)
-    tokens = torch.cat((root[:, None], pool.tokens.gather(1, chosen)), 1)
-    values = torch.cat((pool.values.new_zeros(root.shape[0], 1), pool.values.gather(1, chosen)), 1)  # [B, N]
-    return DraftTree(tokens, *related, values > float("-inf"), values=values), number
+def with_q(tree: DraftTree, q: list[Tensor], ran: list[Tensor], number: Tensor) -> DraftTree:
+    """The tree with what its nodes' children were sampled from. q: per level [B, R, V]; the others as in `grow`."""
+    root = torch.full_like(number[:, :1], -1)
+    at = number.gather(1, torch.cat((root, *ran), 1) + 1)[:, :, None]  # [B, sum R, 1]
+    every = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
+    none = every.new_zeros(*tree.tokens.shape, every.shape[2])
+    return changed(tree, q=none.scatter(1, at.expand_as(every), every))
 
 
 # ------------------------------------------------------------------------------------------------- shapes
@@ -212,6 +214,7 @@ class DynamicTree:
     size: int = 60  # N, verified nodes, root included
     expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
     rerank: bool = True  # False keeps the first levels whole (EAGLE-2 Table 3)
+    whole: Tensor | None = field(default=None, compare=False, repr=False)  # the nodes then; made by `on`
 
     def __post_init__(self):
         pool = self.topk + (self.depth - 1) * self.topk**2
@@ -238,7 +241,7 @@ class DynamicTree:
 
     def on(self, device: torch.device) -> DynamicTree:
         """The same for tensors of a device."""
-        return self
+        return self if self.rerank else replace(self, whole=torch.arange(self.size - 1, device=device)[None])
 
     def ranks(self, level: int) -> int:
         """How many children a node of a level is asked for."""
@@ -252,11 +255,10 @@ class DynamicTree:
     def places_of(self, level: int) -> None:
         """Which candidates of a level get children, [1, R]; None: the best."""
 
-    def chosen(self, values: Tensor) -> Tensor:
-        """Which candidates of the pool become nodes. values: [B, P]. Returns: [B, N-1], ascending."""
-        if self.rerank:
-            return best_nodes(values, self.size - 1)
-        return torch.arange(self.size - 1, device=values.device).expand(len(values), -1)
+    @property
+    def nodes(self) -> Tensor | int:
+        """Which candidates become nodes, [1, N-1] int64, ascending; a number: so many, the best."""
+        return self.size - 1 if self.rerank else self.whole
 
 
 # EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2. Source: arXiv 2401.15077.
@@ -321,5 +323,6 @@ class StaticTree:
     def places_of(self, level: int) -> Tensor:
         return self.places[level]
 
-    def chosen(self, values: Tensor) -> Tensor:
-        return self.places[-1].expand(len(values), -1)
+    @property
+    def nodes(self) -> Tensor:
+        return self.places[-1]

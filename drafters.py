@@ -26,21 +26,16 @@ from draft_tree import (
     Graft,
     Level,
     StaticTree,
+    Text,
     changed,
     grow,
     root_tree,
 )
 from model import Layers, Transformer, Window
 from ops.rows import Children, Scores
+from ops.tree import Shared, place_rows
 
 LARGEST = 1 << 30  # past the last preset of any drafter
-
-
-class Text(NamedTuple):
-    """Everything decided so far."""
-
-    tokens: Tensor  # [B, S + 1] int64; entries past pos are padding
-    pos: Tensor  # [B] int64, index of the root, the token decided last
 
 
 class Rows(NamedTuple):
@@ -55,7 +50,6 @@ class Rows(NamedTuple):
 class Root(NamedTuple):
     """Where a tree starts, and the noise that its levels will be judged by."""
 
-    token: Tensor  # [B] int64
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
     fresh: Tensor | None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
     text: Text
@@ -69,7 +63,7 @@ class Drafter:
     width: int  # children of a node at most
     fresh_rows: int = 0  # rows of noise of its own that it samples children with (residual rule)
     smaller: tuple[Drafter, ...] = ()  # further presets over the same state, smallest tree first
-    layers: Layers | None = None  # its transformer layers, which an engine may run in one call
+    layers: Layers | None = None  # its transformer layers
     timed: bool = False  # whether the host chooses among the presets by their measured speed
     taps: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
     room: int = 0  # steps whose rows `extend` may leave to `take_in`, called before a tree; LARGEST: or may leave out
@@ -84,9 +78,11 @@ class Drafter:
         """What its tree is called in a report."""
         return f"tree of {self.size}"
 
-    def prefer(self, text: Text) -> Tensor:
-        """The largest preset that makes sense for each row in the next cycle, or a number past the last: [B] int64."""
-        return torch.full_like(text.pos, LARGEST)
+    def fuse(self, whether: bool) -> None:
+        """Run its passes in one C++ call each, where that is served."""
+
+    def prefer(self, text: Text) -> Tensor | None:
+        """The largest preset that makes sense for each row in the next cycle, [B] int64; None: any does."""
 
     def facts(self) -> dict[str, Any]:
         """What the options came to, under their names, for the record."""
@@ -120,7 +116,7 @@ class RootOnly(Drafter):
     name = "none"
 
     def draft(self, state: Any, root: Root) -> DraftTree:
-        return root_tree(root.token)
+        return root_tree(root.text)
 
 
 # ------------------------------------------------------------------------------------------ grown trees
@@ -137,9 +133,9 @@ class DraftVocab(NamedTuple):
         """N, tokens that can be drafted."""
         return self.size if self.ids is None else len(self.ids)
 
-    def columns(self, x: Tensor | None) -> Tensor | None:
-        """The entries of those tokens: [..., V] -> [..., N]. None stays None."""
-        return x if self.ids is None or x is None else x.index_select(-1, self.ids)
+    def columns(self, x: Tensor) -> Tensor:
+        """The entries of those tokens: [..., V] -> [..., N]."""
+        return x if self.ids is None else x.index_select(-1, self.ids)
 
     def tokens(self, column: Tensor) -> Tensor:
         """Token ids of columns, int64 of any shape."""
@@ -211,10 +207,11 @@ class TreeDrafter(Drafter):
         """The root's output, [B, 1, F], and the first scratch slot, which is the position of its children: [B]."""
         raise NotImplementedError
 
-    def step(self, state: Any, tokens: Tensor, out: Tensor, positions: Tensor, window: Window) -> Tensor:
-        """Run over nodes of one level. Writes: the cache at `window.slots`.
+    def step(self, state: Any, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+        """Run over the nodes of one level. Writes: the cache at `window.slots`.
 
-        tokens, positions: [B, R] int64; out: [B, R, F], outputs of their parents
+        out: [B, R', F], outputs of the level before, `level.parent` of which is each node's parent
+        positions: [B, R] int64
         Returns: their outputs, [B, R, F].
         """
         raise NotImplementedError
@@ -235,32 +232,33 @@ class TreeDrafter(Drafter):
 
     def draft(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree. Writes: scratch slots of the cache."""
-        root = changed(root, noise=self.vocab.columns(root.noise), fresh=self.vocab.columns(root.fresh))
         out, free = self.begin(state, root)
 
-        def children(out: Tensor, level: int, k: int) -> Children | Scores:
-            sampled = self.children == "sampled"
-            return self._sampled(out, level, k, root) if sampled else self._scores(out, level, root)
+        def children(out: Tensor, level: int, k: int) -> tuple[Children | Scores, Shared | None]:
+            if self.children == "sampled":
+                return self._sampled(out, level, k, root), None
+            return self._scores(out, level, root)
 
         def run(level: Level, out: Tensor) -> Tensor:
-            slots = free[:, None] + level.slot + torch.arange(level.tokens.shape[1], device=free.device)  # [B, R]
-            positions = (free + level.depth - 1)[:, None].expand_as(level.tokens)
-            return self.step(state, level.tokens, out, positions, Window(slots, free, level.seen))
+            slots, _, positions = place_rows(free, level.depth - 1, level.tokens.shape[1], level.slot)
+            return self.step(state, level, out, positions, Window(slots, free, level.seen))
 
         graft = Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text)) if self.lookup else None
-        tree, places = grow(self.tree, root.token, out, children, run, graft)
+        tree, places = grow(self.tree, root.text, out, children, run, graft)
         return changed(tree, slots=places) if self.keeps_rows else tree
 
-    def _scores(self, out: Tensor, level: int, root: Root) -> Scores:
+    def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """What the children are the best by. out: [B, R, F]."""
         z = self.logits(out)  # [B, R, V]
-        if self.children == "noise":
-            z = self.rule.temperature * (sampling.process(z, self.rule) + root.noise[:, level, None])
-        return Scores(z, self.sharpness, self.vocab.ids)
+        if self.children != "noise":
+            return Scores(z, self.sharpness, self.vocab.ids), None
+        scores = Scores(sampling.process(z, self.rule), self.sharpness, self.vocab.ids)
+        return scores, Shared(root.noise, level, self.rule.temperature)
 
     def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """Children drawn without replacement from q. out: [B, R, F]."""
         first = 1 + sum(self.tree.widths[: level - 1]) if level else 0  # rows of noise that earlier levels took
         log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
-        columns = (log_q + root.fresh[:, first : first + out.shape[1]]).topk(k, dim=-1).indices
+        fresh = self.vocab.columns(root.fresh[:, first : first + out.shape[1]])
+        columns = (log_q + fresh).topk(k, dim=-1).indices
         return Children(self.vocab.tokens(columns), log_q.gather(2, columns), self.vocab.spread(log_q.exp()))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Quantization, TensorSource, WeightFiles, read_json, saved_quantization
-from draft_tree import DynamicTree, StaticTree, changed
+from draft_tree import DynamicTree, Level, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
 from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
 from hf.weights import Storage, load_weights
@@ -40,6 +40,7 @@ from model import (
     rope_angles,
     rope_frequencies,
 )  # fmt: skip
+from ops.cpu.layers import FusedHead, fits
 from options import GenerateConfig
 from sampling import Sampling
 
@@ -48,6 +49,7 @@ class EagleHead(nn.Module):
     """Versions 1 and 2: fc(embedding, feature), then the layers."""
 
     taps: tuple[int, ...] = ()  # see `Drafter`
+    fused: FusedHead | None = None  # with --compile on a CPU, what runs in place of `forward`
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -144,7 +146,7 @@ class EagleState(NamedTuple):
 
     cache: KVCache
     length: Tensor  # [B] int64, confirmed rows
-    hidden: Tensor  # [B, F], output of the last confirmed row: the root's prediction
+    hidden: Tensor  # [B, 1, F], output of the last confirmed row: the root's prediction
 
 
 class EagleDrafter(TreeDrafter):
@@ -173,15 +175,24 @@ class EagleDrafter(TreeDrafter):
         weight, config = self.embedding.weight, self.head.config.model
         cache = KVCache.empty(config, batch, slots + self.scratch, weight.dtype, str(weight.device))
         length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        hidden = torch.zeros(batch, config.dim, dtype=weight.dtype, device=weight.device)
+        hidden = torch.zeros(batch, 1, config.dim, dtype=weight.dtype, device=weight.device)
         return EagleState(cache, length, hidden)
+
+    def fuse(self, whether: bool) -> None:
+        """Run the head's passes in one C++ call each, where that is served. Writes: `fused` of the head."""
+        whether = whether and fits(self.head.layers)
+        self.head.fused = FusedHead(self.head, self.embedding.weight) if whether else None
 
     def extend(self, state: EagleState, rows: Rows) -> EagleState:
         """Confirm `rows.count` rows. Writes: cache slots length .. length + R - 1 (padding included)."""
+        if self.head.fused is not None:
+            hidden, length = self.head.fused.extend(state, rows)
+            return changed(state, length=length, hidden=hidden)
         window = causal_window(state.length, rows.features.shape[1])
-        out = self.step(state, rows.tokens[:, 1:], self.head.fuse(rows.features), window.slots, window)
+        embedded = self.embedding(rows.tokens[:, 1:])
+        out = self.head(embedded, self.head.fuse(rows.features), window.slots, state.cache, window)
         last = (rows.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
-        hidden = torch.where(rows.count[:, None] > 0, out.gather(1, last).squeeze(1), state.hidden)
+        hidden = torch.where(rows.count[:, None, None] > 0, out.gather(1, last), state.hidden)
         return changed(state, length=state.length + rows.count, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
@@ -189,10 +200,13 @@ class EagleDrafter(TreeDrafter):
         return changed(state, length=length)
 
     def begin(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
-        return state.hidden[:, None], state.length
+        return state.hidden, state.length
 
-    def step(self, state: EagleState, tokens: Tensor, out: Tensor, positions: Tensor, window: Window) -> Tensor:
-        return self.head(self.embedding(tokens), out, positions, state.cache, window)
+    def step(self, state: EagleState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+        if self.head.fused is not None:
+            return self.head.fused.step(level, out, positions, state.cache, window)
+        parents = out.gather(1, level.parent[:, :, None].expand(-1, -1, out.shape[2]))  # [B, R, F]
+        return self.head(self.embedding(level.tokens), parents, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
         return self.lm_head(self.head.output_norm(out))

@@ -48,7 +48,7 @@ from options import (
     read_prompts,
     write_text,
 )  # fmt: skip
-from runtime import WARM_UPS, ends_at_once, say_what_compiles, store, take_over, time_presets, use, why_not_compiled
+from runtime import WARM_UPS, say_what_compiles, store, time_presets, use, why_not_compiled
 from stats import Stats, environment, rows_memory, stats_line, summary
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
@@ -87,10 +87,10 @@ class Result:
 # -------------------------------------------------------------------------------------------------- load
 
 
-def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any) -> Engine:
+def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     """Load everything that `config` names, and compile.
 
-    wait: as for `warm_up`; options: fields of `GenerateConfig`, when no config is given
+    options: fields of `GenerateConfig`, when no config is given
     Raises: ValueError for anything wrong with options or files.
     """
     config = config or GenerateConfig(**options)
@@ -123,7 +123,7 @@ def load(config: GenerateConfig | None = None, wait: bool = True, **options: Any
     )  # fmt: skip
     if config.batch_size > 1:
         print(f"note: {rows_memory(engine)}", file=sys.stderr)
-    return warm_up(with_cycles(engine), wait)
+    return warm_up(with_cycles(engine))
 
 
 def other_rule(config: GenerateConfig) -> Callable | None:
@@ -174,41 +174,23 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
     return drafter
 
 
-def warm_up(engine: Engine, wait: bool = True) -> Engine:
-    """Run a few cycles, so that everything is compiled before the first prompt; fall back to eager aloud.
+def warm_up(engine: Engine) -> Engine:
+    """Make the engine ready for its first prompt. Where --compile does not work, say so and run without it.
 
-    wait: False lets eager cycles run until the compiled ones are there, where both give the same bits
-    Where the host chooses among trees, their cycles are timed.
+    On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
     """
-    if engine.config.compile and not wait and engine.target.layers.fused and engine.other_rule is None:
-        eager = replace(engine, cycles=tuple(cycle.step for cycle in engine.cycles))
-        engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
-        work = [lambda: take_over(engine.config.device, lambda: _compile_apart(engine))]
-        for cycle in engine.cycles:
-            cycle.waits, cycle.on_first_run = False, work
-        return engine
-    began = time.perf_counter()
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
     tp.check_alike(engine.config, compile=engine.config.compile and not reason, **engine.drafter.facts())
     if reason:
-        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
+        print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
-    for _ in range(1 + WARM_UPS if engine.captured else 1):
-        for width in PREFILL_WIDTHS if engine.captured else ():
+    began = time.perf_counter()
+    for _ in range(1 + WARM_UPS if engine.captured else 0):
+        for width in PREFILL_WIDTHS:
             short = replace(engine, config=replace(engine.config, max_new_tokens=1))  # prompts alone
             list(Session(short).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
-        time_cycles(engine, say_what_compiles if engine.config.compile else None)
-    return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.config.compile else 0.0))
-
-
-def _compile_apart(engine: Engine) -> None:
-    apart = replace(engine, pool=[])  # with buffers of its own
-    slow, fast = (replace(apart, cycles=tuple(c)) for c in zip(*((c.step, c.compiled) for c in engine.cycles)))
-    time_cycles(fast)
-    for cycle in engine.cycles:  # all at once: torch refuses to run one step while it traces another in any thread
-        cycle.waits = True
-    if engine.drafter.timed:  # beside the decoding both are slow; their ratio is not
-        engine.chooser.rescale([after / before for before, after in zip(time_cycles(slow), time_cycles(fast))])
+        time_cycles(engine, say_what_compiles)
+    return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0))
 
 
 def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
@@ -445,14 +427,13 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(config.device)}))
 
 
-def main(argv: list[str] | None = None, wait: bool = True) -> None:
-    """The command line. wait: as for `warm_up`, where nothing is measured; if not, end with `ends_at_once`."""
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
     config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
     with one_line_errors("generate.py"):
         tp.check(config)
         prompts = [] if config.interactive else read_prompts(config)
-        measured = bool(config.compare or config.json or config.trace or config.profile)
-        engine = load(tp.join(config, prompts), wait or measured)
+        engine = load(tp.join(config, prompts))
         if not config.interactive:
             return run(engine, prompts)
         from extras.chat import chat
@@ -461,5 +442,5 @@ def main(argv: list[str] | None = None, wait: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    with ends_at_once(), tp.ranks("generate.py"):
-        main(wait=False)
+    with tp.ranks("generate.py"):
+        main()

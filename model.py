@@ -5,8 +5,8 @@
 2. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is given, and
    sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal), decoding (one row), tree
    verification (ancestors) and the levels of a draft head.
-3. These modules are what runs, but for one case: with --compile on a CPU in bf16, `Layers.fused` runs all blocks in
-   one C++ call (ops/cpu/layers.cpp).
+3. These modules are what runs, but for one case: with --compile on a CPU in bf16, `Transformer.fused` runs a pass over a
+   cache in one C++ call (ops/cpu/layers.cpp).
 
 RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are computed per call, once
 for all layers, which keeps positions unlimited and costs less than 1 % of a step.
@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention import HeadNorms, compact, rope_angles, rotary, rotary_cache, tree_attention
-from ops.cpu.layers import FusedLayers
+from ops.cpu.layers import FusedModel, fits
 from ops.experts import experts_linear, route
+from ops.library import on_cpu_operators
 from ops.linear import has_own_product, linear
 from ops.rows import add, add_norm, rms_norm, swiglu
 
@@ -116,6 +117,9 @@ class Window(NamedTuple):
 
 def causal_window(start: Tensor, rows: int) -> Window:
     """Window of `rows` consecutive rows from slot `start` on, each seeing those before it. start: [B]."""
+    if on_cpu_operators(start):
+        slots, mask = torch.ops.gpt_eagle.causal(start, rows)
+        return Window(slots, start, mask)
     steps = torch.arange(rows, device=start.device)
     mask = (steps[None, :] <= steps[:, None]).expand(start.shape[0], rows, rows)  # [B, T, T]
     return Window(start[:, None] + steps, start, mask)
@@ -189,7 +193,7 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias, self.wide)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Weight, scale and bias, as `FusedLayers` takes them."""
+        """Weight, scale and bias, as ops/cpu/layers.py takes them."""
         return self.weight, None, self.bias
 
     def partial(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
@@ -288,7 +292,7 @@ class ExpertLinear(nn.Module):
         return experts_linear(x, self.weight, routing)
 
     def operands(self) -> tuple[Tensor, None, None]:
-        """Weights, scale and bias, as `FusedLayers` takes them."""
+        """Weights, scale and bias, as ops/cpu/layers.py takes them."""
         return self.weight, None, None
 
 
@@ -336,13 +340,7 @@ def call(part: Callable, *inputs: Any) -> Any:
 
 
 class Layers(nn.ModuleList):
-    """Blocks, one after the other, of a target or a draft head.
-
-    With --compile on a CPU in bf16 an engine sets `fused` (decode.py), which computes the same in one C++ call. Who
-    changes a block must change ops/cpu/layers.cpp too, or set `fused` to None.
-    """
-
-    fused: FusedLayers | None = None
+    """Blocks, one after the other, of a target or a draft head."""
 
     def forward(
         self,
@@ -362,9 +360,6 @@ class Layers(nn.ModuleList):
         h: what the first attention reads, where it is not the norm of x
         Returns: [B, T, F], or with taps [B, T, (1 + taps) F]. Writes: the cache at `window.slots`.
         """
-        if self.fused is not None and cache is not None and self.fused.takes(x):
-            x, streams = self.fused(x, rope, cache, window, taps, h)
-            return torch.cat((norm(x), streams), -1) if taps else norm(x)
         h, kept = self[0].attention_norm(x) if h is None else h, []
         for i, block in enumerate(self):
             kept += [x] if i in taps else []
@@ -376,7 +371,13 @@ class Layers(nn.ModuleList):
 
 
 class Transformer(nn.Module):
-    """The target model: embedding, blocks, final norm, LM head."""
+    """The target model: embedding, blocks, final norm, LM head.
+
+    `fuse` makes passes over a cache run in one C++ call, which computes the same. Who changes a module here must change
+    ops/cpu/layers.cpp too, or run without --compile.
+    """
+
+    fused: FusedModel | None = None
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -403,8 +404,14 @@ class Transformer(nn.Module):
 
         Returns: features after the final norm, [B, T, F]; with taps, these layers' inputs behind them.
         """
+        if self.fused is not None and cache is not None:
+            return self.fused(tokens, positions, cache, window, taps)
         x, rope = run(self.begin, tokens, positions)
         return self.layers(x, rope, self.norm, cache, window, run, taps)
+
+    def fuse(self, whether: bool) -> None:
+        """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
+        self.fused = FusedModel(self) if whether and fits(self.layers) else None
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""

@@ -152,7 +152,7 @@ class QuantLinear(nn.Module):
         return type(self)(codes[ids], scale[ids], None if self.bias is None else self.bias[ids], self.wide)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Packed codes, scale and bias, as `ops.cpu.layers.FusedLayers` takes them."""
+        """Packed codes, scale and bias, as ops/cpu/layers.py takes them."""
         return self.packed, self.scale, self.bias
 
 
@@ -248,7 +248,7 @@ class QuantExperts(nn.Module):
         return self.product.multiply(x, self.packed, self.scale, self.out_features, False, routing)
 
     def operands(self) -> tuple[Tensor, Tensor, None]:
-        """Packed codes, scales and no bias, as `ops.cpu.layers.FusedLayers` takes them."""
+        """Packed codes, scales and no bias, as ops/cpu/layers.py takes them."""
         return self.packed, self.scale, None
 
     def dequantize(self) -> Tensor:

@@ -1,47 +1,37 @@
 """How steps run: compiled, captured as CUDA graphs, timed from inside, their reports copied to the host late.
 
-1. `compiled` wraps torch.compile for every step of the project. On a CPU a `CompiledStep` can run as it is until a
-   thread has compiled it (`background`).
+1. `compiled` wraps torch.compile for every step of the project that runs on CUDA.
 2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by storing results where it
    found them. The first runs of a body are not captured: they compile and load what it needs, which fails inside a
    capture.
 3. `HostCopy` starts a copy into pinned memory behind the cycle that was launched, and waits for that copy alone when it
    is read, a cycle later. The next replay may overwrite its source: the copy comes first in the stream.
-4. `mark` tells when a device gets somewhere, also inside of compiled and captured steps.
+4. `Clock` tells the times between steps, also inside of captured ones.
 
 On other devices a `Replay` runs its body, so that the same path is tested without a GPU.
 Trade-off: one graph per preset, instead of conditional nodes inside of one: switching is which graph is launched.
-Not here: what a cycle does (decode.py).
+Not here: what a cycle does (decode.py); the C++ operators that --compile means on a CPU (ops/cpu/).
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import statistics
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_tree import changed
 from ops.library import has_cpu_operators, has_triton
 
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
     "emulate_precision_casts": True,  # to bf16 where eager code does, or steps of different sizes give different bits
     "deterministic": True,  # no sizes of reductions that are chosen by timing: other sizes, other bits
-    "cpp.threads": 1,  # the loops that pay for threads are in ops/cpu, and do not wait for one that is busy elsewhere
-    "cpp.vec_isa_ok": True,  # instructions that the processor names need no trial of 5 s
 }
 
 
@@ -148,9 +138,6 @@ class Largest:
     def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
 
-    def rescale(self, ratios: list[float]) -> None:
-        """Take it that each preset's cycles now take so many times as long. Called by another thread."""
-
     def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
         """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
         return []
@@ -175,92 +162,10 @@ def compiled(step: Callable) -> Callable:
 _compiled = itertools.count()
 
 
-class CompiledStep:
-    """A step on a CPU that is compiled when it first runs. Where `waits` is False it runs as it is meanwhile."""
-
-    def __init__(self, step: Callable):
-        self.step, self.waits = step, True
-        self.on_first_run: list[Callable] = []  # work that starts in the background; steps may share the list
-
-    @cached_property
-    def compiled(self) -> Callable:
-        """Its compiled form."""
-        has_cpu_operators()  # is known before a step is traced
-        return compiled(self.step)
-
-    def __call__(self, *inputs: Any) -> Any:
-        if self.waits:
-            return self.compiled(*inputs)
-        result = self.step(*inputs)
-        while self.on_first_run:
-            background(self.on_first_run.pop())
-        return result
-
-
-def take_over(device: str, compile: Callable[[], None]) -> None:
-    """Let compiled steps take over from those that run as they are. compile: makes them. Where it fails, say why."""
-    try:
-        reason = why_not_compiled(device)
-        if not reason:
-            compile()
-    except Exception as error:  # whatever a compiler raises; the eager cycles go on
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    if reason:
-        print(f"note: torch.compile does not work here ({reason}); running eagerly", file=sys.stderr)
-
-
-_threads: list[threading.Thread] = []
-
-
-def background(work: Callable[[], Any]) -> None:
-    """Do some work in a thread, which the end of the process does not wait for (`ends_at_once`)."""
-    count = torch.get_num_threads()
-
-    def run() -> None:
-        torch.get_num_threads()  # sets this thread's, once, to what others had last (`our_threads_alone`)
-        torch.set_num_threads(count)
-        if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends an answer, and not the compilers that this thread starts
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(5e-4)  # s; the main thread waits for the interpreter so long after each of its calls
-        try:
-            work()
-        finally:
-            sys.setswitchinterval(before)
-
-    _threads.append(threading.Thread(target=run, daemon=True))
-    _threads[-1].start()
-
-
-@contextmanager
-def ends_at_once() -> Iterator[None]:
-    """End the process behind the body, also while a thread compiles, which the interpreter's own end may not survive.
-
-    Compilers that are running end by themselves; the next start finds what they made.
-    """
-    status: Any = 0
-    try:
-        yield
-    except SystemExit as end:
-        status = end.code
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    if status is not None and not isinstance(status, int):
-        print(status, file=sys.stderr)
-        status = 1
-    if not any(thread.is_alive() for thread in _threads):
-        sys.exit(status)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status or 0)
-
-
 def why_not_compiled(device: str) -> str:
-    """Try the compiler on a small step. Returns: why it does not work here, or the empty string."""
-    if device.startswith("cpu") and not has_cpu_operators():  # a compiled cycle tells the time by one of them
-        return "it needs the CPU operators"
+    """Try the compiler on a small step. Returns: why --compile does not work here, or the empty string."""
+    if device.startswith("cpu"):  # where it means the C++ operators
+        return "" if has_cpu_operators() else "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
     except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
@@ -306,36 +211,35 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
 # ------------------------------------------------------------------------------------------------- clock
 
 
-def mark(record: Any, name: str, after: Sequence[Tensor] = ()) -> tuple[Any, Tensor]:
-    """Tell when a field of a NamedTuple is there. What is to come later takes the record that is returned.
+class Clock:
+    """Tells the times between the steps of a cycle: by the device's clock on CUDA, else by the host's."""
 
-    after: what else must be there already
-    Returns: the record; the time, as in `stamp`.
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.told = [device_time(device)]
+
+    def __call__(self, step: Callable, *inputs: Any) -> Any:
+        """Run a step. Returns: what it returns."""
+        result = step(*inputs)
+        self.told.append(device_time(self.device))
+        return result
+
+    def times(self) -> Tensor:
+        """Before, between and behind the steps, int64 (ns), on the device."""
+        return torch.stack(self.told) if self.device.type == "cuda" else torch.tensor(self.told)
+
+
+def device_time(device: torch.device) -> Tensor | int:
+    """The time when a device gets here, in ns; only differences mean something.
+
+    On CUDA a kernel reads it, so that captured graphs tell the time too; without Triton it is 0 there.
     """
-    x, now = stamp(getattr(record, name), after)
-    return changed(record, **{name: x}), now
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    now = torch.zeros((), dtype=torch.int64, device=device)
+    if has_triton():
+        import ops.cuda.clock
 
-
-def stamp(x: Tensor, after: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-    """Tell when a device gets here. What is to come later takes the x that is returned.
-
-    after: what else must be there already
-    Returns: x; the time, a scalar int64 tensor, in ns, on that device; only differences mean something. It is read by a
-    kernel on CUDA, so that captured graphs tell the time too; without Triton it is 0 there.
-    """
-    if x.is_cuda:
-        return x, _clock_cuda(x.device)
-    if has_cpu_operators():
-        return torch.ops.gpt_eagle.stamp(x, list(after))
-    return x, torch.tensor(time.perf_counter_ns())
-
-
-def _clock_cuda(device: torch.device) -> Tensor:
-    if not has_triton():
-        return torch.zeros((), dtype=torch.int64, device=device)
-    import ops.cuda.clock
-
-    now = torch.empty((), dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
-        ops.cuda.clock.read(now)
+        with torch.cuda.device(device):
+            ops.cuda.clock.read(now)
     return now

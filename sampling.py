@@ -69,10 +69,11 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def gumbel(key: NoiseKey, draws: Tensor, vocab: int, domain: int = CHOICE) -> Tensor:
-    """Standard Gumbel noise, [B, R, vocab] fp32. draws: [B, R] int64."""
-    if on_cpu_operators(draws):
-        return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, draws, vocab, domain)
+def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CHOICE) -> Tensor:
+    """Standard Gumbel noise of consecutive draws, [B, rows, vocab] fp32. first: [B] int64, each sequence's first draw."""
+    if on_cpu_operators(first):
+        return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, first, rows, vocab, domain)
+    draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
     return -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))  # log1p keeps the upper tail fine
 
 
@@ -90,11 +91,10 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     logits: [..., V] fp32
     Returns: [..., V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
-    cuts = sampling.top_k > 0 or sampling.top_p < 1
-    if cuts and served_in_cpp(logits):
+    if served_in_cpp(logits):
         return torch.ops.gpt_eagle.cut(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     z = logits / sampling.temperature
-    if not cuts:
+    if sampling.top_k <= 0 and sampling.top_p >= 1:
         return z
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)

@@ -29,7 +29,6 @@ class Stats:
     draft_s: float = 0.0  # drafting and extending
     verify_s: float = 0.0
     presets: list[tuple[int, float]] = field(default_factory=list)  # per cycle, what ran and its seconds
-    eager_cycles: int = 0  # launched while their compiled form was still being made
 
     def add(self, other: Stats) -> None:
         """Add what another session measured."""
@@ -43,7 +42,6 @@ class Stats:
             "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
             "accept_lengths": lengths,
             "cycles": len(lengths),
-            "eager_cycles": self.eager_cycles,
             "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
             "decode_s": self.decode_s,
             "prefill_s": self.prefill_s,
@@ -69,10 +67,9 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
 def stats_line(stats: dict[str, Any]) -> str:
     """The line a run ends with."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
-    eager = f", {stats['eager_cycles']} before they were compiled" if stats["eager_cycles"] else ""
     line = (
         f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, tau {stats['tau']:.2f} "
-        f"({stats['cycles']} cycles{eager}); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
+        f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
         f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
     if "ranks" in stats:

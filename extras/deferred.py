@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, changed
-from drafters import LARGEST, Drafter, Root, RootOnly, Rows, Text, TreeDrafter
+from draft_tree import DraftTree, Text, changed
+from drafters import LARGEST, Drafter, Root, RootOnly, Rows, TreeDrafter
 from model import Transformer
+from ops.library import on_cpu_operators
 
 ROOM = 16  # rows that are kept
 
@@ -54,7 +55,10 @@ class Deferred(Drafter):
     def name(self) -> str:
         return self.grower.name
 
-    def prefer(self, text: Text) -> Tensor:
+    def fuse(self, whether: bool) -> None:
+        self.drafter.fuse(whether)
+
+    def prefer(self, text: Text) -> Tensor | None:
         """What the drafter alone says: 0 for none, or a number past the last."""
         return self.drafter.prefer(text)
 
@@ -108,6 +112,10 @@ class Idle(Deferred):
 
     def extend(self, state: Waiting, rows: Rows) -> Waiting:
         """Keep the last rows. Writes: the features that wait."""
+        if on_cpu_operators(state.count):
+            facts = (rows.count, state.count, state.passed)
+            count, passed = torch.ops.gpt_eagle.keep_rows(state.features, rows.features, *facts)
+            return changed(state, count=count, passed=passed)
         step = torch.arange(rows.features.shape[1], device=state.count.device)
         count, number = rows.count[:, None], state.count[:, None] + step  # [B, 1], [B, R]
         place = torch.where((step < count) & (step >= count - ROOM), number % ROOM, ROOM)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import Quantization, saved_quantization
-from draft_tree import DraftTree, DynamicTree, StaticTree, changed
-from drafters import LARGEST, Root, RootOnly, Rows, Text, TreeDrafter
+from draft_tree import DraftTree, DynamicTree, Level, StaticTree, Text, changed
+from drafters import LARGEST, Root, RootOnly, Rows, TreeDrafter
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
@@ -60,10 +60,14 @@ class ModelDrafter(TreeDrafter):
         self.shorter = model.config.max_context < target.config.max_context
         self.smaller = (RootOnly(),) if self.shorter else ()
 
-    def prefer(self, text: Text) -> Tensor:
+    def fuse(self, whether: bool) -> None:
+        """Run the model's passes in one C++ call each, where that is served."""
+        self.model.fuse(whether)
+
+    def prefer(self, text: Text) -> Tensor | None:
         """Any tree, as long as the root is inside the draft model's context."""
         if not self.shorter:
-            return super().prefer(text)
+            return None
         return torch.where(text.pos < self.model.config.max_context, LARGEST, 0)
 
     def init(self, batch: int, slots: int) -> ModelState:
@@ -89,6 +93,8 @@ class ModelDrafter(TreeDrafter):
     def draft(self, state: ModelState, root: Root) -> DraftTree:
         """Propose a tree, no deeper than the draft model's context. Writes: slots from length - 1 on."""
         tree = super().draft(state, root)
+        if not self.shorter:
+            return tree
         inside = root.text.pos[:, None] + tree.depths <= self.model.config.max_context  # a node's parent was read
         return changed(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
@@ -98,8 +104,8 @@ class ModelDrafter(TreeDrafter):
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
         return out[:, 1:], window.slots[:, 1] + 1
 
-    def step(self, state: ModelState, tokens: Tensor, out: Tensor, positions: Tensor, window: Window) -> Tensor:
-        return _pass(self.model, tokens, positions, state.cache, window)
+    def step(self, state: ModelState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+        return _pass(self.model, level.tokens, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
         return self.model.logits(out)

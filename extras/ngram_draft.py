@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_NODES, Candidates, DraftTree, best_nodes, tree_of
-from drafters import Drafter, Root, RootOnly, Text
+from draft_tree import MAX_NODES, DraftTree, Text
+from drafters import Drafter, Root, RootOnly
+from ops.library import on_cpu_operators
+from ops.tree import Candidates, rerank
 from options import GenerateConfig
 
 
@@ -64,6 +66,8 @@ class Ngram:
     def add(self, pool: Candidates, text: Text) -> Candidates:
         """Add the continuations to a pool, each before the next, and all before whatever scores below -K."""
         tokens, found = lookup(text, self)
+        if on_cpu_operators(tokens):
+            return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, found))
         for k in range(self.branches):
             values = torch.where(found[:, k, None], -float(k), float("-inf")).expand(-1, self.tokens)  # [B, L]
             pool = add_chain(pool, tokens[:, k], values)
@@ -75,6 +79,8 @@ def match_lengths(text: Text, longest: int) -> Tensor:
 
     Returns: [B, S + 1] int64; 0 at the root itself and past it.
     """
+    if on_cpu_operators(text.pos):
+        return torch.ops.gpt_eagle.match_lengths(*text, longest)
     place = torch.arange(text.tokens.shape[1], device=text.pos.device)  # [S + 1]
     equal = place < text.pos[:, None]  # [B, S + 1], so far
     length = torch.zeros_like(text.tokens)
@@ -90,6 +96,8 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
 
     Returns: tokens [B, K, L]; which of them are there, [B, K] bool.
     """
+    if on_cpu_operators(text.pos):
+        return torch.ops.gpt_eagle.lookup(*text, ngram.tokens, ngram.branches, ngram.min, ngram.max)
     S = text.tokens.shape[1]
     place = torch.arange(S, device=text.pos.device)
     steps = torch.arange(ngram.tokens, device=text.pos.device)
@@ -148,5 +156,6 @@ class NgramDrafter(Drafter):
         return self.ngram.facts()
 
     def draft(self, state: tuple, root: Root) -> DraftTree:
-        pool = self.ngram.add(Candidates.none(root.token), root.text)
-        return tree_of(root.token, pool, best_nodes(pool.values, self.size - 1), self.depth)[0]
+        pool = self.ngram.add(Candidates.none(root.text.pos), root.text)
+        *nodes, values, _, _ = rerank([pool], (), self.size - 1, self.depth, root.text)
+        return DraftTree(*nodes, values=values)

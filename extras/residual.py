@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sampling
 from decode import Cycle, DecodeState
-from draft_tree import Accepted, DraftTree, path_to
+from draft_tree import Accepted, DraftTree, compaction, path_to
 
 
 def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle) -> Accepted:
@@ -29,7 +29,7 @@ def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: Decod
     at_end = noise.gather(1, last[:, :, None].expand(-1, 1, noise.shape[2])).squeeze(1)  # [B, V]
     bonus = (rest.log() + at_end).argmax(-1, keepdim=True)  # [B, 1]
     emitted = tree.tokens.gather(1, path).roll(-1, dims=1).scatter(1, last, bonus)  # [B, D+1]
-    return Accepted(path, length, emitted)
+    return Accepted(path, length, emitted, compaction(path, length))
 
 
 class Residual(NamedTuple):

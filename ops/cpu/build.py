@@ -55,6 +55,21 @@ def _angles(freq: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, ...
     return tuple(freq.new_empty(*positions.shape, 1, 2 * len(freq)) for _ in range(2))
 
 
+def _next_level(logits, sharpness, ids, noise, level, temperature, index, values, seen, places, k, count, at, by_value):
+    B, R, _ = logits.shape
+    candidates, front = logits.new_empty(B, R * k), logits.new_empty(B, count)
+    whole = [x.new_empty(x.shape, dtype=torch.long) for x in (candidates, candidates, front, front, front)]
+    seen = logits.new_empty(B, count, at[2], dtype=torch.bool)
+    return whole[0], candidates, whole[1], *whole[2:], front, seen
+
+
+def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
+    B, N, P = len(pos), count + 1, sum(level.shape[1] for level in tokens)
+    token, above, depth, place = (pos.new_empty(B, N) for _ in range(4))
+    mask, valid = (pos.new_empty(*shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))
+    return token, above, depth, mask, valid, pos.new_empty(B, N, dtype=torch.float32), place, pos.new_empty(B, P + 1)
+
+
 # schema -> what its results look like, for the compiler; None: it is never compiled
 OPERATORS: dict[str, Callable | None] = {
     "w4a8(Tensor x, Tensor packed, int n, bool wide, Tensor? expert=None) -> Tensor":
@@ -70,18 +85,52 @@ OPERATORS: dict[str, Callable | None] = {
     "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": lambda buffers, start, path: None,
     "angles(Tensor freq, Tensor positions, float factor) -> (Tensor, Tensor)": _angles,
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": lambda x, weight, eps: x.new_empty(x.shape),
-    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor draws, int vocab, int domain) -> Tensor":
-        lambda seed, prompt, sample, draws, vocab, domain: draws.new_empty(*draws.shape, vocab, dtype=torch.float32),
+    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor first, int rows, int vocab, int domain) -> Tensor":
+        lambda seed, prompt, sample, first, rows, vocab, domain: first.new_empty(
+            len(first), rows, vocab, dtype=torch.float32
+        ),
     "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor":
         lambda scores, temperature, top_k, top_p: scores.new_empty(scores.shape),
     "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor":
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
-    "stamp(Tensor x, Tensor[] after) -> (Tensor, Tensor)":
-        lambda x, after: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
     "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) -> Tensor": None,
-    "layers(Tensor x, Tensor prepared, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, "
-    "Tensor start, Tensor mask, int[] taps, Tensor? h) -> (Tensor, Tensor)":
-        lambda x, *operands: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(operands[-2]) * x.shape[-1])),
+    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, Tensor freq, Tensor norm, float factor, "
+    "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] taps) -> Tensor": None,
+    "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, Tensor?[] parts, "
+    "float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) "
+    "-> Tensor": None,
+    "head_extend(Tensor tokens, Tensor features, Tensor count, Tensor length, Tensor hidden, Tensor prepared, "
+    "Tensor?[] parts, float factor, bool normed_residual, int inputs, Tensor(a!)[] k, Tensor(b!)[] v) "
+    "-> (Tensor, Tensor)": None,
+    "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, float temperature, "
+    "Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, int count, int[] at, bool by_value) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _next_level,
+    "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, int count, Tensor text, "
+    "Tensor pos) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
+    "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, Tensor choice, int depth) "
+    "-> (Tensor, Tensor, Tensor, Tensor)": None,
+    "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, Tensor path, "
+    "Tensor length, Tensor emitted, Tensor ends, Tensor features, int preset) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": None,
+    "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) -> (Tensor, Tensor, Tensor)":
+        lambda pos, done, depths, rows, slot, depth: (
+            pos.new_empty(len(pos), rows), torch.empty_like(pos), pos.new_empty(len(pos), rows)
+        ),
+    "keep_rows(Tensor(a!) kept, Tensor features, Tensor count, Tensor waiting, Tensor passed) -> (Tensor, Tensor)":
+        lambda kept, features, count, waiting, passed: (torch.empty_like(waiting), torch.empty_like(passed)),
+    "match_lengths(Tensor text, Tensor pos, int longest) -> Tensor": lambda text, pos, longest: torch.empty_like(text),
+    "lookup(Tensor text, Tensor pos, int tokens, int branches, int least, int longest) -> (Tensor, Tensor)":
+        lambda text, pos, tokens, branches, least, longest: (
+            text.new_empty(len(text), branches, tokens), text.new_empty(len(text), branches, dtype=torch.bool)
+        ),
+    "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) -> (Tensor, Tensor, Tensor)":
+        lambda tokens, values, parents, chains, found: tuple(
+            x.new_empty(len(x), x.shape[1] + chains[0].numel()) for x in (tokens, values, parents)
+        ),
+    "causal(Tensor start, int rows) -> (Tensor, Tensor)":
+        lambda start, rows: (
+            start.new_empty(len(start), rows), start.new_empty(len(start), rows, rows, dtype=torch.bool)
+        ),
     "own_threads(int count) -> ()": None,
     "dot_peak(int rounds) -> float": None,
     "pair_peak(int rounds) -> float": None,

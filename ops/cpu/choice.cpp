@@ -130,25 +130,25 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
 
 // ---------------------------------------------------------------------------------------------- operators
 
-// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample: [B]; draws: [B, R], all int64
-at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& draws,
-                  int64_t vocab, int64_t domain) {
-  const int64_t rows = draws.numel(), per_row = draws.size(1), whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
-  const at::Tensor noise = at::empty({draws.size(0), per_row, vocab}, draws.options().dtype(at::kFloat));
+// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first: [B], all int64; per_row: R
+at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& first,
+                  int64_t per_row, int64_t vocab, int64_t domain) {
+  const int64_t B = first.size(0), rows = B * per_row, whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
+  const at::Tensor noise = at::empty({B, per_row, vocab}, first.options().dtype(at::kFloat));
   TORCH_CHECK(seed.size(-1) == 2, "a seed has two words; this one has ", seed.size(-1));
-  const at::Tensor at_draw = draws.contiguous(), both = seed.expand({draws.size(0), 2}).contiguous();
-  const at::Tensor of_row = prompt.expand({draws.size(0)}).contiguous();
-  const at::Tensor of_sample = sample.expand({draws.size(0)}).contiguous();
-  const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = at_draw.const_data_ptr<int64_t>();
+  const at::Tensor draws = first.contiguous(), both = seed.expand({B, 2}).contiguous();
+  const at::Tensor of_row = prompt.expand({B}).contiguous();
+  const at::Tensor of_sample = sample.expand({B}).contiguous();
+  const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = draws.const_data_ptr<int64_t>();
   const int64_t *prompts = of_row.const_data_ptr<int64_t>(), *samples = of_sample.const_data_ptr<int64_t>();
   float* to = noise.mutable_data_ptr<float>();
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t row = piece / whole, first = piece % whole * 4 * SIDE, b = row / per_row;
+      const int64_t row = piece / whole, token = piece % whole * 4 * SIDE, b = row / per_row;
       const Key key{{uint32_t(seeds[2 * b]), uint32_t(seeds[2 * b + 1])}, uint32_t(prompts[b]), uint32_t(samples[b])};
       float made[4 * SIDE];
-      fill_noise(key, uint32_t(draw[row]) + (uint32_t(domain) << 30), uint32_t(first), made);
-      std::copy_n(made, std::min<int64_t>(4 * SIDE, vocab - first), to + row * vocab + first);
+      fill_noise(key, uint32_t(draw[b] + row % per_row) + (uint32_t(domain) << 30), uint32_t(token), made);
+      std::copy_n(made, std::min<int64_t>(4 * SIDE, vocab - token), to + row * vocab + token);
     }
   });
   return noise;
@@ -161,6 +161,12 @@ at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, doub
   const int64_t n = from.size(-1), rows = from.numel() / n;
   const float *x = from.const_data_ptr<float>(), by = float(temperature);
   float* y = result.mutable_data_ptr<float>();
+  if (top_k <= 0 && top_p >= 1) {  // nothing is cut away
+    parallel(rows * n, GRAIN, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) y[i] = x[i] / by;
+    });
+    return result;
+  }
   parallel(rows, std::max<int64_t>(1, GRAIN / (8 * n)), [&](int64_t begin, int64_t end) {
     std::vector<float> z(n);
     std::vector<Scored> kept;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -36,12 +37,19 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const at::Tensor& mask);
 }  // namespace attention
 namespace choice {
-at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& draws,
-                  int64_t vocab, int64_t domain);
+at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& first,
+                  int64_t per_row, int64_t vocab, int64_t domain);
 at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p);
 at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
                 const std::optional<at::Tensor>& row);
 }  // namespace choice
+
+namespace rows {
+std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions, double factor);
+}  // namespace rows
+namespace tree {
+std::tuple<at::Tensor, at::Tensor> causal(const at::Tensor& start, int64_t rows);
+}  // namespace tree
 
 // ------------------------------------------------------------------------------------------------- threads
 

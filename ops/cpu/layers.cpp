@@ -1,7 +1,7 @@
-// All layers of a transformer on a CPU in one call.
+// A pass of a model, or of a draft head, on a CPU in one call.
 //
-// The steps are those of model.py's `Block`, layer after layer, with the products and the attention of the other files
-// between them. As operators of their own, the hundreds of small ones of a step cost more in dispatch, guards and
+// The steps are those of model.py's modules, layer after layer, with the products and the attention of the other files
+// between them, from the embedding to the last norm. As operators of their own, the hundreds of small ones of a step cost more in dispatch, guards and
 // allocations than in work. Results are rounded to bfloat16 where the modules round.
 //
 // A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
@@ -305,45 +305,186 @@ at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Ten
   return y;
 }
 
-// Copies x [..., F] to the columns of y [..., n F] from `first` on.
-void copy_columns(const at::Tensor& x, at::Tensor& y, int64_t first) {
+// Copies x [..., F] to the columns of y [..., whole] from `first` on.
+void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
   const int64_t width = x.size(-1), whole = y.size(-1);
   const Value* from = data(x);
   Value* to = y.mutable_data_ptr<Value>() + first;
   each_row(x.numel() / width, width, [&](int64_t r) { std::copy_n(from + r * width, width, to + r * whole); });
 }
 
-// The operator `layers`. Returns: the last layer's output; the inputs of the layers in taps, which ascend.
-std::tuple<at::Tensor, at::Tensor> layers(const at::Tensor& x, const at::Tensor& holder, at::TensorList k,
-                                          at::TensorList v, const at::Tensor& cos, const at::Tensor& sin,
-                                          const at::Tensor& slots, const at::Tensor& start, const at::Tensor& mask,
-                                          at::IntArrayRef taps, const std::optional<at::Tensor>& h) {
-  const Prepared& prepared = prepared_in(holder);
-  TORCH_CHECK(k.size() == prepared.layers.size() && v.size() == k.size(), "the cache is of ", k.size(),
+// Columns first .. first + width of x [..., F].
+at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
+  const int64_t whole = x.size(-1);
+  const at::Tensor y = empty_rows(x, width, at::kBFloat16);
+  const Value* from = data(x) + first;
+  Value* to = y.mutable_data_ptr<Value>();
+  each_row(y.numel() / width, width, [&](int64_t r) { std::copy_n(from + r * whole, width, to + r * width); });
+  return y;
+}
+
+// a [..., F] and b [..., G], side by side
+at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor y = empty_rows(a, a.size(-1) + b.size(-1), at::kBFloat16);
+  copy_columns(a, y, 0), copy_columns(b, y, a.size(-1));
+  return y;
+}
+
+// tokens [B, T] -> their rows of the weight [V, F], [B, T, F]
+at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight) {
+  const int64_t V = weight.size(0), F = weight.size(1), count = tokens.numel();
+  const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options());
+  Value* to = x.mutable_data_ptr<Value>();
+  for (int64_t r = 0; r < count; r++) {
+    const int64_t token = tokens.const_data_ptr<int64_t>()[r];
+    TORCH_CHECK(token >= 0 && token < V, "of ", V, " tokens there is no token ", token);
+    std::copy_n(data(weight) + token * F, F, to + r * F);
+  }
+  return x;
+}
+
+struct Cache {  // where the rows go, and what they see
+  at::TensorList k, v;
+  const at::Tensor &slots, &start, &mask;
+};
+
+// x [B, T, F] through all layers; positions: [B, T]; h: as in `run_layer`, of the first. Where `taps` ascend, copies
+// these layers' inputs behind each other to `kept` [B, T, any], from column F on. Writes: the cache.
+at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& freq, double factor,
+                      const at::Tensor& positions, const Cache& cache, at::IntArrayRef taps, const at::Tensor& kept,
+                      const std::optional<at::Tensor>& h) {
+  const int64_t B = x.size(0), T = x.size(1), F = x.size(2), count = int64_t(cache.k.size()), S = cache.k[0].size(2);
+  TORCH_CHECK(cache.k.size() == prepared.layers.size() && cache.v.size() == cache.k.size(), "the cache is of ", count,
               " layers, not of ", prepared.layers.size());
-  const int64_t B = x.size(0), T = x.size(1), S = k[0].size(2), e = k[0].size(3);
   TORCH_CHECK(x.scalar_type() == at::kBFloat16, "rows must be bfloat16");
-  TORCH_CHECK(cos.numel() == B * T * e && sin.numel() == B * T * e,
-              "cos and sin must hold an angle per row and element");
-  TORCH_CHECK(slots.numel() == B * T && k[0].size(0) == B, "a slot per row and a cache row per batch row");
-  const at::Tensor each_cos = cos.contiguous(), each_sin = sin.contiguous(), to = slots.contiguous();
+  TORCH_CHECK(positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
+              "a position and a slot per row, and a cache row per batch row");
+  const at::Tensor to = cache.slots.contiguous();
   for (int64_t r = 0; r < B * T; r++) {
     const int64_t slot = to.const_data_ptr<int64_t>()[r];
     TORCH_CHECK(slot >= 0 && slot < S, "the cache has ", S, " slots, and no slot ", slot);
   }
-  const Rows rows{each_cos, each_sin, to, start, mask};
-  const int64_t F = x.size(2), count = int64_t(k.size());
-  at::Tensor y = x.contiguous(), kept = at::empty({B, T, int64_t(taps.size()) * F}, x.options());
+  const auto [cos, sin] = rows::angles(freq, positions, factor);
+  const Rows rows{cos, sin, to, cache.start, cache.mask};
   size_t tap = 0;
   for (int64_t i = 0; i <= count; i++) {
-    if (tap < taps.size() && taps[tap] == i) copy_columns(y, kept, int64_t(tap++) * F);
-    if (i < count) y = run_layer(prepared, prepared.layers[i], y, i ? std::nullopt : h, k[i], v[i], rows);
+    if (tap < taps.size() && taps[tap] == i) copy_columns(x, kept, int64_t(++tap) * F);
+    if (i < count) x = run_layer(prepared, prepared.layers[i], x, i ? std::nullopt : h, cache.k[i], cache.v[i], rows);
   }
   TORCH_CHECK(tap == taps.size(), "taps must ascend, from 0 to ", count, "; they are ", taps);
-  return {y, kept};
+  return x;
 }
 
+// ------------------------------------------------------------------------------------------------- a draft head
+
+// The parts of a head besides its layers, in this order; some heads lack some. Then one norm for each tapped layer.
+enum Part { EMBEDDING, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_SCALE, FC_BIAS, FC_NORMS };
+
+struct Head {
+  const Prepared& prepared;
+  const Weights& parts;
+  double factor;
+  bool normed_residual;  // of version 3: the residual stream begins with the normed hidden state
+  int64_t inputs;        // of version 3's fc
+
+  std::optional<at::Tensor> part(int64_t i) const { return parts.get(i); }
+  bool of_version_3() const { return part(HIDDEN_NORM).has_value(); }
+  at::Tensor fc(const at::Tensor& x) const {
+    const int64_t dim = prepared.layers[0].ffn_norm.numel();
+    return multiply(x, Matrix{*part(FC), part(FC_SCALE), part(FC_BIAS)}, dim);
+  }
+  at::Tensor normed(const at::Tensor& x, int64_t i) const { return norm(x, *part(i), prepared.eps); }
+
+  // The target's features as `step` takes them: [B, T, (1 + taps) F] -> [B, T, F]
+  at::Tensor fuse(const at::Tensor& features) const {
+    if (!of_version_3() || !part(FC)) return part(INPUT_NORM) ? normed(features, INPUT_NORM) : features;
+    const int64_t each = int64_t(parts.size()) - FC_NORMS, width = features.size(-1), taps = std::max<int64_t>(each, 1);
+    at::Tensor x = columns_of(features, width - inputs, inputs);
+    if (part(INPUT_NORM)) x = normed(x, INPUT_NORM);
+    if (each)
+      for (int64_t i = 0; i < taps; i++)
+        copy_columns(normed(columns_of(x, i * inputs / taps, inputs / taps), FC_NORMS + i), x, i * inputs / taps);
+    return fc(x);
+  }
+  // One pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F].
+  at::Tensor step(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& positions,
+                  const Cache& cache) const {
+    const at::Tensor embedded = embed(tokens, *part(EMBEDDING));
+    at::Tensor x = features;
+    std::optional<at::Tensor> h;
+    if (of_version_3()) {
+      const at::Tensor hidden = normed(features, HIDDEN_NORM);
+      x = normed_residual ? hidden : features;
+      h = side_by_side(normed(embedded, EMBEDDING_NORM), hidden);
+    } else {
+      x = fc(side_by_side(embedded, features));
+    }
+    const at::Tensor y = run_layers(prepared, x, *part(FREQ), factor, positions, cache, {}, x, h);
+    return part(NORM) ? normed(y, NORM) : y;
+  }
+};
+
 }  // namespace
+
+// -------------------------------------------------------------------------------------------------- operators
+
+// `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final norm, and behind them
+// the inputs of the layers in taps: [B, T, (1 + taps) F]. Writes: k, v at the slots.
+at::Tensor model(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& holder,
+                 const at::Tensor& embedding, const at::Tensor& freq, const at::Tensor& final_norm, double factor,
+                 at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
+                 const at::Tensor& mask, at::IntArrayRef taps) {
+  const Prepared& prepared = prepared_in(holder);
+  const at::Tensor x = embed(tokens.contiguous(), embedding);
+  const at::Tensor features = empty_rows(x, (1 + int64_t(taps.size())) * x.size(2), at::kBFloat16);
+  const Cache cache{k, v, slots, start, mask};
+  const at::Tensor y = run_layers(prepared, x, freq, factor, positions, cache, taps, features, std::nullopt);
+  copy_columns(norm(y, final_norm, prepared.eps), features, 0);
+  return features;
+}
+
+// `EagleHead.forward` of eagle_draft.py over nodes [B, R] of a level. out: [B, R', F], outputs of the nodes before;
+// parent: [B, R], which of these each node's is. Writes: k, v at the slots. Returns: [B, R, F].
+at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::Tensor& parent,
+                     const at::Tensor& positions, const at::Tensor& holder, const Weights& parts, double factor,
+                     bool normed_residual, at::TensorList k, at::TensorList v, const at::Tensor& slots,
+                     const at::Tensor& start, const at::Tensor& mask) {
+  const int64_t B = tokens.size(0), R = tokens.size(1), before = out.size(1), F = out.size(2);
+  const at::Tensor of = out.contiguous(), from = parent.contiguous(), rows = at::empty({B, R, F}, out.options());
+  for (int64_t r = 0; r < B * R; r++) {
+    const int64_t place = from.const_data_ptr<int64_t>()[r];
+    TORCH_CHECK(place >= 0 && place < before, "of ", before, " nodes none is number ", place);
+    std::copy_n(data(of) + (r / R * before + place) * F, F, rows.mutable_data_ptr<Value>() + r * F);
+  }
+  const Head head{prepared_in(holder), parts, factor, normed_residual, 0};
+  return head.step(tokens.contiguous(), rows, positions, {k, v, slots, start, mask});
+}
+
+// `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + taps) F]; count, length: [B];
+// hidden: [B, 1, F]; inputs: of fc. Writes: k, v behind `length`. Returns: hidden and length, of the rows that count.
+std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const at::Tensor& features,
+                                               const at::Tensor& count, const at::Tensor& length,
+                                               const at::Tensor& hidden, const at::Tensor& holder, const Weights& parts,
+                                               double factor, bool normed_residual, int64_t inputs, at::TensorList k,
+                                               at::TensorList v) {
+  const Head head{prepared_in(holder), parts, factor, normed_residual, inputs};
+  const int64_t B = features.size(0), R = features.size(1);
+  const at::Tensor next = at::empty({B, R}, tokens.options()), last = at::empty(hidden.sizes(), hidden.options());
+  const at::Tensor all = tokens.contiguous(), total = at::empty({B}, length.options());
+  for (int64_t b = 0; b < B; b++)
+    std::copy_n(all.const_data_ptr<int64_t>() + b * (R + 1) + 1, R, next.mutable_data_ptr<int64_t>() + b * R);
+  const auto [slots, mask] = tree::causal(length, R);
+  const at::Tensor out = head.step(next, head.fuse(features.contiguous()), slots, {k, v, slots, length, mask});
+  const int64_t F = out.size(2);
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t rows = count.const_data_ptr<int64_t>()[b];
+    TORCH_CHECK(rows >= 0 && rows <= R, "of ", R, " rows ", rows, " cannot count");
+    const Value* from = rows ? data(out) + (b * R + rows - 1) * F : data(hidden) + b * F;
+    std::copy_n(from, F, last.mutable_data_ptr<Value>() + b * F);
+    total.mutable_data_ptr<int64_t>()[b] = length.const_data_ptr<int64_t>()[b] + rows;
+  }
+  return {last, total};
+}
 
 // `rms_norm` of ops/rows.py for bfloat16. x: [..., F]; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {

@@ -2,8 +2,10 @@
 // them would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
 
 #include "layers.cpp"
+#include "lookup.cpp"
 #include "rows.cpp"
 #include "threads.cpp"
+#include "tree.cpp"
 
 #include <torch/library.h>
 
@@ -21,14 +23,25 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("topk", rows::topk)
       .impl("rotary", rows::rotary)
       .impl("move_rows", rows::move_rows)
-      .impl("stamp", rows::stamp)
       .impl("angles", rows::angles)
       .impl("gumbel", choice::gumbel)
       .impl("cut", choice::cut)
       .impl("best", choice::best)
       .impl("rms_norm", layers::rms_norm)
       .impl("prepare_layers", layers::prepare_layers)
-      .impl("layers", layers::layers);
+      .impl("model", layers::model)
+      .impl("head_step", layers::head_step)
+      .impl("head_extend", layers::head_extend)
+      .impl("next_level", tree::next_level)
+      .impl("rerank", tree::rerank)
+      .impl("accept", tree::accept)
+      .impl("advance", tree::advance)
+      .impl("place_rows", tree::place_rows)
+      .impl("causal", tree::causal)
+      .impl("keep_rows", tree::keep_rows)
+      .impl("match_lengths", lookup::match_lengths)
+      .impl("lookup", lookup::lookup)
+      .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
       .impl("own_threads", own_threads)
       .impl("dot_peak", quantized::dot_peak)

@@ -1,5 +1,5 @@
 // Row operations between a model's products on a CPU: top-k with the normalizer, the rotary embedding, moves of rows
-// within a cache, and a clock. PyTorch's operators and the compiler's loops do this work several times.
+// within a cache. PyTorch's operators and the compiler's loops do this work several times.
 //
 // 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk whose largest score
 //    does not beat the last of the list is skipped, so a row costs about one maximum per element. The second pass adds
@@ -8,14 +8,12 @@
 //    computes them again for every head of every layer.
 // 3. `angles` computes cosines and sines, once for all layers.
 // 4. `move_rows` touches the rows that do move, which are few: often only the tail of a path moves.
-// 5. `stamp` tells the time between two steps of a compiled cycle.
 //
 // Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
 
 #include "common.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 namespace rows {
@@ -89,6 +87,8 @@ void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor&
   });
 }
 
+}  // namespace
+
 // `rotary` of ops/attention.py, for bfloat16 and float32.
 std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
                                           int64_t heads, int64_t kv_heads) {
@@ -154,13 +154,4 @@ void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor
   });
 }
 
-// `stamp` of runtime.py: a copy of x, and the time.
-std::tuple<at::Tensor, at::Tensor> stamp(const at::Tensor& x, at::TensorList) {
-  at::Tensor same = at::empty(x.sizes(), x.options()), now = at::empty({}, x.options().dtype(at::kLong));
-  same.copy_(x);
-  *now.mutable_data_ptr<int64_t>() = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  return {same, now};
-}
-
-}  // namespace
 }  // namespace rows
