@@ -16,7 +16,6 @@ from __future__ import annotations
 from copy import copy
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import sampling

@@ -5,8 +5,8 @@
 2. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is given, and
    sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal), decoding (one row), tree
    verification (ancestors) and the levels of a draft head.
-3. These modules are what runs, but for one case: with --compile on a CPU in bf16, `Transformer.fused` runs a pass over a
-   cache in one C++ call (ops/cpu/layers.cpp).
+3. These modules are what runs, but for one case: with --compile on a CPU in bf16, `Transformer.fused` runs a pass over
+   a cache in one C++ call (ops/cpu/layers.cpp).
 
 RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are computed per call, once
 for all layers, which keeps positions unlimited and costs less than 1 % of a step.

@@ -70,7 +70,7 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
 
 
 def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CHOICE) -> Tensor:
-    """Standard Gumbel noise of consecutive draws, [B, rows, vocab] fp32. first: [B] int64, each sequence's first draw."""
+    """Standard Gumbel noise of consecutive draws: [B, rows, vocab] fp32. first: [B] int64, the first draw of each."""
     if on_cpu_operators(first):
         return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, first, rows, vocab, domain)
     draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]

@@ -1,9 +1,10 @@
 """The operator library `torch.ops.gpt_eagle`, and which of its implementations this machine can run.
 
 An operator has a file beside this one, with a plain PyTorch reference and an implementation per device: C++ in `cpu/`
-for CPUs, Triton in `cuda/` for CUDA. Elsewhere are `layers` (cpu/layers.py; its reference is model.py), `gumbel` and
-`cut` (sampling.py), and `stamp` (runtime.py). All are registered with `torch.library`, so that a step that uses them
-compiles with `fullgraph=True`.
+for CPUs, Triton in `cuda/` for CUDA. Elsewhere are the passes of a model and of a draft head (cpu/layers.py; their
+references are model.py and eagle_draft.py), `gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `advance`
+(decode.py), and those of extras/. All are registered with `torch.library`, so that a step that uses them compiles with
+`fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def our_threads_alone(whether: bool = True) -> Iterator[None]:
         return
     try:
         torch.ops.gpt_eagle.own_threads(count)
-        torch.set_num_threads(1)  # also what a thread begins with that asks for the first time: `runtime.background`
+        torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(count)

@@ -196,7 +196,7 @@ def make_engine(config: BenchConfig, target: Transformer, capacity: int, compile
     )  # fmt: skip
     engine = warm_up(with_cycles(Engine(options, target, RootOnly(), capacity, eos_ids=())))
     if engine.config.compile != compile:
-        raise ValueError("torch.compile does not work here; see the note above")
+        raise ValueError("--compile does not work here; see the note above")
     return engine
 
 

@@ -35,7 +35,7 @@ import measure
 import ops.rows
 from draft_tree import changed
 from options import one_line_errors, option, parse, pick_device
-from runtime import WARM_UPS, Replay, compiled, stamp, store
+from runtime import WARM_UPS, Replay, compiled, device_time, store
 
 BOUNDARIES = 500  # kernels in the graph
 SMALL = (256, 512)  # outputs and inputs of the products that are only checked
@@ -77,8 +77,8 @@ def facts(device: str) -> dict[str, Any]:
 
 def product(device: str) -> dict[str, Any]:
     """Run two kernels of the project."""
-    _, first = stamp(torch.ones(1, device=device))
-    _, second = stamp(torch.ones(1, device=device))
+    first = device_time(torch.device(device))
+    second = device_time(torch.device(device))
     assert 0 < first < second, f"the device's clock went from {int(first)} to {int(second)} ns"
     checked = kernel_bench.check_layer(kernel_bench.make_layer("int4", *SMALL, 128), SMALL[1], [1, 17])
     assert checked["correct"] and checked["same_bits"], checked

@@ -200,7 +200,7 @@ def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    assert len(given) == len(target.layers), "the blocks ran in one call (Layers.fused); load without --compile"
+    assert len(given) == len(target.layers), "the blocks ran in one call (Transformer.fused); load without --compile"
     return features, given
 
 

@@ -9,11 +9,10 @@ How it works:
 1. The same cycles run in turn without and with the profiler, round after round. The wall time of a cycle is that of the
    rounds without it, the median over all cycles; so is the time of every operator.
 2. The outermost operators and compiled kernels of a cycle are attributed by their names, and products by the step
-   they run in, which stamps tell apart: those of `verify` are the target's, the others the drafter's. A compiled kernel
-   fuses several operators and counts where the first rule says (`COMPILED`). In eager code little tells noise and tree
-   apart.
-3. What is left of the wall time is Python and dispatch: guards, wrappers of compiled steps, the loop on the host.
-   The profiler's own cost per operator (a microsecond or so) counts as the operator's.
+   they run in: those of `verify` are the target's, the others the drafter's. A compiled kernel fuses several operators
+   and counts where the first rule says (`COMPILED`). In eager code little tells noise and tree apart.
+3. What is left of the wall time is Python and dispatch: the loop on the host, and what wraps operators. The profiler's
+   own cost per operator (a microsecond or so) counts as the operator's.
 4. On CUDA the lines are kernels, the rest of the wall time is idle: kernels per cycle and the gaps between them follow.
 
 `one_replay` lists the kernels of a single cycle in their order, for bench_trees.py.
@@ -29,8 +28,9 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,8 +45,7 @@ from measure import Series, environment, shown_path
 from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts, write_text
 from runtime import WARM_UPS
 
-CYCLE, STAMP = "profile_cycle", "gpt_eagle::stamp"  # a cycle in the trace; what begins its steps and ends the last
-STEPS = ("", "draft", "verify", "extend", "")  # by how many stamps there were
+CYCLE, STEP = "profile_cycle", "profile_step "  # a cycle and, before its name, a step in the trace
 TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"
 PYTHON, IDLE = "Python and dispatch", "no kernel runs"
 CHOICE, TREE, LAYERS = "choice, acceptance, compaction", "building the tree", "norms, rotary, SiLU, cache writes"
@@ -56,10 +55,10 @@ OPERATORS = {
     "attention": r"attention|flash",
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv|cutlass|nvjet|splitK"
     r"|matmul_kernel|sum_kernel|experts_|lists_kernel",
-    VOCABULARY: r"topk|logsumexp|grow_level|(block|row|level)_kernel",
+    VOCABULARY: r"topk|logsumexp|grow_level|next_level|(block|row|level)_kernel",
     LAYERS: r"rotary|angles|silu|rms_norm|add_norm|gpt_eagle::(add|norm|route|merge)$|rsqrt|embedding",
-    CHOICE: r"gpt_eagle::(best|cut)$|argmax|index_put|move_rows|compact_kernel",
-    TREE: r"sort|::bmm|gather|scatter|best_nodes|relate",
+    CHOICE: r"gpt_eagle::(best|cut|accept|advance)$|argmax|index_put|(move|keep)_rows|compact_kernel",
+    TREE: r"sort|::bmm|gather|scatter|best_nodes|relate|rerank|lookup|add_chains",
     NOISE: r"gumbel|log1p|bitwise_xor",
     OTHER: r"",
 }
@@ -74,8 +73,7 @@ COMPILED = {
 }
 LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)
 # events that only wrap others: what they spend themselves is Python
-WRAPPERS = r"gpt_eagle::layers$|Torch-Compiled Region|CompiledFxGraph|AOTDispatcher|Pregraph bytecode|TorchDynamo"
-GUARDS = "TorchDynamo Cache Lookup"
+WRAPPERS = r"gpt_eagle::(model|head_step|head_extend)$"
 
 
 @dataclass(frozen=True)
@@ -135,11 +133,12 @@ def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tu
             f"{engine.context}; lower --cycles or --tree_depth"
         )
     plain = replace(engine, config=replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True))
+    named = with_named_steps(plain)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * config.device.startswith("cuda")
     for _ in tqdm(range(config.rounds), unit="round"):
         yield (
             run_cycles(plain, ids, config.cycles),
-            run_cycles(plain, ids, config.cycles, profile(activities=activities)),
+            run_cycles(named, ids, config.cycles, profile(activities=activities)),
         )
 
 
@@ -148,7 +147,7 @@ def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tu
 
 def part_of(name: str, step: str) -> str:
     """The line of the table that an operator or kernel belongs to. step: the one it runs in, or ""."""
-    rules = COMPILED if re.search(r"(cpp|triton\w*)_fused_", name) else OPERATORS
+    rules = COMPILED if re.search(r"triton\w*_fused_", name) else OPERATORS
     part = next(part for part, names in rules.items() if re.search(names, name))
     if part == PRODUCTS and step:
         return TARGET if step == "verify" else DRAFT
@@ -156,16 +155,40 @@ def part_of(name: str, step: str) -> str:
 
 
 def outermost(event: Any) -> Iterator[Any]:
-    """The operators below an event; those inside of wrappers in their place."""
+    """The operators below an event; those inside of steps and wrappers in their place."""
     for child in event.cpu_children:
-        if not child.name.startswith(GUARDS) and re.search(WRAPPERS, child.name):
+        if child.name.startswith(STEP) or re.search(WRAPPERS, child.name):
             yield from outermost(child)
         else:
             yield child
 
 
+def step_of(event: Any) -> str:
+    """The step that an event belongs to, or ""."""
+    while event is not None and not event.name.startswith(STEP):
+        event = event.cpu_parent
+    return event.name.removeprefix(STEP) if event is not None else ""
+
+
+def with_named_steps(engine: Engine) -> Engine:
+    """The engine with cycles that name their steps in a trace."""
+
+    def named(name: str, step: Callable) -> Callable:
+        def run(*inputs: Any) -> Any:
+            with record_function(STEP + name):
+                return step(*inputs)
+
+        return run
+
+    cycles = [copy(cycle) for cycle in engine.cycles]
+    for cycle in cycles:
+        for name in ("draft", "verify", "extend"):
+            setattr(cycle, name, named(name, getattr(cycle, name)))
+    return replace(engine, cycles=tuple(cycles), pool=[])
+
+
 def host_parts(events: Iterable[Any]) -> dict[str, float]:
-    """Seconds per cycle of the operators below our marks by line, and of Dynamo's guards.
+    """Seconds per cycle of the operators by line.
 
     Every cycle runs the same operators; of each the median over the cycles counts, so that one interrupted stays one.
     """
@@ -175,7 +198,7 @@ def host_parts(events: Iterable[Any]) -> dict[str, float]:
         met: Counter = Counter()
         for child in outermost(cycle):
             name = child.name
-            line = GUARDS if name.startswith(GUARDS) else part_of(name, STEPS[met[OTHER, STAMP]])
+            line = part_of(name, step_of(child))
             seconds[line, name, met[line, name]].append(child.time_range.elapsed_us() / 1e6)
             met[line, name] += 1
     total: dict[str, float] = defaultdict(float)
@@ -281,7 +304,6 @@ def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str
         "wall_ms": [1e3 * x for x in wall],
         "profiled_wall_ms": 1e3 * statistics.median(second for _, seen in pairs for second in seen.wall_s),
         "parts_ms": parts,
-        "guards_ms": 1e3 * host.get(GUARDS, 0.0),
         "tokens_per_cycle": pairs[0][0].tokens / config.cycles,
     }
     if device:
@@ -302,7 +324,7 @@ def table(found: dict[str, Any]) -> str:
     text = "\n".join(["| part of a cycle | ms | % |", "|---|---|---|", *rows, f"| cycle | {wall:.3f} | 100.0 |"])
     text += (
         f"\n\nwall time of a cycle: median {wall:.3f} ms ({low:.3f}-{high:.3f}), {found['profiled_wall_ms']:.3f} while "
-        f"profiled; guards {found['guards_ms']:.3f} ms of it; {found['tokens_per_cycle']:.2f} tokens per cycle"
+        f"profiled; {found['tokens_per_cycle']:.2f} tokens per cycle"
     )
     if "kernels" in found:
         k = found["kernels"]
@@ -321,7 +343,6 @@ def run(config: ProfileConfig) -> None:
     config.check()
     if config.threads:
         torch.set_num_threads(config.threads)
-    torch._inductor.config.cpp.enable_kernel_profile = True  # compiled CPU kernels leave their names too
     prompt = read_prompts(config)[0]
     engine = load(config)
     config = engine.config

@@ -63,9 +63,7 @@ class FusedModel:
 
         Returns: [B, T, (1 + taps) F].
         """
-        return torch.ops.gpt_eagle.model(
-            tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, taps
-        )
+        return torch.ops.gpt_eagle.model(tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, taps)
 
 
 class FusedHead:
