@@ -188,7 +188,7 @@ class GenerateConfig:
         "", "the same for the draft; default: as the target; a head of a 16-bit target: int8, on CUDA int4",
         ("none", *FORMAT_NAMES), needs=(DRAFT, TREE),
     )  # fmt: skip
-    compile: bool = option(False, "run the steps of a cycle as C++ operators; on CUDA, by torch.compile in captured graphs")
+    compile: bool = option(False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     compare: bool = option(
