@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import MAX_NODES, Accepted, DraftTree, accept, changed, compaction
+from draft_tree import Accepted, DraftTree, accept, changed, compaction
 from drafters import Drafter, Root, Rows, Text
 from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.cpu.layers import FusedLayers
@@ -39,6 +39,7 @@ from options import GenerateConfig, common_prefix
 from runtime import CompiledStep, HostCopy, Largest, Replay, compiled, leaves, mark, row_of, store
 from sampling import NoiseKey, Sampling
 from stats import Stats, rows_memory, trace_row
+from tree_shapes import MAX_NODES
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass

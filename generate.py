@@ -14,6 +14,7 @@ through `batch_size` rows; `stream` yields text as it is decided. The loop is in
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,37 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from options import (
+    Conversation,
+    GenerateConfig,
+    check_ids,
+    in_order,
+    one_line_errors,
+    parse,
+    pick_device,
+    read_prompts,
+)  # fmt: skip
+from text_files import write_text
+
+Command = tuple[GenerateConfig, list[Conversation]]
+
+
+def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
+    """Read the command line and the prompts that it names. Exits with status 2 on a mistake."""
+    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+    with one_line_errors("generate.py"):
+        check(config)
+        prompts = [] if config.interactive else read_prompts(config)
+    return config, prompts
+
+
+# The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer together (tp.ranks).
+COMMAND = None
+if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
+    COMMAND = read_command()
+    with one_line_errors("generate.py"):  # here first, so that Ctrl-C leaves no traceback
+        import torch
 
 import torch
 
@@ -37,17 +69,6 @@ from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
 from hf.weights import int4_group
 from model import DTYPES, Transformer
-from options import (
-    Conversation,
-    GenerateConfig,
-    check_ids,
-    in_order,
-    one_line_errors,
-    parse,
-    pick_device,
-    read_prompts,
-    write_text,
-)  # fmt: skip
 from runtime import WARM_UPS, ends_at_once, say_what_compiles, store, take_over, time_presets, use, why_not_compiled
 from stats import Stats, environment, rows_memory, stats_line, summary
 
@@ -445,12 +466,13 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(config.device)}))
 
 
-def main(argv: list[str] | None = None, wait: bool = True) -> None:
-    """The command line. wait: as for `warm_up`, where nothing is measured; if not, end with `ends_at_once`."""
-    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+def main(argv: list[str] | None = None, wait: bool = True, command: Command | None = None) -> None:
+    """The command line. wait: as for `warm_up`, where nothing is measured; if not, end with `ends_at_once`.
+
+    command: what `read_command` has returned already
+    """
+    config, prompts = command or read_command(argv, tp.check)
     with one_line_errors("generate.py"):
-        tp.check(config)
-        prompts = [] if config.interactive else read_prompts(config)
         measured = bool(config.compare or config.json or config.trace or config.profile)
         engine = load(tp.join(config, prompts), wait or measured)
         if not config.interactive:
@@ -462,4 +484,4 @@ def main(argv: list[str] | None = None, wait: bool = True) -> None:
 
 if __name__ == "__main__":
     with ends_at_once(), tp.ranks("generate.py"):
-        main(wait=False)
+        main(wait=False, command=COMMAND)

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_NODES, Candidates, DraftTree, best_nodes, tree_of
+from draft_tree import Candidates, DraftTree, tree_of
 from drafters import Drafter, Root, RootOnly, Text
+from ops.rows import best_nodes
 from options import GenerateConfig
+from tree_shapes import MAX_NODES
 
 
 @dataclass(frozen=True)

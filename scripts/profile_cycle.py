@@ -42,8 +42,9 @@ import _path  # noqa: F401  (finds the project)
 from decode import Engine, Session
 from generate import first_ids, load
 from measure import Series, environment, shown_path
-from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts, write_text
+from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts
 from runtime import WARM_UPS
+from text_files import write_text
 
 CYCLE, STAMP = "profile_cycle", "gpt_eagle::stamp"  # a cycle in the trace; what begins its steps and ends the last
 STEPS = ("", "draft", "verify", "extend", "")  # by how many stamps there were
