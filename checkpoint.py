@@ -1,6 +1,6 @@
 """Read and write the tensors of a model directory by name, and what others' files hold, whatever they hold.
 
-1. `read_json` reads a file; `read_fields` takes the keys that a dataclass declares with `key`, each with its rule.
+1. `read_fields` takes the keys that a dataclass declares with `key`, each with its rule, of a JSON object.
    `reading` is the boundary to libraries: whatever one raises inside becomes one line that names the file.
 2. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only the tensors that are
    used are read. Any other object with named tensors is a `TensorSource` too, and can be loaded like files.
@@ -9,7 +9,7 @@
    next run removes what a killed run left behind.
 4. `Quantization` is what config.json, or an option, says about quantized weights.
 
-Not here: what the names mean (hf/weights.py); rounding (quantize.py).
+Not here: text and JSON (text_files.py); what the names mean (hf/weights.py); rounding (quantize.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import pickle
 import reprlib
 import shutil
-import stat
 import sys
 import threading
 import warnings
@@ -36,9 +35,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from options import FORMAT_NAMES, GROUP_SIZES
+from text_files import one_line, read_json
+
 METHOD = "gpt-eagle"  # `quant_method` in config.json
-FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
-GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 SHARD_BYTES = 2 * 10**9
 PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
 COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
@@ -52,23 +52,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
-def _begins_as_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as content:
-            return content.read(4) == b"GGUF"
-    except OSError:
-        return False
-
-
 # --------------------------------------------------------------------------------- what others' files hold
-
-
-def one_line(message: Any, most: int = 1000) -> str:
-    """What an error says, on one line that can be printed, its middle left out beyond `most` characters."""
-    text = str(message)
-    if len(text) > most:
-        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or type(message).__name__
 
 
 @contextmanager
@@ -144,45 +128,6 @@ def about(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: {error}; use another checkpoint") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}") from None
-
-
-def read_text(path: Path) -> str:
-    """A file's text. Raises: ValueError when it cannot be read, is no UTF-8, or never ends."""
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISBLK(mode) or stat.S_ISCHR(mode) and not os.path.samefile(path, "/dev/stdin"):
-            raise ValueError(f"{path} is a device; name a file")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; name another file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
-
-
-def parse_json(text: str, where: Any) -> Any:
-    """Any JSON value. Raises: ValueError for what is none, or one that is nested or written too long to be read."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not valid JSON: {one_line(error, 200)}; correct it") from None
-
-
-def read_json(path: Path) -> dict:
-    """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
-    if path.parent.is_file():
-        if path.parent.suffix.lower() != ".gguf" and _begins_as_gguf(path.parent):
-            raise ValueError(f"{path.parent} is a GGUF file without its suffix; rename it to {path.parent.name}.gguf")
-        raise ValueError(f"{path.parent} is a file; a Hugging Face model directory is expected here")
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"no such directory: {path.parent}; for a hub model run: python scripts/download.py {path.parent}"
-        )
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
-    value = parse_json(read_text(path), path)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}; correct it")
-    return value
 
 
 def load_pickle(file: Path, mmap: bool) -> Any:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import MAX_NODES, Accepted, DraftTree, Text, accept, accept_fused, changed
+from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, changed
 from drafters import LARGEST, Drafter, Root, Rows
 from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.library import has_cpu_operators, our_threads_alone
@@ -40,6 +40,7 @@ from options import GenerateConfig, common_prefix
 from runtime import Clock, HostCopy, Largest, Replay, compiled, row_of, store
 from sampling import NoiseKey, Sampling
 from stats import Stats, rows_memory, trace_row
+from tree_shapes import MAX_NODES
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass

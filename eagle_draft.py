@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Quantization, TensorSource, WeightFiles, read_json, saved_quantization
+from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, Level, StaticTree, changed
 from drafters import Root, Rows, TreeDrafter
 from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
@@ -43,6 +43,7 @@ from model import (
 from ops.cpu.layers import FusedHead, fits
 from options import GenerateConfig
 from sampling import Sampling
+from text_files import read_json
 
 
 class EagleHead(nn.Module):

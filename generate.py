@@ -13,6 +13,18 @@ through `batch_size` rows; `stream` yields text as it is decided. The loop is in
 
 from __future__ import annotations
 
+import os
+import signal
+
+
+def end_quietly(*_: Any) -> None:
+    """End on Ctrl-C where nothing can be lost, without a traceback."""
+    os._exit(130)  # as a shell reports it
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end_quietly)  # until the command runs
+
 import json
 import sys
 import tempfile
@@ -23,6 +35,35 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from options import (
+    Conversation,
+    GenerateConfig,
+    check_ids,
+    in_order,
+    one_line_errors,
+    parse,
+    pick_device,
+    read_prompts,
+)  # fmt: skip
+from text_files import write_text
+
+Command = tuple[GenerateConfig, list[Conversation]]
+
+
+def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
+    """Read the command line and the prompts that it names. Exits with status 2 on a mistake."""
+    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+    with one_line_errors("generate.py"):
+        check(config)
+        prompts = [] if config.interactive else read_prompts(config)
+    return config, prompts
+
+
+# The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer together (tp.ranks).
+COMMAND = None
+if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
+    COMMAND = read_command()
 
 import torch
 
@@ -37,17 +78,6 @@ from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
 from hf.weights import int4_group
 from model import DTYPES, Transformer
-from options import (
-    Conversation,
-    GenerateConfig,
-    check_ids,
-    in_order,
-    one_line_errors,
-    parse,
-    pick_device,
-    read_prompts,
-    write_text,
-)  # fmt: skip
 from runtime import WARM_UPS, say_what_compiles, store, time_presets, use, why_not_compiled
 from stats import Stats, environment, rows_memory, stats_line, summary
 
@@ -427,12 +457,10 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(config.device)}))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
-    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+def main(argv: list[str] | None = None, command: Command | None = None) -> None:
+    """The command line. command: what `read_command` has returned already"""
+    config, prompts = command or read_command(argv, tp.check)
     with one_line_errors("generate.py"):
-        tp.check(config)
-        prompts = [] if config.interactive else read_prompts(config)
         engine = load(tp.join(config, prompts))
         if not config.interactive:
             return run(engine, prompts)
@@ -442,5 +470,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with tp.ranks("generate.py"):
-        main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with tp.ranks("generate.py"):
+            main(command=COMMAND)
+    finally:
+        signal.signal(signal.SIGINT, end_quietly)

@@ -3,7 +3,8 @@
 `parse` turns a command line into a dataclass of options, here and in scripts/. `GenerateConfig.check` refuses what
 cannot work, so that Python callers and the command line get the same messages. Fields with `flag=False` are settings
 for Python callers and scripts/bench.py; the command line does not show them.
-Here too: what the user's mistakes look like, reading prompts, and writing results.
+Here too: what the user's mistakes look like, and reading prompts.
+This module and those it imports need no torch, so that a mistake is answered before torch is imported.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
-import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,19 +21,26 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import torch
+from text_files import TEMPORARY, check_directory, one_line, read_jsonl, read_named
+from tree_shapes import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree, read_tree
 
-from checkpoint import FORMAT_NAMES, GROUP_SIZES, one_line, parse_json, read_text
-from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
-from sampling import Sampling
-
-TEMPORARY = ".tmp"  # ends the name of a file while it is written
 MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits
 DEFAULT = str(Path(__file__).parent / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
 
+FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
+
+
+class Sampling(NamedTuple):
+    """How the target's logits become a distribution (sampling.py)."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
 
 
 class Need(NamedTuple):
@@ -224,11 +230,14 @@ class GenerateConfig:
             return StaticTree.chain(self.tree_depth)
         if self.tree_shape == "static":
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
-        # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
-        # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
-        cuda = (self.device or pick_device("")).startswith("cuda")
-        topk, size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
-        topk, size = self.tree_topk or topk, self.tree_size or size
+        topk, size = self.tree_topk, self.tree_size
+        if not topk or not size:
+            # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
+            # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+            cuda = (self.device or pick_device("")).startswith("cuda")
+            default_topk, default_size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
+            topk = topk or default_topk
+            size = size or default_size
         return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
 
     @property
@@ -257,6 +266,8 @@ class GenerateConfig:
         size = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
         _rule(self.tree_size <= MAX_NODES, size)
         _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
+        device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
+        _rule(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         sizes = (0, *GROUP_SIZES)
         _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
@@ -270,6 +281,9 @@ class GenerateConfig:
 
     def _check_files(self) -> None:
         """Before anything is computed, so that nothing is lost."""
+        for name in (self.checkpoint, self.eagle, self.draft_checkpoint):
+            if name and not name.lower().endswith(".gguf"):
+                check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
@@ -291,6 +305,8 @@ class GenerateConfig:
             whole = self.tree_shape == "dynamic" and not self.no_rerank
             _rule(whole, "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag")
         grown = GROWN.met(self)
+        if grown and self.tree_topk and self.tree_size:
+            _ = self.draft_tree  # a size beyond its candidates is refused
         _rule(
             not grown or self.children != "sampled",
             "--children sampled would make a dynamic tree lossy; use --tree static",
@@ -397,36 +413,6 @@ def one_line_errors(program: str) -> Iterator[None]:
         sys.exit(130)  # as a shell reports it
 
 
-def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
-    """Read one JSON object a line (or a JSON array of them).
-
-    what: the flag that named the file
-    check: says what is wrong with an object; "" when nothing is
-    Raises: ValueError that names the file and the line.
-    """
-    text, rows = _read(path, what), []
-    lines = [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), 1)
-    for number, line in lines:
-        if line.strip():
-            where = f"{what}: {path} line {number}"
-            value = parse_json(line, where)
-            found = value if isinstance(value, list) else [value]
-            wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
-            _rule(not wrong, f"{where}: {wrong}")
-            rows += found
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{what}: {path} must hold one JSON object a line; correct it")
-    return rows
-
-
-def _read(path: Path, what: str) -> str:
-    """A file's text. what: the flag that named it."""
-    try:
-        return read_text(path)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
-
-
 def read_prompts(config: GenerateConfig) -> list[Conversation]:
     """The conversations to decode. Raises: ValueError for a file that cannot be read or holds no prompt."""
     if config.prompt_ids is not None:
@@ -452,7 +438,7 @@ def _prompts_of_file(path: Path) -> list[Conversation]:
                 form = '{"turns": ["text", ...]}'
                 raise ValueError(f"--prompt_file: {path} row {number} has no list of texts; write it as {form}")
         return turns
-    text = _read(path, "--prompt_file")
+    text = read_named(path, "--prompt_file")
     if not text.strip():
         raise ValueError(f"--prompt_file: {path} is empty; give it some text")
     return [[text]]
@@ -478,27 +464,10 @@ def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
     return ids
 
 
-def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
-    """Read a JSON list of rank paths. Raises: ValueError that says what is wrong with it."""
-    raw = parse_json(_read(file, "--tree_file"), f"--tree_file: {file}")
-    whole = isinstance(raw, list) and all(
-        isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
-    )
-    if not whole or not raw:
-        raise ValueError(f"--tree_file: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]")
-    paths = {tuple(p) for p in raw}
-    orphan = next((list(p) for p in sorted(paths) if len(p) > 1 and p[:-1] not in paths), None)
-    if orphan is not None:
-        raise ValueError(f"--tree_file: {file} has the path {orphan} without its parent {orphan[:-1]}; add it")
-    if len(paths) != len(raw):
-        raise ValueError(f"--tree_file: {file} lists a path twice")
-    if len(paths) + 1 > MAX_NODES:
-        raise ValueError(f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}")
-    return tuple(paths)
-
-
 def pick_device(name: str) -> str:
     """Check a device name, or choose one. Raises: ValueError when it is not to be had."""
+    import torch
+
     if not name:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -513,39 +482,6 @@ def pick_device(name: str) -> str:
     index, count = torch.device(name).index or 0, torch.cuda.device_count()
     _rule(kind == "cpu" or index < count, f"--device {name}: there are {count} CUDA devices, counted from 0")
     return name
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write under a temporary name, then rename, so that a kill or a full disk leaves the old file whole.
-
-    It keeps its mode. A link stays, and what it names is replaced; a device or a queue is written into.
-    """
-    if path.exists() and not path.is_file():
-        write(path)
-        return
-    real = Path(os.path.realpath(path))
-    temporary = real.with_name(real.name + TEMPORARY)
-    try:
-        temporary.unlink(missing_ok=True)
-        if real.exists():
-            temporary.touch(stat.S_IMODE(real.stat().st_mode) | stat.S_IWUSR)  # who may not read the old may not now
-        write(temporary)
-        if real.exists():
-            shutil.copymode(real, temporary)
-        os.replace(temporary, real)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(where: str, text: str) -> None:
-    """Write a whole file, as `replace_file`, or to standard output for `-`. Raises: ValueError where that fails."""
-    if where == "-":
-        print(text, flush=True)
-        return
-    try:
-        replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
 
 
 def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:

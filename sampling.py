@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ops.library import on_cpu_operators, served_in_cpp
+from options import Sampling
 
 MASK32 = 0xFFFFFFFF
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -75,14 +76,6 @@ def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CH
         return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, first, rows, vocab, domain)
     draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
     return -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))  # log1p keeps the upper tail fine
-
-
-class Sampling(NamedTuple):
-    """How the target's logits become a distribution."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
 
 
 def process(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import WeightFiles, load_pickle, parse_json, read_text, reading
+from checkpoint import WeightFiles, load_pickle, reading
 from drafters import DraftVocab
 from hf.heads import HeadFiles, draft_vocab, read_head
 from model import Transformer
 from options import GenerateConfig
+from text_files import parse_json, read_text
 
 RANKS = "token_ranks.json"  # beside a head's weights
 

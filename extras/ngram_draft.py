@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_NODES, DraftTree, Text
+from draft_tree import DraftTree, Text
 from drafters import Drafter, Root, RootOnly
 from ops.library import on_cpu_operators
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
+from tree_shapes import MAX_NODES
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import TensorSource, WeightFiles, read_json, saved_quantization
+from checkpoint import TensorSource, WeightFiles, saved_quantization
 from hf.config import open_source, read_config
 from hf.heads import EagleConfig, version_of
 from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
+from text_files import read_json
 
 NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
 

@@ -23,13 +23,13 @@ from checkpoint import (
     others_quantization,
     positive,
     read_fields,
-    read_json,
     saved_quantization,
     whole,
-)  # fmt: skip
+)
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from options import GenerateConfig
+from text_files import read_json
 
 # architecture -> whether q, k and v have a bias, and whether o has one; None: as the key `attention_bias` says
 ARCHITECTURES = {

@@ -32,16 +32,16 @@ from checkpoint import (
     load_pickle,
     positive,
     read_fields,
-    read_json,
     reading,
     scale_name,
     whole,
-)  # fmt: skip
+)
 from drafters import DraftVocab
 from hf.config import WIDTH, Named, Said, config_from
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from quantize import FORMATS, QuantLinear
+from text_files import read_json
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v))

@@ -24,7 +24,6 @@ from torch import Tensor
 
 import checkpoint as rules
 from checkpoint import (
-    GROUP_SIZES,
     METHOD,
     Codes,
     NotSupported,
@@ -36,6 +35,7 @@ from checkpoint import (
     read_fields,
     whole,
 )
+from options import GROUP_SIZES
 from quantize import Int8Linear
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs 0 to 7 lie among the 8 codes of a number

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from checkpoint import FLAG, OBJECT, Rule, about, is_gguf, key, read_fields, read_json, reading, refusing
+from checkpoint import FLAG, OBJECT, Rule, about, is_gguf, key, read_fields, reading, refusing
+from text_files import read_json
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"

@@ -56,9 +56,10 @@ from measure import (
     with_config,
 )
 from model import DTYPES, KVCache, causal_window
-from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device, write_text
+from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device
 from runtime import compiled
 from stats import peak_memory_bytes
+from text_files import write_text
 
 PEERS = (
     "transformers", "transformers:lookup", "transformers:assistant",

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 import _path  # noqa: F401  (finds the project)
-from checkpoint import read_json
 from head_training import default_taps
 from model import DTYPES, Transformer
-from options import write_text
+from text_files import read_json, write_text
 
 
 class Features:

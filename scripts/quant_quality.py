@@ -28,14 +28,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import _path  # finds the project
-from checkpoint import GROUP_SIZES, Quantization, saved_quantization
+from checkpoint import Quantization, saved_quantization
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from measure import environment, shown_path
 from model import ExpertLinear, Linear, LMHead, Transformer
-from options import DEMO, one_line_errors, option, parse, write_text
+from options import DEMO, GROUP_SIZES, one_line_errors, option, parse
 from quantize import FORMATS, QuantExperts, QuantLinear
+from text_files import write_text
 
 BATCH = 8  # sequences read together
 

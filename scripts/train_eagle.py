@@ -47,18 +47,8 @@ from hf.heads import EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
-from options import (
-    DEMO,
-    GenerateConfig,
-    common_prefix,
-    one_line_errors,
-    option,
-    parse,
-    pick_device,
-    read_jsonl,
-    replace_file,
-    write_text,
-)
+from options import DEMO, GenerateConfig, common_prefix, one_line_errors, option, parse, pick_device
+from text_files import read_jsonl, replace_file, write_text
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}

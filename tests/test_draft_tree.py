@@ -6,9 +6,8 @@ import random
 import pytest
 import torch
 
-import draft_tree
+import tree_shapes
 from draft_tree import (
-    EAGLE1_PATHS,
     Accepted,
     Candidates,
     Children,
@@ -16,20 +15,20 @@ from draft_tree import (
     Graft,
     StaticTree,
     accept,
-    best_nodes,
     build_tree,
     compaction,
     grow,
     path_to,
     root_tree,
     tree_of,
-)  # fmt: skip
+)
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
 from helpers import golden_case, golden_head, golden_target, order_of
 from model import KVCache, ModelConfig
-from options import read_tree
+from ops.rows import best_nodes
 from sampling import Sampling
+from tree_shapes import EAGLE1_PATHS, read_tree
 
 INF = float("inf")
 
@@ -492,7 +491,7 @@ def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
     tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
-    wide = [[rank] for rank in range(draft_tree.MAX_NODES - 1)]
+    wide = [[rank] for rank in range(tree_shapes.MAX_NODES - 1)]
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 

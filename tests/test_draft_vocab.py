@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rank_tokens
 from checkpoint import Quantization
-from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
+from draft_tree import DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter
 from extras.draft_vocab import RANKS, read_ranks, vocab_from
@@ -29,6 +29,7 @@ from model import ModelConfig, Transformer
 from options import DEMO, GenerateConfig
 from quantize import FORMATS, quantize_directory
 from sampling import Sampling
+from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {

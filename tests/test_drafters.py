@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from decode import Cycle, Session
-from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
+from draft_tree import DynamicTree, StaticTree
 from drafters import Root, RootOnly, Text
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter, check_same_tokens
@@ -22,6 +22,7 @@ from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO
 from sampling import Sampling
+from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]

@@ -191,15 +191,15 @@ def test_a_lookup_of_one_branch():
     assert generate(one, [PROMPT * 3]).tokens == generate(two, [PROMPT * 3]).tokens
 
 
-def test_a_cuda_device_is_chosen_by_its_number(monkeypatch):
+def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     """torch.cuda.set_device refuses a name without one."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d)))
     for device in ("", "cuda", "cuda:1"):
-        with pytest.raises(ValueError, match="no such directory"):
-            load(checkpoint="nowhere", device=device)
+        with pytest.raises(ValueError, match="has no config.json"):
+            load(checkpoint=str(tmp_path), device=device)
     assert chosen == [0, 0, 1]
 
 

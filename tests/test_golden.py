@@ -17,12 +17,13 @@ import model
 import sampling
 from checkpoint import WeightFiles
 from decode import NODE_STRIDE
-from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, build_tree, path_to
+from draft_tree import DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras import residual
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
 from sampling import Sampling
+from tree_shapes import EAGLE1_PATHS
 
 GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32"]
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]

@@ -23,7 +23,7 @@ import ops.quantized
 import ops.rows
 import sampling
 from decode import Engine, Session, with_cycles
-from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
+from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.autosize import Autosizer, with_smaller_trees
@@ -36,6 +36,7 @@ from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from runtime import WARM_UPS
+from tree_shapes import EAGLE1_PATHS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ import torch
 import ops.cpu.build
 import sampling
 from decode import Session, with_cycles
-from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree, build_tree
+from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Drafter, DraftVocab, Root, RootOnly, Rows
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
@@ -35,6 +35,7 @@ from model import ModelConfig, Router, Transformer, rope_frequencies
 from options import DEMO
 from runtime import compiled
 from sampling import Sampling
+from tree_shapes import EAGLE1_PATHS
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do

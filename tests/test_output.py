@@ -14,8 +14,9 @@ from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from helpers import engine_for, golden_head, golden_target
-from options import DEMO, GenerateConfig, read_prompts, replace_file, write_text
+from options import DEMO, GenerateConfig, read_prompts
 from sampling import Sampling
+from text_files import replace_file, write_text
 
 FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]
 
