@@ -285,6 +285,29 @@ inline void put(at::BFloat16* y, float v) {  // to nearest even, without the lib
   y->x = uint16_t(v != v ? 0x7fc0 : rounded);
 }
 
+// ---------------------------------------------------------------------------------------------- operands
+
+// The data of a tensor that must have this shape and type, in one piece.
+template <class T> struct Operand {
+  at::Tensor held;
+  const T* data;
+  Operand(const at::Tensor& t, at::IntArrayRef shape, const char* name) {
+    TORCH_CHECK(t.sizes() == shape && t.scalar_type() == c10::CppTypeToScalarType<T>::value, name, " must be ", shape,
+                " of ", c10::CppTypeToScalarType<T>::value, "; it is ", t.sizes(), " of ", t.scalar_type());
+    held = t.contiguous();
+    data = held.const_data_ptr<T>();
+  }
+  const T& operator[](int64_t i) const { return data[i]; }
+};
+using Whole = Operand<int64_t>;
+using Truth = Operand<bool>;
+
+// An index below `size`
+inline int64_t within(int64_t index, int64_t size, const char* name) {
+  TORCH_CHECK(index >= 0 && index < size, name, " must be 0 to ", size - 1, "; it is ", index);
+  return index;
+}
+
 // ----------------------------------------------------------------------------------------------- results
 
 // Of x [..., any]: a tensor [..., width].

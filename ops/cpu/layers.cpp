@@ -125,6 +125,7 @@ void norm_row(const Value* row, const Value* w, int64_t width, double eps, Value
 
 // x [..., F] -> the same
 at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1);
   const at::Tensor y = empty_rows(x, width, at::kBFloat16);
@@ -316,6 +317,7 @@ void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
 // Columns first .. first + width of x [..., F].
 at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
   const int64_t whole = x.size(-1);
+  TORCH_CHECK(first >= 0 && width > 0 && first + width <= whole, "rows of ", whole, " have no ", width, " features");
   const at::Tensor y = empty_rows(x, width, at::kBFloat16);
   const Value* from = data(x) + first;
   Value* to = y.mutable_data_ptr<Value>();
@@ -332,14 +334,12 @@ at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
 
 // tokens [B, T] -> their rows of the weight [V, F], [B, T, F]
 at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight) {
+  TORCH_CHECK(tokens.dim() == 2 && weight.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], weights [V, F]");
   const int64_t V = weight.size(0), F = weight.size(1), count = tokens.numel();
+  const Whole token(tokens, tokens.sizes(), "tokens");
   const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options());
   Value* to = x.mutable_data_ptr<Value>();
-  for (int64_t r = 0; r < count; r++) {
-    const int64_t token = tokens.const_data_ptr<int64_t>()[r];
-    TORCH_CHECK(token >= 0 && token < V, "of ", V, " tokens there is no token ", token);
-    std::copy_n(data(weight) + token * F, F, to + r * F);
-  }
+  for (int64_t r = 0; r < count; r++) std::copy_n(data(weight) + within(token[r], V, "a token") * F, F, to + r * F);
   return x;
 }
 
@@ -435,7 +435,7 @@ at::Tensor model(const at::Tensor& tokens, const at::Tensor& positions, const at
                  at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
                  const at::Tensor& mask, at::IntArrayRef taps) {
   const Prepared& prepared = prepared_in(holder);
-  const at::Tensor x = embed(tokens.contiguous(), embedding);
+  const at::Tensor x = embed(tokens, embedding);
   const at::Tensor features = empty_rows(x, (1 + int64_t(taps.size())) * x.size(2), at::kBFloat16);
   const Cache cache{k, v, slots, start, mask};
   const at::Tensor y = run_layers(prepared, x, freq, factor, positions, cache, taps, features, std::nullopt);
@@ -449,15 +449,17 @@ at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::
                      const at::Tensor& positions, const at::Tensor& holder, const Weights& parts, double factor,
                      bool normed_residual, at::TensorList k, at::TensorList v, const at::Tensor& slots,
                      const at::Tensor& start, const at::Tensor& mask) {
+  TORCH_CHECK(tokens.dim() == 2 && out.dim() == 3, "tokens must be [B, R], out [B, R', F]");
   const int64_t B = tokens.size(0), R = tokens.size(1), before = out.size(1), F = out.size(2);
-  const at::Tensor of = out.contiguous(), from = parent.contiguous(), rows = at::empty({B, R, F}, out.options());
+  const Operand<Value> of(out, {B, before, F}, "out");
+  const Whole from(parent, {B, R}, "parent");
+  const at::Tensor rows = at::empty({B, R, F}, out.options());
   for (int64_t r = 0; r < B * R; r++) {
-    const int64_t place = from.const_data_ptr<int64_t>()[r];
-    TORCH_CHECK(place >= 0 && place < before, "of ", before, " nodes none is number ", place);
-    std::copy_n(data(of) + (r / R * before + place) * F, F, rows.mutable_data_ptr<Value>() + r * F);
+    const int64_t place = r / R * before + within(from[r], before, "a parent");
+    std::copy_n(of.data + place * F, F, rows.mutable_data_ptr<Value>() + r * F);
   }
   const Head head{prepared_in(holder), parts, factor, normed_residual, 0};
-  return head.step(tokens.contiguous(), rows, positions, {k, v, slots, start, mask});
+  return head.step(tokens, rows, positions, {k, v, slots, start, mask});
 }
 
 // `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + taps) F]; count, length: [B];
@@ -467,21 +469,23 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
                                                const at::Tensor& hidden, const at::Tensor& holder, const Weights& parts,
                                                double factor, bool normed_residual, int64_t inputs, at::TensorList k,
                                                at::TensorList v) {
+  TORCH_CHECK(features.dim() == 3 && hidden.dim() == 3, "features and hidden have 3 dimensions");
   const Head head{prepared_in(holder), parts, factor, normed_residual, inputs};
-  const int64_t B = features.size(0), R = features.size(1);
-  const at::Tensor next = at::empty({B, R}, tokens.options()), last = at::empty(hidden.sizes(), hidden.options());
-  const at::Tensor all = tokens.contiguous(), total = at::empty({B}, length.options());
+  const int64_t B = features.size(0), R = features.size(1), F = hidden.size(2);
+  const Whole token(tokens, {B, R + 1}, "tokens"), real(count, {B}, "count"), before(length, {B}, "length");
+  const Operand<Value> held(hidden, {B, 1, F}, "hidden");
+  const at::Tensor next = at::empty({B, R}, tokens.options()), total = at::empty({B}, length.options());
+  const at::Tensor last = at::empty({B, 1, F}, hidden.options());
   for (int64_t b = 0; b < B; b++)
-    std::copy_n(all.const_data_ptr<int64_t>() + b * (R + 1) + 1, R, next.mutable_data_ptr<int64_t>() + b * R);
+    std::copy_n(token.data + b * (R + 1) + 1, R, next.mutable_data_ptr<int64_t>() + b * R);
   const auto [slots, mask] = tree::causal(length, R);
-  const at::Tensor out = head.step(next, head.fuse(features.contiguous()), slots, {k, v, slots, length, mask});
-  const int64_t F = out.size(2);
+  const at::Tensor y = head.step(next, head.fuse(features.contiguous()), slots, {k, v, slots, length, mask});
+  const Operand<Value> out(y, {B, R, F}, "the head's output");
   for (int64_t b = 0; b < B; b++) {
-    const int64_t rows = count.const_data_ptr<int64_t>()[b];
-    TORCH_CHECK(rows >= 0 && rows <= R, "of ", R, " rows ", rows, " cannot count");
-    const Value* from = rows ? data(out) + (b * R + rows - 1) * F : data(hidden) + b * F;
+    const int64_t rows = within(real[b], R + 1, "a count");
+    const Value* from = rows ? out.data + (b * R + rows - 1) * F : held.data + b * F;
     std::copy_n(from, F, last.mutable_data_ptr<Value>() + b * F);
-    total.mutable_data_ptr<int64_t>()[b] = length.const_data_ptr<int64_t>()[b] + rows;
+    total.mutable_data_ptr<int64_t>()[b] = before[b] + rows;
   }
   return {last, total};
 }
@@ -490,7 +494,6 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const bool known = x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16;
   TORCH_CHECK(known, "x and weight must be bfloat16");
-  TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));
   return norm(x.contiguous(), weight.contiguous(), eps);
 }
 

@@ -23,8 +23,12 @@ using Optional = std::optional<at::Tensor>;
 
 constexpr int64_t GRAIN = 1 << 15;  // scores that pay for a thread's wake-up
 
-const int64_t* whole(const at::Tensor& t) { return t.const_data_ptr<int64_t>(); }
 int64_t* out(const at::Tensor& t) { return t.mutable_data_ptr<int64_t>(); }
+
+template <class T> std::optional<Operand<T>> optional(const Optional& t, at::IntArrayRef shape, const char* name) {
+  if (!t) return std::nullopt;
+  return Operand<T>(*t, shape, name);
+}
 
 // The indices 0 .. n - 1 by descending score; equal scores keep their order
 void best_first(const float* score, int64_t n, std::vector<int64_t>& order) {
@@ -33,8 +37,8 @@ void best_first(const float* score, int64_t n, std::vector<int64_t>& order) {
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return score[a] > score[b]; });
 }
 
-struct Shared {  // the noise by which the target will choose
-  const float* noise;  // [V of the target], or null
+struct Shared {
+  const float* noise;  // by which the target will choose, [V of the target], or null
   float temperature;
 };
 
@@ -52,154 +56,172 @@ void score_row(const float* z, int64_t n, const Shared& shared, const int64_t* i
 
 // ------------------------------------------------------------------------------------------------ growing
 
-// `next_level` of ops/tree.py. logits: [B, R, V] fp32; noise: [B, D+1, Vt]; ids: [V]; values: [B, R], index: [B, R] and
-// seen: [B, R, W] of the frontier, none of the root; places: [1, R']. Returns: tokens, values and parents of the
-// candidates, [B, X]; of the next frontier index, tokens, parent and values, [B, R'], and seen, [B, R', W].
+// `next_level` of ops/tree.py. logits: [B, R, V] fp32; noise: [B, D+1, Vt]; ids: [V]; of the frontier index [B, R],
+// values [B, R] and seen [B, R, W], none of the root's; places: [1, R']; at: the level's first flat index and first
+// scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the next frontier index,
+// tokens, parent and values, [B, R'], and seen, [B, R', W].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> next_level(
     const at::Tensor& logits, double sharpness, const Optional& ids, const Optional& noise, int64_t level,
     double temperature, const Optional& index, const Optional& values, const Optional& seen, const Optional& places,
     int64_t k, int64_t count, at::IntArrayRef at, bool by_value) {
+  TORCH_CHECK(logits.dim() == 3 && at.size() == 3 && (!noise || noise->dim() == 3), "logits and noise have 3 dimensions");
   const int64_t B = logits.size(0), R = logits.size(1), V = logits.size(2), X = R * k;
-  const int64_t begin = at[0], slot = at[1], W = at[2];  // the level's first flat index and scratch slot; all slots
-  TORCH_CHECK(0 < k && k <= V && count <= X, "no ", k, " best of ", V, " scores, or ", count, " of ", X, " candidates");
-  const at::Tensor z = logits.contiguous(), numbers = logits.new_empty({B, X}, at::kLong);
-  const at::Tensor tokens = at::empty_like(numbers), parents = at::empty_like(numbers);
-  const at::Tensor path = at::empty({B, X}, z.options()), step = at::empty({B, X}, z.options());
-  const int64_t* of_column = ids ? whole(*ids) : nullptr;
-  const int64_t draws = noise ? noise->size(1) : 0, Vt = noise ? noise->size(2) : 0;
-  const float* gumbel = noise ? noise->const_data_ptr<float>() : nullptr;
-  TORCH_CHECK(!noise || (noise->is_contiguous() && level < draws && (ids || Vt == V)), "noise must be [B, D+1, V]");
+  const int64_t begin = at[0], slot = at[1], W = at[2], draws = noise ? noise->size(1) : 0;
+  const int64_t Vt = noise ? noise->size(2) : V;
+  TORCH_CHECK(0 < k && k <= V && 0 <= count && count <= X, "there are no ", k, " best of ", V, " scores, or no ", count,
+              " of ", X, " candidates");
+  const Operand<float> z(logits, {B, R, V}, "logits");
+  const auto of_column = optional<int64_t>(ids, {V}, "ids");
+  const auto gumbel = optional<float>(noise, {B, draws, Vt}, "noise");
+  const auto flat = optional<int64_t>(index, {B, R}, "index");
+  const auto so_far = optional<float>(values, {B, R}, "values");
+  const auto sees_above = optional<bool>(seen, {B, R, W}, "seen");
+  const auto fixed = optional<int64_t>(places, {1, count}, "places");
+  if (gumbel) within(level, draws, "level");
+  TORCH_CHECK(of_column || Vt == V, "noise of ", Vt, " tokens does not fit scores of ", V);
+  for (int64_t i = 0; of_column && gumbel && i < V; i++) within((*of_column)[i], Vt, "an id");
+  const at::Tensor tokens = logits.new_empty({B, X}, at::kLong), parents = at::empty_like(tokens);
+  const at::Tensor path = logits.new_empty({B, X}), step = at::empty_like(path);
   float *sums = path.mutable_data_ptr<float>(), *steps = step.mutable_data_ptr<float>();
   int64_t *token = out(tokens), *parent = out(parents);
-  const float* so_far = values ? values->const_data_ptr<float>() : nullptr;
+  const int64_t* id = of_column ? of_column->data : nullptr;
   parallel(B * R, std::max<int64_t>(1, GRAIN / V), [&](int64_t first, int64_t last) {
     std::vector<float> scores(V), best(k);
     std::vector<int64_t> column(k);
     for (int64_t r = first; r < last; r++) {
-      const Shared shared{gumbel ? gumbel + (r / R * draws + level) * Vt : nullptr, float(temperature)};
-      score_row(z.const_data_ptr<float>() + r * V, V, shared, of_column, float(sharpness), scores.data());
+      const float* drawn = gumbel ? gumbel->data + (r / R * draws + level) * Vt : nullptr;
+      score_row(z.data + r * V, V, {drawn, float(temperature)}, id, float(sharpness), scores.data());
       rows::best_of(scores.data(), V, k, best.data(), column.data());
       const float total = float(best[0] + std::log(exponential_sum(scores.data(), V, best[0])));
       for (int64_t i = 0; i < k; i++) {
         const float value = best[i] - total;  // no value may exceed its parent's, not even by rounding
         steps[r * k + i] = value > 0 ? 0.0f : value;
-        sums[r * k + i] = (so_far ? so_far[r] : 0.0f) + steps[r * k + i];
-        token[r * k + i] = of_column ? of_column[column[i]] : column[i];
-        parent[r * k + i] = index ? whole(*index)[r] : -1;
+        sums[r * k + i] = (so_far ? (*so_far)[r] : 0.0f) + steps[r * k + i];
+        token[r * k + i] = id ? id[column[i]] : column[i];
+        parent[r * k + i] = flat ? (*flat)[r] : -1;
       }
     }
   });
   const at::Tensor next = logits.new_empty({B, count}, at::kLong), chosen = at::empty_like(next);
-  const at::Tensor above = at::empty_like(next), value = at::empty({B, count}, z.options());
+  const at::Tensor above = at::empty_like(next), value = logits.new_empty({B, count});
   const at::Tensor sees = logits.new_empty({B, count, W}, at::kBool);
-  const bool* seen_above = seen ? seen->const_data_ptr<bool>() : nullptr;
   std::vector<int64_t> order;
   for (int64_t b = 0; b < B; b++) {
-    if (places) order.assign(whole(*places), whole(*places) + count);
+    if (fixed) order.assign(fixed->data, fixed->data + count);
     else if (count) best_first((by_value ? sums : steps) + b * X, X, order);
     for (int64_t i = 0; i < count; i++) {
-      const int64_t to = b * count + i, from = order[i], row = from / k;
-      TORCH_CHECK(from >= 0 && from < X, "a level of ", X, " candidates has no candidate ", from);
+      const int64_t to = b * count + i, from = within(order[i], X, "a place"), row = from / k;
       out(next)[to] = begin + from, out(chosen)[to] = token[b * X + from], out(above)[to] = row;
       value.mutable_data_ptr<float>()[to] = sums[b * X + from];
       bool* mask = sees.mutable_data_ptr<bool>() + to * W;  // a node sees its ancestors and itself
-      for (int64_t w = 0; w < W; w++) mask[w] = w == slot + i || (seen_above && seen_above[(b * R + row) * W + w]);
+      for (int64_t w = 0; w < W; w++) mask[w] = w == slot + i || (sees_above && (*sees_above)[(b * R + row) * W + w]);
     }
   }
   return {tokens, path, parents, next, chosen, above, value, sees};
 }
 
 // `rerank` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
-// the flat indices that ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best. text: [B, S+1];
+// the flat indices that ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best. text: [B, S];
 // pos: [B]. Returns: tokens, parents, depths, mask, valid, values and places of the nodes; the node of each candidate.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rerank(
     at::TensorList tokens, at::TensorList values, at::TensorList parents, at::TensorList ran, const Optional& nodes,
     int64_t count, const at::Tensor& text, const at::Tensor& pos) {
-  const int64_t B = pos.size(0), N = count + 1, S = text.size(1);
+  TORCH_CHECK(text.dim() == 2 && tokens.size() == values.size() && parents.size() == values.size(), "levels differ");
+  const int64_t B = text.size(0), N = count + 1, S = text.size(1);
+  const Whole said(text, {B, S}, "text"), root(pos, {B}, "pos");
   int64_t P = 0;
-  for (const at::Tensor& level : values) P += level.size(1);
-  TORCH_CHECK(count <= P, "a tree of ", N, " nodes needs as many candidates and a root; there are ", P);
-  const at::Tensor token = at::empty({B, N}, pos.options()), above = at::empty_like(token);
-  const at::Tensor depth = at::empty_like(token), place = at::empty_like(token);
-  const at::Tensor number = at::empty({B, P + 1}, pos.options());
-  const at::Tensor mask = at::empty({B, N, N}, pos.options().dtype(at::kBool));
-  const at::Tensor valid = at::empty({B, N}, mask.options());
-  const at::Tensor value = at::empty({B, N}, pos.options().dtype(at::kFloat));
-  std::vector<float> score(P);
-  std::vector<int64_t> order, drafted(P), parent(P), where(P + 1);
+  for (const at::Tensor& level : values) P += level.size(-1);
+  TORCH_CHECK(count >= 0 && count <= P, "a tree of ", N, " nodes needs as many candidates and a root; there are ", P);
+  const int64_t sets = nodes && nodes->size(0) > 1 ? B : 1;
+  const auto fixed = optional<int64_t>(nodes, {sets, count}, "nodes");
+  std::vector<float> score(B * P);
+  std::vector<int64_t> order, drafted(B * P), parent(B * P), place(B * (P + 1));
+  int64_t begin = 0, ordinal = 1;  // 0 is the root's
+  for (size_t level = 0; level < values.size(); level++) {
+    const int64_t X = values[level].size(-1);
+    const Operand<float> v(values[level], {B, X}, "values");
+    const Whole t(tokens[level], {B, X}, "tokens"), p(parents[level], {B, X}, "parents");
+    for (int64_t b = 0; b < B; b++)
+      for (int64_t i = 0; i < X; i++) {
+        const int64_t to = b * P + begin + i;
+        score[to] = v[b * X + i], drafted[to] = t[b * X + i], parent[to] = p[b * X + i];
+        TORCH_CHECK(parent[to] >= -1 && parent[to] < begin + i, "candidate ", begin + i, " has no parent before it");
+      }
+    begin += X;
+  }
+  for (const at::Tensor& level : ran) {
+    const int64_t R = level.size(-1);
+    const Whole index(level, {B, R}, "ran");
+    for (int64_t b = 0; b < B; b++)
+      for (int64_t i = 0; i < R; i++) place[b * (P + 1) + within(index[b * R + i], P, "an index") + 1] = ordinal + i;
+    ordinal += R;
+  }
+  const at::Tensor token = at::empty({B, N}, text.options()), above = at::empty_like(token);
+  const at::Tensor depth = at::empty_like(token), places = at::empty_like(token);
+  const at::Tensor number = at::empty({B, P + 1}, text.options()), value = text.new_empty({B, N}, at::kFloat);
+  const at::Tensor mask = text.new_empty({B, N, N}, at::kBool), valid = text.new_empty({B, N}, at::kBool);
   for (int64_t b = 0; b < B; b++) {
-    int64_t at = 0;
-    for (size_t level = 0; level < values.size(); level++) {
-      const int64_t X = values[level].size(1);
-      std::copy_n(values[level].const_data_ptr<float>() + b * X, X, &score[at]);
-      std::copy_n(whole(tokens[level]) + b * X, X, &drafted[at]);
-      std::copy_n(whole(parents[level]) + b * X, X, &parent[at]);
-      at += X;
-    }
-    if (nodes) {
-      const int64_t* fixed = whole(*nodes) + (nodes->size(0) > 1 ? b * count : 0);
-      order.assign(fixed, fixed + count);
+    if (fixed) {
+      const int64_t* first = fixed->data + (sets > 1 ? b * count : 0);
+      order.assign(first, first + count);
     } else {
-      best_first(score.data(), P, order);
+      best_first(score.data() + b * P, P, order);
       order.resize(count);
       std::sort(order.begin(), order.end());
     }
-    std::fill(where.begin(), where.end(), int64_t(0));
-    int64_t ordinal = 1;  // 0 is the root's
-    for (const at::Tensor& level : ran)
-      for (int64_t i = 0; i < level.size(1); i++) where[whole(level)[b * level.size(1) + i] + 1] = ordinal++;
     int64_t *of = out(number) + b * (P + 1), *t = out(token) + b * N, *p = out(above) + b * N, *d = out(depth) + b * N;
-    bool* sees = mask.mutable_data_ptr<bool>() + b * N * N;
+    bool *sees = mask.mutable_data_ptr<bool>() + b * N * N, *real = valid.mutable_data_ptr<bool>() + b * N;
+    float* worth = value.mutable_data_ptr<float>() + b * N;
     std::fill_n(of, P + 1, int64_t(0));
     std::fill_n(sees, N * N, false);
-    const int64_t root = whole(pos)[b];
-    TORCH_CHECK(root >= 0 && root < S, "a text of ", S, " tokens has no token ", root);
-    t[0] = whole(text)[b * S + root], p[0] = d[0] = 0, sees[0] = true;
-    valid.mutable_data_ptr<bool>()[b * N] = true, value.mutable_data_ptr<float>()[b * N] = 0;
-    out(place)[b * N] = 0;
+    t[0] = said[b * S + within(root[b], S, "the root")];
+    p[0] = d[0] = out(places)[b * N] = 0, sees[0] = real[0] = true, worth[0] = 0;
     for (int64_t i = 1; i < N; i++) {  // parents precede children
-      const int64_t from = order[i - 1];
-      TORCH_CHECK(from >= 0 && from < P && parent[from] < from, "candidate ", from, " of ", P, " has no parent before it");
-      of[from + 1] = i, t[i] = drafted[from], p[i] = of[parent[from] + 1], d[i] = d[p[i]] + 1;
+      const int64_t from = within(order[i - 1], P, "a node"), at = b * P + from;
+      of[from + 1] = i, t[i] = drafted[at], p[i] = of[parent[at] + 1];
+      TORCH_CHECK(p[i] < i, "nodes must ascend");
+      d[i] = d[p[i]] + 1, worth[i] = score[at], real[i] = score[at] > -INFINITY;
       std::copy_n(sees + p[i] * N, N, sees + i * N);
       sees[i * N + i] = true;
-      valid.mutable_data_ptr<bool>()[b * N + i] = score[from] > -INFINITY;
-      value.mutable_data_ptr<float>()[b * N + i] = score[from];
-      out(place)[b * N + i] = where[from + 1];
+      out(places)[b * N + i] = place[b * (P + 1) + from + 1];
     }
   }
-  return {token, above, depth, mask, valid, value, place, number};
+  return {token, above, depth, mask, valid, value, places, number};
 }
 
 // -------------------------------------------------------------------------------------------------- accepting
 
-// `accept` of draft_tree.py. tokens, parents, depths: [B, N]; mask: [B, N, N]; valid: [B, N]; choice: [B, N].
+// `accept` of draft_tree.py. tokens, parents, depths, valid, choice: [B, N]; mask: [B, N, N], which parents imply.
 // Returns: path [B, D+1], length [B], emitted [B, D+1], moves [B, D+1].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
-    const at::Tensor& tokens, const at::Tensor& parents, const at::Tensor& depths, const at::Tensor& mask,
+    const at::Tensor& tokens, const at::Tensor& parents, const at::Tensor& depths, const at::Tensor&,
     const at::Tensor& valid, const at::Tensor& choice, int64_t depth) {
+  TORCH_CHECK(tokens.dim() == 2 && depth >= 0, "tokens must be [B, N]");
   const int64_t B = tokens.size(0), N = tokens.size(1), D = depth + 1;
-  const at::Tensor t = tokens.contiguous(), p = parents.contiguous(), d = depths.contiguous(), v = valid.contiguous();
-  const at::Tensor wanted = choice.contiguous(), path = at::empty({B, D}, t.options()), length = at::empty({B}, t.options());
+  const Whole token(tokens, {B, N}, "tokens"), parent(parents, {B, N}, "parents"), level(depths, {B, N}, "depths");
+  const Whole target(choice, {B, N}, "choice");
+  const Truth real(valid, {B, N}, "valid");
+  const at::Tensor path = at::empty({B, D}, tokens.options()), length = at::empty({B}, tokens.options());
   const at::Tensor emitted = at::empty_like(path), moves = at::empty_like(path);
   std::vector<char> accepted(N);
   for (int64_t b = 0; b < B; b++) {
-    const int64_t *token = whole(t) + b * N, *parent = whole(p) + b * N, *level = whole(d) + b * N;
-    const int64_t* target = whole(wanted) + b * N;
-    const bool* real = v.const_data_ptr<bool>() + b * N;
+    const int64_t first = b * N;
     int64_t deepest = 0;
     accepted[0] = true;
-    for (int64_t i = 1; i < N; i++) {  // parents precede children; of equally deep nodes the first stays
-      accepted[i] = accepted[parent[i]] && real[i] && token[i] == target[parent[i]];
-      if (accepted[i] && level[i] > level[deepest]) deepest = i;
+    for (int64_t i = 1; i < N; i++) {  // of equally deep nodes the first stays
+      const int64_t above = within(parent[first + i], i, "a parent");
+      accepted[i] = accepted[above] && real[first + i] && token[first + i] == target[first + above];
+      if (accepted[i] && level[first + i] > level[first + deepest]) deepest = i;
     }
-    TORCH_CHECK(level[deepest] <= depth, "a path of ", level[deepest], " nodes is deeper than ", depth);
     int64_t *to = out(path) + b * D, *from = out(moves) + b * D;
     std::fill_n(to, D, int64_t(0));
     std::iota(from, from + D, int64_t(0));  // rows past the path stay where they are
-    for (int64_t i = deepest; level[i] > 0; i = parent[i]) to[level[i]] = from[level[i]] = i;
-    out(length)[b] = level[deepest];
-    for (int64_t i = 0; i < D; i++) out(emitted)[b * D + i] = target[to[i]];
+    for (int64_t i = deepest; i > 0; i = parent[first + i]) {
+      const int64_t at = within(level[first + i], D, "a depth");
+      to[at] = from[at] = i;
+    }
+    out(length)[b] = level[first + deepest];
+    for (int64_t i = 0; i < D; i++) out(emitted)[b * D + i] = target[first + to[i]];
   }
   return {path, length, emitted, moves};
 }
@@ -211,36 +233,41 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     at::Tensor tokens, const at::Tensor& pos, const at::Tensor& draws, const at::Tensor& done, const at::Tensor& limit,
     const at::Tensor& roots, const at::Tensor& path, const at::Tensor& length, const at::Tensor& emitted,
     const at::Tensor& ends, const at::Tensor& features, int64_t preset) {
-  const int64_t B = path.size(0), D = path.size(1), N = roots.size(1), S = tokens.size(1), E = ends.numel();
-  const at::Tensor of = features.contiguous(), root = roots.contiguous();
+  TORCH_CHECK(path.dim() == 2 && roots.dim() == 2 && tokens.dim() == 2 && features.dim() == 3, "operands do not fit");
+  const int64_t B = path.size(0), D = path.size(1), N = roots.size(1), S = tokens.size(1), F = features.size(2);
+  TORCH_CHECK(tokens.is_contiguous() && tokens.size(0) == B && features.size(0) == B && features.size(1) == N,
+              "tokens and features must be of ", B, " sequences, tokens in one piece");
+  const Whole at(pos, {B}, "pos"), drawn(draws, {B}, "draws"), last(limit, {B}, "limit"), root(roots, {B, N}, "roots");
+  const Whole node(path, {B, D}, "path"), accepted(length, {B}, "length"), said(emitted, {B, D}, "emitted");
+  const Whole end(ends, {ends.numel()}, "ends");
+  const Truth over(done, {B}, "done");
+  const at::Tensor of = features.contiguous();
   const at::Tensor new_pos = at::empty_like(pos), new_draws = at::empty_like(pos), count = at::empty_like(pos);
-  const at::Tensor new_done = at::empty_like(done), row_tokens = at::empty({B, D + 1}, pos.options());
-  const at::Tensor facts = at::empty({B, D + 5}, pos.options());
-  const at::Tensor row_features = at::empty({B, D, features.size(2)}, features.options());
-  const int64_t bytes = features.size(2) * features.element_size();
-  TORCH_CHECK(tokens.is_contiguous() && path.is_contiguous() && emitted.is_contiguous(), "tokens must lie in one piece");
+  const at::Tensor new_done = at::empty_like(done), facts = at::empty({B, D + 5}, pos.options());
+  const at::Tensor row_tokens = at::empty({B, D + 1}, pos.options());
+  const at::Tensor row_features = at::empty({B, D, F}, features.options());
+  const int64_t bytes = F * features.element_size();
   for (int64_t b = 0; b < B; b++) {
-    const int64_t *next = whole(emitted) + b * D, *at_depth = whole(path) + b * D, begin = whole(pos)[b];
-    const bool over = done.const_data_ptr<bool>()[b];
-    const auto is_end = [&](int64_t token) { return std::find(whole(ends), whole(ends) + E, token) != whole(ends) + E; };
-    int64_t kept = over ? 0 : std::min(whole(length)[b] + 1, whole(limit)[b] - begin);
+    const int64_t *next = said.data + b * D, begin = at[b], whole = within(accepted[b], D, "a length") + 1;
+    int64_t kept = std::max<int64_t>(0, over[b] ? 0 : std::min(whole, last[b] - begin));
     bool ended = false;
-    for (int64_t i = 0; i < kept && !ended; i++)
-      if ((ended = is_end(next[i]))) kept = i + 1;
-    kept = std::max<int64_t>(kept, 0);
+    for (int64_t i = 0; i < kept && !ended; i++) {
+      ended = std::find(end.data, end.data + ends.numel(), next[i]) != end.data + ends.numel();
+      if (ended) kept = i + 1;
+    }
     TORCH_CHECK(begin >= 0 && begin + kept < S, "a text of ", S, " tokens has no room behind token ", begin);
     std::copy_n(next, kept, out(tokens) + b * S + begin + 1);
-    out(count)[b] = kept, out(new_pos)[b] = begin + kept, out(new_draws)[b] = whole(draws)[b] + kept;
-    const bool last = over || ended || begin + kept >= whole(limit)[b];
-    new_done.mutable_data_ptr<bool>()[b] = last;
+    const bool finished = over[b] || ended || begin + kept >= last[b];
+    out(count)[b] = kept, out(new_pos)[b] = begin + kept, out(new_draws)[b] = drawn[b] + kept;
+    new_done.mutable_data_ptr<bool>()[b] = finished;
     int64_t *row = out(row_tokens) + b * (D + 1), *fact = out(facts) + b * (D + 5);
-    row[0] = whole(root)[b * N];
+    row[0] = root[b * N];
     std::copy_n(next, D, row + 1);
-    const int64_t told[5] = {kept, whole(length)[b], last, preset, begin};
+    const int64_t told[5] = {kept, accepted[b], finished, preset, begin};
     std::copy_n(told, 5, std::copy_n(next, D, fact));
     const char* from = static_cast<const char*>(of.const_data_ptr()) + b * N * bytes;
     char* to = static_cast<char*>(row_features.mutable_data_ptr()) + b * D * bytes;
-    for (int64_t i = 0; i < D; i++) std::memcpy(to + i * bytes, from + at_depth[i] * bytes, bytes);
+    for (int64_t i = 0; i < D; i++) std::memcpy(to + i * bytes, from + within(node[b * D + i], N, "a node") * bytes, bytes);
   }
   return {new_pos, new_draws, new_done, count, row_tokens, row_features, facts};
 }
@@ -249,35 +276,41 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 // written; features: [B, R, F]; count, waiting, passed: [B]. Returns: waiting and passed.
 std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& features, const at::Tensor& count,
                                              const at::Tensor& waiting, const at::Tensor& passed) {
+  TORCH_CHECK(kept.dim() == 3 && features.dim() == 3 && kept.is_contiguous() && kept.size(2) == features.size(2) &&
+                  kept.size(0) == features.size(0) && kept.scalar_type() == features.scalar_type(),
+              "the rows that wait must be like the new ones");
   const int64_t B = features.size(0), R = features.size(1), places = kept.size(1), room = places - 1;
   const int64_t bytes = features.size(2) * features.element_size();
-  const at::Tensor of = features.contiguous(), more = at::empty_like(waiting), by = at::empty_like(passed);
-  TORCH_CHECK(kept.is_contiguous() && kept.size(2) == features.size(2), "rows of other widths wait");
+  const Whole rows(count, {B}, "count"), before(waiting, {B}, "waiting"), by(passed, {B}, "passed");
+  const at::Tensor of = features.contiguous(), more = at::empty_like(waiting), gone = at::empty_like(passed);
   for (int64_t b = 0; b < B; b++) {
-    const int64_t rows = whole(count)[b], before = whole(waiting)[b];
-    TORCH_CHECK(rows >= 0 && rows <= R, "of ", R, " rows ", rows, " cannot count");
-    for (int64_t i = std::max<int64_t>(0, rows - room); i < rows; i++)
-      std::memcpy(static_cast<char*>(kept.mutable_data_ptr()) + (b * places + (before + i) % room) * bytes,
+    const int64_t real = within(rows[b], R + 1, "a count");
+    TORCH_CHECK(before[b] >= 0 && room > 0, "no row can wait");
+    for (int64_t i = std::max<int64_t>(0, real - room); i < real; i++)
+      std::memcpy(static_cast<char*>(kept.mutable_data_ptr()) + (b * places + (before[b] + i) % room) * bytes,
                   static_cast<const char*>(of.const_data_ptr()) + (b * R + i) * bytes, bytes);
-    out(more)[b] = before + rows, out(by)[b] = whole(passed)[b] + R;
+    out(more)[b] = before[b] + real, out(gone)[b] = by[b] + R;
   }
-  return {more, by};
+  return {more, gone};
 }
 
 // ---------------------------------------------------------------------------------------------------- places
 
 // `place_rows` of ops/tree.py: slots [B, T], start [B] and positions [B, T]. depths: [B, T]; none: `depth` of all rows
-std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done, const Optional& depths,
-                                                     int64_t rows, int64_t slot, int64_t depth) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
+                                                          const Optional& depths, int64_t rows, int64_t slot,
+                                                          int64_t depth) {
   const int64_t B = pos.size(0);
+  const Whole begin(pos, {B}, "pos");
+  const auto over = optional<bool>(done, {B}, "done");
+  const auto below = optional<int64_t>(depths, {B, rows}, "depths");
   const at::Tensor slots = at::empty({B, rows}, pos.options()), positions = at::empty_like(slots);
   const at::Tensor start = at::empty({B}, pos.options());
   for (int64_t b = 0; b < B; b++) {
-    const int64_t begin = whole(pos)[b];
-    out(start)[b] = done && done->const_data_ptr<bool>()[b] ? 0 : begin;
+    out(start)[b] = over && (*over)[b] ? 0 : begin[b];
     for (int64_t t = 0; t < rows; t++) {
-      out(slots)[b * rows + t] = begin + slot + t;
-      out(positions)[b * rows + t] = begin + (depths ? whole(*depths)[b * rows + t] : depth);
+      out(slots)[b * rows + t] = begin[b] + slot + t;
+      out(positions)[b * rows + t] = begin[b] + (below ? (*below)[b * rows + t] : depth);
     }
   }
   return {slots, start, positions};
@@ -286,12 +319,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos,
 // `causal_window` of model.py: slots [B, T] and mask [B, T, T]. start: [B]
 std::tuple<at::Tensor, at::Tensor> causal(const at::Tensor& start, int64_t rows) {
   const int64_t B = start.size(0);
+  const Whole begin(start, {B}, "start");
   const at::Tensor slots = at::empty({B, rows}, start.options());
   const at::Tensor mask = at::empty({B, rows, rows}, start.options().dtype(at::kBool));
   bool* sees = mask.mutable_data_ptr<bool>();
   for (int64_t b = 0; b < B; b++)
     for (int64_t t = 0; t < rows; t++) {
-      out(slots)[b * rows + t] = start.const_data_ptr<int64_t>()[b] + t;
+      out(slots)[b * rows + t] = begin[b] + t;
       for (int64_t w = 0; w < rows; w++) sees[(b * rows + t) * rows + w] = w <= t;
     }
   return {slots, mask};
