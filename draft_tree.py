@@ -172,7 +172,8 @@ def grow(
     for level, width in enumerate((*shape.widths, 0)):
         k = shape.ranks(level)
         found, shared = children(out, level, k)
-        step = Expansion(k, width, slot, shape.places_of(level), shape.by_value)
+        places = shape.places_of(level) if width else None
+        step = Expansion(k, width, slot, places, shape.by_value)
         pool, front = next_level(found, shared, front, step, begin, slots)
         levels.append(pool)
         begin += pool.tokens.shape[1]
@@ -186,9 +187,9 @@ def grow(
     if graft:
         levels = [graft.add(Candidates.join(levels))]
         depth = max(depth, graft.depth)
-    *nodes, places, number = rerank(levels, ran, shape.nodes, depth, text)
-    tree = DraftTree(*nodes[:5], values=nodes[5])
-    return (with_q(tree, q, ran, number) if q else tree), places
+    chosen = rerank(levels, ran, shape.nodes, depth, text)
+    tree = DraftTree(*chosen[:5], values=chosen.values)
+    return (with_q(tree, q, ran, chosen.number) if q else tree), chosen.places
 
 
 def with_q(tree: DraftTree, q: list[Tensor], ran: list[Tensor], number: Tensor) -> DraftTree:
