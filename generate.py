@@ -178,11 +178,9 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
     """Run a few cycles, so that everything is compiled before the first prompt; fall back to eager aloud.
 
     wait: False lets eager cycles run until the compiled ones are there, where both give the same bits
-    Where the host chooses among trees, their cycles are timed.
     """
     if engine.config.compile and not wait and engine.target.layers.fused and engine.other_rule is None:
-        eager = replace(engine, cycles=tuple(cycle.step for cycle in engine.cycles))
-        engine = replace(engine, chooser=with_chooser(eager, 0.0).chooser)
+        engine = with_chooser(engine)
         work = [lambda: take_over(engine.config.device, lambda: _compile_apart(engine))]
         for cycle in engine.cycles:
             cycle.waits, cycle.on_first_run = False, work
@@ -203,21 +201,18 @@ def warm_up(engine: Engine, wait: bool = True) -> Engine:
 
 def _compile_apart(engine: Engine) -> None:
     apart = replace(engine, pool=[])  # with buffers of its own
-    slow, fast = (replace(apart, cycles=tuple(c)) for c in zip(*((c.step, c.compiled) for c in engine.cycles)))
-    time_cycles(fast)
+    time_cycles(replace(apart, cycles=tuple(cycle.compiled for cycle in engine.cycles)))
     for cycle in engine.cycles:  # all at once: torch refuses to run one step while it traces another in any thread
         cycle.waits = True
-    if engine.drafter.timed:  # beside the decoding both are slow; their ratio is not
-        engine.chooser.rescale([after / before for before, after in zip(time_cycles(slow), time_cycles(fast))])
 
 
-def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
-    """The engine with what chooses among its trees. seconds: to time them for, at most, if once takes less."""
+def with_chooser(engine: Engine) -> Engine:
+    """The engine with what chooses among its trees, if it has several. Only captured cycles are timed."""
     if not engine.drafter.timed:
         return engine
-    from extras.autosize import timed
+    from extras.autosize import sizer_of
 
-    return replace(engine, chooser=timed(engine.drafter, lambda: time_cycles(engine), seconds, not engine.captured))
+    return replace(engine, chooser=sizer_of(engine, time_cycles(engine) if engine.captured else ()))
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
