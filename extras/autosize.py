@@ -39,7 +39,7 @@ FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle; what is acc
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace, at least
 PRIOR_WEIGHT = 16  # of the rule of thumb for accepted tokens (cycles of a row)
 COST_WEIGHT = 0.5  # of the rule of thumb for costs (cycles)
-RECALLED = 8  # most that anything counts which was learned before this process (cycles, cycles of a row, tokens)
+RECALLED = 8  # what is remembered counts for at most (cycles, tokens); costs never fade below that
 MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
 NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4}  # costs of a further node at first, by format, as on AVX2 (LOG.md)
 HOLD = 3  # cycles for which a decision holds
@@ -112,7 +112,7 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 def cost_of(shape: TreeShape, node: float) -> float:
     """Estimate what a cycle costs, relative to one without a tree. node: the same of a further node
 
-    A rule of thumb, for processors: within 10 % of trees of 4 to 16 nodes on SmolLM2, in 16, 8 and 4 bits (LOG.md).
+    A rule of thumb, for processors: within 12 % of trees of 4 to 16 nodes on SmolLM2, in 16, 8 and 4 bits (LOG.md).
     """
     return 1 + node * (shape.size - 1)
 
@@ -135,21 +135,21 @@ def trained_miss(head: str) -> float | None:
 
 @dataclass
 class Known:
-    """Everything learned about presets. Means fade, and stand for that many cycles."""
+    """Everything that is remembered: fading means, and what each stands for.
+
+    Accepted tokens of a preset are a text's own; of the next text, the share of misses says as much.
+    """
 
     costs: list[float]  # of a cycle at pace 1; in a file and at first, that without a tree is 1
     seen: list[float]  # cycles
-    accepted: list[float]  # the bonus not counted
-    weights: list[float]  # cycles of a row
     miss: float  # share of tokens that a chain's levels miss
     miss_weight: float  # tokens
 
 
 def unknown(shapes: Sequence[TreeShape], miss: float | None = None) -> Known:
     """The start without memory. miss: as the head's training says"""
-    none = [0.0] * len(shapes)
-    trained = (MISS, MISS_WEIGHT) if miss is None else (miss, RECALLED)
-    return Known([1.0] * len(shapes), none, none, none, *trained)
+    count, trained = len(shapes), (MISS, MISS_WEIGHT) if miss is None else (miss, RECALLED)
+    return Known([1.0] * count, [0.0] * count, *trained)
 
 
 def known_of(value: Any, shapes: Sequence[TreeShape]) -> Known | None:
@@ -158,18 +158,15 @@ def known_of(value: Any, shapes: Sequence[TreeShape]) -> Known | None:
     if not isinstance(value, dict) or not value.keys() >= set(names):
         return None
     known = Known(*(value[name] for name in names))
-    lists = (known.costs, known.seen, known.accepted, known.weights)
+    lists = (known.costs, known.seen)
     if not all(isinstance(each, list) and len(each) == len(shapes) for each in lists):
         return None
-    depths = [shape.depth for shape in shapes]
     ranges = [(known.miss, 0, 2), (known.miss_weight, 0, 1e6)]
     ranges += [(cost, 0.01, 1e4) for cost in known.costs]
-    ranges += [(weight, 0, 1e6) for weight in (*known.seen, *known.weights)]
-    ranges += [(mean, 0, depth) for mean, depth in zip(known.accepted, depths)]
-    if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):  # no NaN is in a range
-        return None
+    ranges += [(weight, 0, 1e6) for weight in known.seen]
+    if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
+        return None  # no NaN is in a range
     known.seen = [min(weight, RECALLED) for weight in known.seen]
-    known.weights = [min(weight, RECALLED) for weight in known.weights]
     known.miss_weight = min(known.miss_weight, RECALLED)
     return known
 
@@ -196,17 +193,19 @@ class Autosizer:
         rests: whether the smallest preset may leave out prompts
         """
         self.shapes, self.known, self.node, self.names, self.rests = shapes, known, node, names, rests
+        self.accepted = [0.0] * len(shapes)  # fading means, the bonus not counted
+        self.weights = [0.0] * len(shapes)  # cycles of a row that these stand for
         self.pace, self.cycles = 0.0, 0  # seconds of a cycle that costs 1; cycles that it was measured by
         self.budget, self.last, self.left = 0.0, -1, 0  # cost; preset observed last; cycles until the next decision
         self._decide()
         if known.seen[0] == 0:  # the pace is set without a tree
-            self.running, self.budget = 0, FIRST_BUDGET
+            self.budget = FIRST_BUDGET if self.best == 0 else 0.0
+            self.running = 0
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle, the bonus included."""
-        known, weight = self.known, self.known.weights[preset]
-        prior = accepted_of(self.shapes[preset], known.miss)
-        return 1 + (weight * known.accepted[preset] + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
+        weight, prior = self.weights[preset], accepted_of(self.shapes[preset], self.known.miss)
+        return 1 + (weight * self.accepted[preset] + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
 
     def cost(self, preset: int) -> float:
         """Expected cost of a cycle: its seconds at pace 1."""
@@ -256,10 +255,10 @@ class Autosizer:
         known, cost = self.known, self.cost(preset)
         self.budget += SHARE * cost
         fade = FADE**rows
-        known.weights = [fade * weight for weight in known.weights]
-        known.seen = [FADE * weight for weight in known.seen]
-        known.weights[preset] += rows
-        known.accepted[preset] += rows * (accepted - known.accepted[preset]) / known.weights[preset]
+        self.weights = [fade * weight for weight in self.weights]
+        known.seen = [max(FADE * seen, min(seen, RECALLED)) for seen in known.seen]
+        self.weights[preset] += rows
+        self.accepted[preset] += rows * (accepted - self.accepted[preset]) / self.weights[preset]
         self.pace = self.pace or seconds / cost
         if preset == self.last:  # the first cycle after a change is slow
             self._time(preset, seconds, cost)
