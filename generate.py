@@ -223,13 +223,13 @@ def warm_up(engine: Engine) -> Engine:
     return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0))
 
 
-def with_chooser(engine: Engine, seconds: float = 2.0) -> Engine:
-    """The engine with what chooses among its trees. seconds: to time them for, at most, if once takes less."""
+def with_chooser(engine: Engine) -> Engine:
+    """The engine with what chooses among its trees, if it has several. Only captured cycles are timed."""
     if not engine.drafter.timed:
         return engine
-    from extras.autosize import timed
+    from extras.autosize import sizer_of
 
-    return replace(engine, chooser=timed(engine.drafter, lambda: time_cycles(engine), seconds, not engine.captured))
+    return replace(engine, chooser=sizer_of(engine, time_cycles(engine) if engine.captured else ()))
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:

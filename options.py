@@ -124,7 +124,8 @@ class GenerateConfig:
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     tree: str = option(
         "",
-        "shape of the draft tree; auto picks among several, and none, while decoding: what is fastest here; default: "
+        "shape of the draft tree; auto picks among several, and none, while decoding: what is fastest here, and keeps "
+        "what it learns in ~/.cache/gpt-eagle/trees; default: "
         "auto for a head, chain for a draft model, dynamic where only that can do what is asked for, and with torchrun",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, TREE),

@@ -1,37 +1,49 @@
 """`--tree auto`: which of a drafter's presets the next cycle runs, for the most tokens per second.
 
-1. Every cycle that runs updates two fading means of its preset: accepted tokens, and seconds. The seconds begin as
-   timed before the first prompt, and are relative to the machine's pace, which all presets share.
-2. It also updates how often the drafter misses a token. A rule of thumb derives a prior for every tree size from that
-   (`accepted_of`), so that what one preset shows counts for those that have not run for long.
-3. The preset of the highest rate runs; at the very first the smallest, which is what drafting must not be slower than.
-   A probe of the smallest, or of the next larger or smaller one, whichever costs little and is little known, takes its
-   place for a few cycles whenever a budget, a small share of the time, covers what it is expected to lose. The smallest
-   is bound by reading weights and large trees by arithmetic, so a machine's drift changes their ratio.
+1. Every cycle that runs updates two fading means of its preset: accepted tokens, and seconds relative to the machine's
+   pace, which all presets share.
+2. It also updates how often the drafter misses a token, and what a further node costs. Two rules of thumb derive priors
+   for every tree size from these (`accepted_of`, `cost_of`), so that what one preset shows counts for those that have
+   not run for long.
+3. The preset of the highest rate runs. A probe of none, or of the next larger or smaller one, whichever costs little
+   and is little known, takes its place for a few cycles whenever a budget, a small share of the time, covers what it is
+   expected to lose. A pass without a tree is bound by reading weights and large trees by arithmetic, so a machine's
+   drift changes their ratio.
+4. A process starts from what earlier ones have learned (remembered.py). The first has only the rules of thumb, and the
+   acceptance that the head's training has measured; it runs a few cycles without a tree, which set the pace.
 
 Trade-off: one choice for all rows of a batch, on the host. A choice costs time and never changes a token.
-Not here: the compiled cycles of the presets (decode.py), and a drafter at rest (deferred.py).
+Not here: the cycles of the presets (decode.py), and a drafter at rest (deferred.py).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from checkpoint import read_json
+from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import LARGEST, Drafter, TreeDrafter
 from extras.deferred import Deferred, Idle
+from extras.remembered import file_of, recall, remember
 from model import Transformer
 
 FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle; what is accepted fades by each row
-PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace
-TIMED_WEIGHT = 2  # of the seconds timed before the first prompt (cycles)
-PRIOR_WEIGHT = 16  # of the rule of thumb (cycles of a row)
+PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace, at least
+PRIOR_WEIGHT = 16  # of the rule of thumb for accepted tokens (cycles of a row)
+COST_WEIGHT = 0.5  # of the rule of thumb for costs (cycles)
+RECALLED = 8  # what is remembered counts for at most (cycles, tokens); costs never fade below that
 MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
-UNSHAPED = 2.0  # accepted tokens of a tree without a shape before its first cycle; its weight is 1 cycle
+NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4}  # costs of a further node at first, by format, as on AVX2 (LOG.md)
 HOLD = 3  # cycles for which a decision holds
+FIRST_BUDGET = 3.0  # for the first probe of all (cycles without a tree)
 SHARE = 0.007  # of the time that probes may lose
 LEAST_LOSS = 0.02  # share of its time that a probe counts as losing at least
 
@@ -57,26 +69,31 @@ def with_smaller_trees(drafter: TreeDrafter, target: Transformer) -> Deferred:
     return Deferred(drafter, target, [Idle(drafter, target), *smaller])
 
 
-def shape_of(preset: Drafter) -> TreeShape | None:
-    """A preset's tree; None where it grows otherwise (n-gram lookup)."""
-    if preset.depth == 0:
-        return TreeShape(0, 0, 1)
-    tree = preset.drafter.tree if isinstance(preset, Deferred) else None
-    return TreeShape(tree.depth, tree.width, tree.size) if tree else None
+def shape_of(preset: Drafter) -> TreeShape:
+    """A preset's tree."""
+    return TreeShape(preset.depth, preset.width, preset.size)
 
 
-def timed(drafter: Drafter, time_cycles: Callable[[], list[float]], seconds: float, rests: bool) -> Autosizer:
-    """Time the presets' cycles once, and more often as `seconds` allow.
+def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
+    """Make what chooses among an engine's presets. timed_s: seconds of a cycle of each, where they were timed
 
-    time_cycles: the seconds of a cycle of each
-    rests: whether prompts may be left out; False where their passes are captured, each way in a graph of its own
+    What it learns is written to the user's cache when it is dropped, or at the end of the process.
     """
-    began, rounds = time.perf_counter(), []
-    while not rounds or (len(rounds) < 9 and (time.perf_counter() - began) * (1 + 1 / len(rounds)) < seconds):
-        rounds.append(time_cycles())
-    costs = [statistics.median(times) for times in zip(*rounds)]
-    shapes, names = zip(*((shape_of(preset), preset.name) for preset in drafter.presets))
-    return Autosizer(shapes, costs, names, rests and drafter.presets[0].room == LARGEST)
+    config, drafter, file = engine.config, engine.drafter, file_of(engine)
+    shapes = [shape_of(preset) for preset in drafter.presets]
+    known = known_of(recall(file), shapes) if file else None
+    known = known or unknown(shapes, trained_miss(config.eagle))
+    if timed_s:
+        known.costs = [seconds / timed_s[0] for seconds in timed_s]
+        known.seen = [RECALLED] * len(shapes)
+    node, rows = NODE[config.quant], config.batch_size
+    node *= rows / (1 + (rows - 1) * node)  # a cycle without a tree has a node per row
+    # prompts that are captured have to be read: each way is a graph of its own
+    rests = not engine.captured and drafter.presets[0].room == LARGEST
+    sizer = Autosizer(shapes, known, node, [preset.name for preset in drafter.presets], rests)
+    if file:
+        weakref.finalize(sizer, _save, file, known, asdict(known))
+    return sizer
 
 
 # ------------------------------------------------------------------------------------------------ choice
@@ -92,40 +109,120 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
     return sum(hit**level for level in range(1, shape.depth + 1))
 
 
+def cost_of(shape: TreeShape, node: float) -> float:
+    """Estimate what a cycle costs, relative to one without a tree. node: the same of a further node
+
+    A rule of thumb, for processors: within 12 % of trees of 4 to 16 nodes on SmolLM2, in 16, 8 and 4 bits (LOG.md).
+    """
+    return 1 + node * (shape.size - 1)
+
+
+def trained_miss(head: str) -> float | None:
+    """The share of tokens that chains missed at the end of a draft head's training; None where none is told."""
+    if not head:
+        return None
+    try:
+        alpha = read_json(Path(head, "training.json"))["stages"][-1]["curve"][-1]["alpha"]
+        reached = list(accumulate(alpha, mul))  # odds that a path gets so far
+        miss = 1 - sum(reached) / (1 + sum(reached[:-1]))
+    except (ValueError, LookupError, TypeError, ArithmeticError):
+        return None
+    return miss if reached and 0 <= miss <= 1 else None
+
+
+# --------------------------------------------------------------------------------------------- knowledge
+
+
+@dataclass
+class Known:
+    """Everything that is remembered: fading means, and what each stands for.
+
+    Accepted tokens of a preset are a text's own; of the next text, the share of misses says as much.
+    """
+
+    costs: list[float]  # of a cycle at pace 1; in a file and at first, that without a tree is 1
+    seen: list[float]  # cycles
+    miss: float  # share of tokens that a chain's levels miss
+    miss_weight: float  # tokens
+
+
+def unknown(shapes: Sequence[TreeShape], miss: float | None = None) -> Known:
+    """The start without memory. miss: as the head's training says"""
+    count, trained = len(shapes), (MISS, MISS_WEIGHT) if miss is None else (miss, RECALLED)
+    return Known([1.0] * count, [0.0] * count, *trained)
+
+
+def known_of(value: Any, shapes: Sequence[TreeShape]) -> Known | None:
+    """Read what was remembered of such presets; None where it cannot be that. value: any JSON value"""
+    names = [field.name for field in fields(Known)]
+    if not isinstance(value, dict) or not value.keys() >= set(names):
+        return None
+    known = Known(*(value[name] for name in names))
+    lists = (known.costs, known.seen)
+    if not all(isinstance(each, list) and len(each) == len(shapes) for each in lists):
+        return None
+    ranges = [(known.miss, 0, 2), (known.miss_weight, 0, 1e6)]
+    ranges += [(cost, 0.01, 1e4) for cost in known.costs]
+    ranges += [(weight, 0, 1e6) for weight in known.seen]
+    if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
+        return None  # no NaN is in a range
+    known.seen = [min(weight, RECALLED) for weight in known.seen]
+    known.miss_weight = min(known.miss_weight, RECALLED)
+    return known
+
+
+def _save(file: Path, known: Known, before: dict[str, Any]) -> None:
+    """Remember what was learned since `before`, if anything."""
+    value = asdict(known)
+    if value != before:
+        remember(file, value | {"costs": [cost / known.costs[0] for cost in known.costs]})
+
+
+# ------------------------------------------------------------------------------------------------ choice
+
+
 class Autosizer:
-    """Chooses among presets, numbered from the smallest tree, which may be the root alone."""
+    """Chooses among presets, numbered from the smallest tree, which is the root alone."""
 
     def __init__(
-        self,
-        shapes: Sequence[TreeShape | None],
-        costs_s: Sequence[float],
-        names: Sequence[str] = (),
-        rests: bool = False,
+        self, shapes: Sequence[TreeShape], known: Known, node: float, names: Sequence[str] = (), rests: bool = False
     ):
-        """Per preset, shapes: as `shape_of` gives them; costs_s: seconds of a cycle as timed; names: for `table`
+        """shapes, names: of the presets; known: what the choice starts from, which is kept up to date
 
+        node: what a further node costs at first, relative to a cycle without a tree
         rests: whether the smallest preset may leave out prompts
         """
-        self.shapes, self.timed_s, self.names, self.rests = shapes, tuple(costs_s), names, rests
-        self.accepted = [UNSHAPED if shape is None else 0.0 for shape in shapes]  # fading means
-        self.weights = [float(shape is None) for shape in shapes]  # cycles of a row that these stand for
-        self.miss, self.miss_weight = MISS, MISS_WEIGHT
-        self.costs, self.pace = list(costs_s), 0.0  # seconds at pace 1; how many times slower the machine runs now
-        self.ratios: Sequence[float] = ()  # to multiply the costs by
-        self.budget, self.last, self.left = 0.0, -1, 0  # s; preset observed last; cycles until the next decision
-        self.seen = [0.0] * len(shapes)  # cycles that the costs stand for
+        self.shapes, self.known, self.node, self.names, self.rests = shapes, known, node, names, rests
+        self.accepted = [0.0] * len(shapes)  # fading means, the bonus not counted
+        self.weights = [0.0] * len(shapes)  # cycles of a row that these stand for
+        self.pace, self.cycles = 0.0, 0  # seconds of a cycle that costs 1; cycles that it was measured by
+        self.budget, self.last, self.left = 0.0, -1, 0  # cost; preset observed last; cycles until the next decision
         self._decide()
-        self.running = 0  # the smallest sets the pace
-
-    def rescale(self, ratios: Sequence[float]) -> None:
-        """Take it that each preset's cycles now take so many times as long. Another thread says so, `next` does it."""
-        self.ratios = ratios
+        if known.seen[0] == 0:  # the pace is set without a tree
+            self.budget = FIRST_BUDGET if self.best == 0 else 0.0
+            self.running = 0
 
     def tokens(self, preset: int) -> float:
         """Expected tokens per row and cycle, the bonus included."""
-        shape, mean, weight = self.shapes[preset], self.accepted[preset], self.weights[preset]
-        prior = mean if shape is None else accepted_of(shape, self.miss)
-        return 1 + (weight * mean + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
+        weight, prior = self.weights[preset], accepted_of(self.shapes[preset], self.known.miss)
+        return 1 + (weight * self.accepted[preset] + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT)
+
+    def cost(self, preset: int) -> float:
+        """Expected cost of a cycle: its seconds at pace 1."""
+        known, seen = self.known, self.known.seen[preset]
+        prior = known.costs[0]
+        if preset > 0:
+            prior *= cost_of(self.shapes[preset], self._node())
+        return (seen * known.costs[preset] + COST_WEIGHT * prior) / (seen + COST_WEIGHT)
+
+    def _node(self) -> float:
+        """What a further node costs, relative to a cycle without a tree."""
+        known, total, weight = self.known, COST_WEIGHT * self.node, COST_WEIGHT
+        for preset, shape in enumerate(self.shapes[1:], 1):
+            each = max(known.costs[preset] / known.costs[0] - 1, 0.0) / (shape.size - 1)
+            total += known.seen[preset] * each
+            weight += known.seen[preset]
+        return total / weight
 
     @property
     def reader(self) -> int:
@@ -134,10 +231,6 @@ class Autosizer:
 
     def next(self, limit: int) -> int:
         """The preset of the next cycle. limit: the largest that makes sense now."""
-        if self.ratios:
-            self.timed_s = tuple(cost * ratio for cost, ratio in zip(self.timed_s, self.ratios))
-            self.costs = [cost * ratio for cost, ratio in zip(self.costs, self.ratios)]
-            self.ratios = ()
         if limit < len(self.shapes) - 1:
             return min(self.best, limit)
         if self.left == 0:
@@ -146,39 +239,49 @@ class Autosizer:
         return self.running
 
     def _decide(self) -> None:
-        rates = [self.tokens(preset) / cost for preset, cost in enumerate(self.costs)]
+        costs = [self.cost(preset) for preset in range(len(self.shapes))]
+        rates = [self.tokens(preset) / cost for preset, cost in enumerate(costs)]
         self.best = self.running = rates.index(max(rates))
         self.left = HOLD
         near = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
-        loss = {p: HOLD * self.costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}
+        loss = {p: HOLD * costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}
         # what costs little to try, and is little known
-        probe = min(loss, key=lambda preset: loss[preset] * (1 + self.seen[preset]), default=self.best)
+        probe = min(loss, key=lambda preset: loss[preset] * (1 + self.known.seen[preset]), default=self.best)
         if self.budget > loss.get(probe, 0.0):
             self.running, self.budget = probe, 0.0
 
     def observe(self, preset: int, accepted: float, seconds: float, rows: int = 1) -> None:
         """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
-        self.budget += SHARE * self.costs[preset]
+        known, cost = self.known, self.cost(preset)
+        self.budget += SHARE * cost
         fade = FADE**rows
-        self.weights, self.seen = [fade * weight for weight in self.weights], [FADE * weight for weight in self.seen]
+        self.weights = [fade * weight for weight in self.weights]
+        known.seen = [max(FADE * seen, min(seen, RECALLED)) for seen in known.seen]
         self.weights[preset] += rows
-        self.seen[preset] += 1
         self.accepted[preset] += rows * (accepted - self.accepted[preset]) / self.weights[preset]
+        self.pace = self.pace or seconds / cost
         if preset == self.last:  # the first cycle after a change is slow
-            self.pace = self.pace or seconds / self.costs[preset]
-            deviation = min(seconds / (self.pace * self.costs[preset]), 2.0) - 1  # one very slow cycle says little
-            self.pace *= 1 + PACE_GAIN * deviation
-            self.costs[preset] *= 1 + deviation / (self.seen[preset] + TIMED_WEIGHT)
+            self._time(preset, seconds, cost)
         self.last = preset
         shape = self.shapes[preset]
-        if shape and shape.depth:
+        if shape.depth:
             missed = min(shape.depth - accepted, 1.0)  # a row's path ends with the first token that is missed
             tried = accepted + missed
-            self.miss_weight = fade * self.miss_weight + rows * tried
-            self.miss += rows * (missed * shape.topk ** (1 / 3) - tried * self.miss) / self.miss_weight
+            known.miss_weight = fade * known.miss_weight + rows * tried
+            known.miss += rows * (missed * shape.topk ** (1 / 3) - tried * known.miss) / known.miss_weight
+
+    def _time(self, preset: int, seconds: float, cost: float) -> None:
+        """Learn from a cycle's time. cost: as expected"""
+        known = self.known
+        self.cycles += 1
+        deviation = min(seconds / (self.pace * cost), 2.0) - 1  # one very slow cycle says little
+        sure = known.seen[preset] / (known.seen[preset] + COST_WEIGHT)  # a time that was guessed tells no pace
+        self.pace *= 1 + sure * max(PACE_GAIN, 1 / self.cycles) * deviation
+        known.seen[preset] += 1
+        known.costs[preset] += (cost * (1 + deviation) - known.costs[preset]) / known.seen[preset]
 
     def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Per preset: how often it ran, and the time of its cycle, as timed before the first prompt and as measured.
+        """Per preset: how often it ran, and the time of its cycle, as expected now and as measured.
 
         ran: the preset and the seconds of each cycle
         """
@@ -189,7 +292,7 @@ class Autosizer:
                 "tree": name,
                 "cycles": len(seconds),
                 "expected_tokens": self.tokens(preset),
-                "predicted_ms": 1e3 * self.timed_s[preset],
+                "predicted_ms": 1e3 * self.pace * self.cost(preset) or None,  # before the first cycle
                 "measured_ms": 1e3 * statistics.mean(seconds) if seconds else None,
             })  # fmt: skip
         return rows

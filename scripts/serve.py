@@ -24,6 +24,7 @@ import errno
 import ipaddress
 import json
 import random
+import signal
 import socket
 import sys
 import time
@@ -530,4 +531,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the end of a process saves what --tree auto has learned
     main()

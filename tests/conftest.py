@@ -13,6 +13,7 @@ from options import DEFAULT
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["GPT_EAGLE_TREES"] = ""  # nothing is remembered, in child processes either
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as runtime.OPTIONS has it, for steps compiled without them
 
 
