@@ -27,6 +27,7 @@ from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_qua
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
+from ops.library import has_cpu_operators
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
@@ -214,7 +215,7 @@ class _Loading:
 
     def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         """The named tensors, one below the other, on the device. dtype: None keeps the files' own."""
-        return self._stack([self.files.read(name) for name in names], names, shape, dtype)
+        return self._stack([self.files.read(name, dtype) for name in names], names, shape, dtype)
 
     def _stack(
         self, parts: Sequence[Tensor], names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None
@@ -276,6 +277,8 @@ def load_model(
     Returns: the model in eval mode. Anonymous memory peaks at 1.2 times the loaded model plus one weight, at most.
     Raises: ValueError for anything wrong with the checkpoint.
     """
+    if device.startswith("cpu"):
+        has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
     config, saved = read_config(path, files.config), saved_quantization(files.config)
     if dtype is None:

@@ -57,6 +57,11 @@ def has_cpu_operators() -> bool:
     return _there[0]
 
 
+def cpu_operators_are_loaded() -> bool:
+    """Whether the C++ operators are there already; this builds nothing."""
+    return _there == [True]
+
+
 @contextmanager
 def our_threads_alone(whether: bool = True) -> Iterator[None]:
     """Run PyTorch's own loops on one thread, those of the C++ operators on as many as before.

@@ -82,6 +82,7 @@ OPERATORS: dict[str, Callable | None] = {
     "layers(Tensor x, Tensor prepared, Tensor(a!)[] k, Tensor(b!)[] v, Tensor cos, Tensor sin, Tensor slots, "
     "Tensor start, Tensor mask, int[] taps, Tensor? h) -> (Tensor, Tensor)":
         lambda x, *operands: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(operands[-2]) * x.shape[-1])),
+    "widen_blocks(Tensor content, str kind, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
     "dot_peak(int rounds) -> float": None,
     "pair_peak(int rounds) -> float": None,
