@@ -214,6 +214,21 @@ class _Cursor:
         self.at += length
         return str(self.file[self.at - length : self.at], "utf-8")
 
+    def strings(self, count: int) -> list[str]:
+        """`string`, many times: vocabularies and merges have 100,000."""
+        texts, file, at, size = [], self.file, self.at, len(self.file)
+        read_length = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            (length,) = read_length(file, at)
+            begin = at + 8
+            at = begin + length
+            if at > size:
+                self.at = begin
+                self.fits_bytes(length)
+            texts.append(str(file[begin:at], "utf-8"))
+        self.at = at
+        return texts
+
     def fits_bytes(self, length: int) -> int:
         """A length. Raises: ValueError when the file is shorter."""
         if length > len(self.file) - self.at:
@@ -230,7 +245,7 @@ class _Cursor:
             raise ValueError(f"a value has the type {type_id} at byte {self.at}")
         type_id, count = self.take("IQ")
         if type_id == STRING:
-            return [self.string() for _ in range(self.fits(count, 8))]
+            return self.strings(self.fits(count, 8))
         if type_id not in FORMATS:
             raise ValueError(f"a list has the type {type_id} at byte {self.at}")
         return list(self.take(f"{self.fits(count, struct.calcsize(FORMATS[type_id]))}{FORMATS[type_id]}"))
