@@ -84,8 +84,8 @@ class Type(NamedTuple):
 
 
 TYPES = {  # by the number in the file. Source: ggml.h, ggml-common.h
-    0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2), 2: Type("Q4_0", 32, 18),
-    3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24), 8: Type("Q8_0", 32, 34),
+    0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2), 8: Type("Q8_0", 32, 34),
+    2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
     10: Type("Q2_K", 256, 84), 11: Type("Q3_K", 256, 110), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176),
     14: Type("Q6_K", 256, 210),
 }  # fmt: skip
@@ -300,7 +300,7 @@ class GgufFile(TensorSource):
         elements = math.prod(info.shape)
         if info.type_id not in TYPES:
             known = ", ".join(kind.name for kind in TYPES.values())
-            rule = f"has the type {info.type_id}, which is not one of {known}"
+            rule = f"has the type {_name_of(info.type_id)}, which is not one of {known}"
             raise ValueError(f"{self.path}: {name} {rule}; use another")
         _, block, size = TYPES[info.type_id]
         if not elements or info.shape[-1] % block:
@@ -394,6 +394,16 @@ class GgufFile(TensorSource):
         if plain.shape != divisors.shape or not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
             raise ValueError(f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model")
         self.config["rope_scaling"] = scaling
+
+
+def _name_of(type_id: int) -> str:
+    """What ggml calls a type that is refused, where the package `gguf` knows it."""
+    try:
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(type_id).name
+    except (ImportError, ValueError):
+        return str(type_id)
 
 
 def _read_without_package(type_name: str) -> bool:
