@@ -311,8 +311,11 @@ class TensorSource(Protocol):
     quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
     note: str = ""  # to be said when all is read
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor. Raises: ValueError when it is missing."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read one tensor. Raises: ValueError when it is missing.
+
+        dtype: what the caller will round it to; a source may do that already, and needs not
+        """
         if name not in self.readers:
             raise ValueError(f"{self.path}: the weight {name} is missing; download it again")
         return self.readers[name]()

@@ -421,8 +421,8 @@ class InflatedFiles(TensorSource):
         """Every tensor's name, and a function that computes it."""
         return {name: partial(self.read, name) for name in self.recipes}
 
-    def read(self, name: str) -> Tensor:
-        """Compute one tensor. It is the same every time on one kind of device."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute one tensor, in the model's dtype. It is the same every time on one kind of device."""
         recipe = self.recipes[name]
         out = torch.empty(recipe.size, dtype=self.dtype, device=self.device)
         low, high = (0.5, 1.5) if out.dim() == 1 else (-_filler_bound(recipe.size), _filler_bound(recipe.size))

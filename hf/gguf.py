@@ -3,7 +3,9 @@
 1. `read_header` maps the file into memory and reads its metadata and the list of its tensors. Every count and length is
    checked against the size of the file first, so a broken file ends in a line, and soon.
 2. `GgufFile` is a `TensorSource`. It writes the metadata as a config.json and translates llama.cpp's names.
-3. Blocks become fp32 through the package `gguf`, one tensor at a time, when that is read.
+3. Blocks become numbers when a tensor is read, one at a time: those of usual types by a C++ operator
+   (ops/cpu/blocks.cpp), which rounds them to bfloat16 on the way; others, and where that is not loaded, as fp32 by the
+   package `gguf`, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
 Trade-off: the package has a reader too. It takes 2 s for 49,152 tokens, and does not end where a count is absurd.
@@ -17,6 +19,7 @@ import mmap
 import re
 import reprlib
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from checkpoint import TensorSource
 from model import rope_frequencies
+from ops.library import cpu_operators_are_loaded
 
 MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
 MAX_SIZE = 2**20  # of a width or a number of layers
@@ -47,7 +51,10 @@ FORMATS = {
 }  # of a scalar, by its type
 STRING, ARRAY = 8, 9
 IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+STORED = ("F32", "F16", "BF16")
+IN_CPP = ("Q4_0", "Q4_1", "Q8_0")  # types that ops/cpu/blocks.cpp knows
+# torch warns of a mapping that cannot be written to; nothing writes to this one
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, from which `factor` is read
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -66,6 +73,22 @@ ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # they end an answer whatever their ty
 
 
 # ------------------------------------------------------------------------------------------------ header
+
+
+class Type(NamedTuple):
+    """How a tensor is stored, in blocks."""
+
+    name: str
+    elements: int  # of a block
+    size: int  # of a block (bytes)
+
+
+TYPES = {  # by the number in the file. Source: ggml.h, ggml-common.h
+    0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2), 8: Type("Q8_0", 32, 34),
+    2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
+    10: Type("Q2_K", 256, 84), 11: Type("Q3_K", 256, 110), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176),
+    14: Type("Q6_K", 256, 210),
+}  # fmt: skip
 
 
 class Info(NamedTuple):
@@ -191,6 +214,21 @@ class _Cursor:
         self.at += length
         return str(self.file[self.at - length : self.at], "utf-8")
 
+    def strings(self, count: int) -> list[str]:
+        """`string`, many times: vocabularies and merges have 100,000."""
+        texts, file, at, size = [], self.file, self.at, len(self.file)
+        read_length = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            (length,) = read_length(file, at)
+            begin = at + 8
+            at = begin + length
+            if at > size:
+                self.at = begin
+                self.fits_bytes(length)
+            texts.append(str(file[begin:at], "utf-8"))
+        self.at = at
+        return texts
+
     def fits_bytes(self, length: int) -> int:
         """A length. Raises: ValueError when the file is shorter."""
         if length > len(self.file) - self.at:
@@ -207,7 +245,7 @@ class _Cursor:
             raise ValueError(f"a value has the type {type_id} at byte {self.at}")
         type_id, count = self.take("IQ")
         if type_id == STRING:
-            return [self.string() for _ in range(self.fits(count, 8))]
+            return self.strings(self.fits(count, 8))
         if type_id not in FORMATS:
             raise ValueError(f"a list has the type {type_id} at byte {self.at}")
         return list(self.take(f"{self.fits(count, struct.calcsize(FORMATS[type_id]))}{FORMATS[type_id]}"))
@@ -226,11 +264,7 @@ class GgufFile(TensorSource):
 
     def __init__(self, path: Path):
         """Read the header. Raises: ValueError for a file that is broken or not supported, or a missing package."""
-        try:
-            import gguf
-        except ImportError:
-            raise ValueError(f"{path} needs the package gguf; run: pip install gguf") from None
-        self.path, self._gguf = path, gguf
+        self.path = path
         self._header = header = read_header(path)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in ("llama", *QWEN):
@@ -239,23 +273,36 @@ class GgufFile(TensorSource):
         if header.metadata.read("split.count", int, 0) > 1:
             raise ValueError(f"{path} is one of several parts; join them first: llama-gguf-split --merge")
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
-        self.config = _config(header, {name: self._type_name(info) for name, info in header.tensors.items()})
+        names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
+        if any(not _read_without_package(kind) for kind in names.values()):
+            self._package()
+        self.config = _config(header, names)
         self._add_rope_scaling()
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for name in header.tensors:
             self.readers.update(self._readers(name))
 
-    def _type_name(self, info: Info) -> str:
-        known = {int(named): named.name for named in self._gguf.GGMLQuantizationType}
-        return known.get(info.type_id, str(info.type_id))
+    def _package(self) -> Any:
+        """The package `gguf`, whose import takes 0.1 s. Raises: ValueError when it is missing."""
+        try:
+            import gguf
+        except ImportError:
+            raise ValueError(f"{self.path} needs the package gguf; run: pip install gguf") from None
+        return gguf
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """As the base class. The C++ operator rounds to bfloat16."""
+        read = self.readers.get(name)
+        return partial(read, dtype=dtype)() if isinstance(read, partial) else super().read(name)
 
     def _bytes(self, name: str, info: Info) -> int:
         """The size of a tensor. Raises: ValueError for an unknown type, or when the file does not hold it whole."""
-        type_name, elements = self._type_name(info), math.prod(info.shape)
-        if type_name not in TYPES:
-            known = ", ".join(TYPES)
-            raise ValueError(f"{self.path}: {name} has the type {type_name}, which is not one of {known}; use another")
-        block, size = self._gguf.GGML_QUANT_SIZES[info.type_id]
+        elements = math.prod(info.shape)
+        if info.type_id not in TYPES:
+            known = ", ".join(kind.name for kind in TYPES.values())
+            rule = f"has the type {_name_of(info.type_id)}, which is not one of {known}"
+            raise ValueError(f"{self.path}: {name} {rule}; use another")
+        _, block, size = TYPES[info.type_id]
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
             raise ValueError(f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill")
@@ -287,10 +334,10 @@ class GgufFile(TensorSource):
         elif name != "rope_freqs.weight":
             yield f"{NAMES.get(stem, stem)}.{leaf}", partial(self._tensor, name)
 
-    def _tensor(self, name: str, part: int | None = None, heads: int = 0) -> Tensor:
+    def _tensor(self, name: str, part: int | None = None, heads: int = 0, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor, or one part along its first dimension.
 
-        heads: undo the order of rows that llama.cpp's rotation needs
+        heads: undo the order of rows that llama.cpp's rotation needs; dtype: as in `read`
         """
         info, size = self._header.tensors[name], self._sizes[name]
         shape, start = info.shape, self._header.start + info.offset
@@ -298,21 +345,26 @@ class GgufFile(TensorSource):
             shape, size = shape[1:], size // shape[0]
             start += part * size
         blocks = np.frombuffer(self._header.file, np.uint8, size, start)
-        value = self._values(blocks, info.type_id).view(shape)
+        value = self._values(blocks, TYPES[info.type_id], dtype).view(shape)
         rows = shape[0]
         if heads and rows % (2 * heads) == 0:  # else the loader says what is wrong with the shape
             value = value.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(shape)
         return value
 
-    def _values(self, blocks: np.ndarray, type_id: int) -> Tensor:
-        """blocks: uint8. Returns: [elements], in the file's own dtype, or fp32 for blocks."""
-        type_name = self._gguf.GGMLQuantizationType(type_id).name
+    def _values(self, blocks: np.ndarray, kind: Type, dtype: torch.dtype | None) -> Tensor:
+        """blocks: uint8; dtype: as in `read`. Returns: [elements], in the file's own dtype, or fp32 for blocks."""
+        type_name, block, size = kind
         if type_name in ("F32", "F16"):
             return torch.from_numpy(blocks.view({"F32": np.float32, "F16": np.float16}[type_name]).copy())
         if type_name == "BF16":
             return torch.from_numpy(blocks.view(np.int16).copy()).view(torch.bfloat16)
-        block, size = self._gguf.GGML_QUANT_SIZES[type_id]
-        value = np.empty(len(blocks) // size * block, np.float32)
+        elements = len(blocks) // size * block
+        if _read_without_package(type_name):
+            rounded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+            value = torch.empty(elements, dtype=rounded)
+            torch.ops.gpt_eagle.widen_blocks(torch.from_numpy(blocks), type_name, value)
+            return value
+        value = np.empty(elements, np.float32)
         bytes_each = PIECE // block * size
         with np.errstate(all="ignore"):  # scales that are no numbers stay so
             for n, first in enumerate(range(0, len(blocks), bytes_each)):
@@ -322,8 +374,9 @@ class GgufFile(TensorSource):
 
     def _widened(self, blocks: np.ndarray, type_name: str) -> np.ndarray:
         """blocks: [1, bytes] uint8, of the named type. Returns: [elements] fp32."""
+        package = self._package()
         try:
-            return self._gguf.quants.dequantize(blocks, self._gguf.GGMLQuantizationType[type_name])[0]
+            return package.quants.dequantize(blocks, package.GGMLQuantizationType[type_name])[0]
         except Exception as error:  # another version of the package may not know the type
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(f"{self.path}: the package gguf cannot read {type_name} ({reason}); update it") from None
@@ -341,6 +394,20 @@ class GgufFile(TensorSource):
         if plain.shape != divisors.shape or not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
             raise ValueError(f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model")
         self.config["rope_scaling"] = scaling
+
+
+def _name_of(type_id: int) -> str:
+    """What ggml calls a type that is refused, where the package `gguf` knows it."""
+    try:
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(type_id).name
+    except (ImportError, ValueError):
+        return str(type_id)
+
+
+def _read_without_package(type_name: str) -> bool:
+    return type_name in STORED or type_name in IN_CPP and cpu_operators_are_loaded()
 
 
 # ------------------------------------------------------------------------------------------------- config

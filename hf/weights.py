@@ -27,9 +27,13 @@ from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_qua
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
+from ops.library import cpu_operators_are_loaded, has_cpu_operators, our_threads_alone
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
+# bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with another program, and
+# one of them loads this much in less than 1 s
+SMALL = 2**29
 EXPERTS = {  # `ModelConfig.expert_names` -> how files call a layer's feed-forward, and gate, up and down of an expert
     "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
     "qwen": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
@@ -119,20 +123,29 @@ def load_weights(
         if which:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
             raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}")
-    loading, pages = _Loading(files, storage), HugePages()
-    for ours, theirs in names.items():
-        owner, _, leaf = ours.rpartition(".")
-        if ours in linear:
-            parent, _, child = owner.rpartition(".")
-            layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
-            if stored_bytes >= REGION and isinstance(layer, QuantLinear):  # experts are too much to be there twice
-                pages.move(layer)
-            setattr(model.get_submodule(parent), child, layer)
-            _trim_heap()
-        else:
+    loading, pages = _Loading(files, storage), HugePages() if stored_bytes >= REGION else None
+    with our_threads_alone(stored_bytes < SMALL and cpu_operators_are_loaded()):
+        for ours, theirs in names.items():
+            if ours in linear:
+                _set_quantized(model, ours, loading, theirs, pages)
+                continue
+            owner, _, leaf = ours.rpartition(".")
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return storage.quant
+
+
+def _set_quantized(
+    model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...], pages: HugePages | None
+) -> None:
+    """Put a quantized layer in the place of a linear one. Writes: `model`."""
+    owner = ours.rpartition(".")[0]
+    parent, _, child = owner.rpartition(".")
+    layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
+    if pages and isinstance(layer, QuantLinear):  # experts are too much to be there twice
+        pages.move(layer)
+    setattr(model.get_submodule(parent), child, layer)
+    _trim_heap()
 
 
 def _layers_of_others(files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
@@ -214,7 +227,7 @@ class _Loading:
 
     def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         """The named tensors, one below the other, on the device. dtype: None keeps the files' own."""
-        return self._stack([self.files.read(name) for name in names], names, shape, dtype)
+        return self._stack([self.files.read(name, dtype) for name in names], names, shape, dtype)
 
     def _stack(
         self, parts: Sequence[Tensor], names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None
@@ -276,6 +289,8 @@ def load_model(
     Returns: the model in eval mode. Anonymous memory peaks at 1.2 times the loaded model plus one weight, at most.
     Raises: ValueError for anything wrong with the checkpoint.
     """
+    if device.startswith("cpu"):
+        has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
     config, saved = read_config(path, files.config), saved_quantization(files.config)
     if dtype is None:

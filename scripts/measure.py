@@ -226,8 +226,11 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    numbers = [f"{key} {said[key]}" for key in ("cpu family", "model") if key in said]  # clouds hide them in the name
+    return " ".join([said["model name"], *numbers])
 
 
 def shown_path(path: str) -> str:

@@ -25,9 +25,10 @@ import quantize
 from checkpoint import Quantization, WeightFiles
 from generate import generate, load
 from hf.config import read_config, read_raw, resolve_draft
-from hf.gguf import GgufFile, chat_template_text
+from hf.gguf import IN_CPP, GgufFile, chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
+from ops.library import has_cpu_operators
 from options import DEMO, GenerateConfig
 from quantize import Int4Linear
 from test_tokenizer import LINES, TEXTS, train_sp
@@ -257,7 +258,30 @@ def test_as_transformers_reads_it(tmp_path, family, kind):
     assert_same_logits(load_model(path, torch.float32), reference.eval())
 
 
+@pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("kind", IN_CPP)
+def test_the_operator_gives_the_packages_bits(tmp_path, monkeypatch, kind):
+    """Blocks of any bytes, with scales that are infinite or no numbers too, for the names with turned rows too."""
+    rng = np.random.default_rng(0)
+    _, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    reference = hf_model()
+    tensors = gguf_tensors(reference)
+    for name, value in tensors.items():
+        if value.ndim > 1:
+            shape = (value.shape[0], value.shape[1] // 32 * size)
+            tensors[name] = (Kind[kind], rng.integers(0, 256, shape, np.uint8))
+    path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
+    files = GgufFile(path)
+    fast = {(name, dtype): files.read(name, dtype) for name in files.readers for dtype in (None, torch.bfloat16)}
+    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
+    for (name, dtype), value in fast.items():
+        want = files.read(name).to(dtype or torch.float32)
+        assert value.dtype == (torch.bfloat16 if dtype and value.dim() > 1 else torch.float32)
+        torch.testing.assert_close(value.to(want.dtype), want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_large_tensors_are_made_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     monkeypatch.setattr("hf.gguf.PIECE", 96 * 32)  # neither rows nor tensors end with a piece
     reference = hf_model()
     path = write_model(tmp_path / "m.gguf", reference, "Q4_1")
@@ -650,6 +674,7 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     said = f"{path} is a GGUF file without its suffix; rename it to model.bin.gguf"
     assert said in refused(capsys, "--checkpoint", str(path))
     monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     assert "needs the package gguf; run: pip install gguf" in refused(capsys, "--checkpoint", str(whole[0]))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="needs the package tokenizers; run: pip install tokenizers"):
@@ -716,6 +741,7 @@ def test_a_type_that_the_package_cannot_read(capsys, whole, monkeypatch):
         raise NotImplementedError("not yet")
 
     monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
+    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     err = refused(capsys, "--checkpoint", str(whole[0]))
     assert "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it" in err
 

@@ -131,6 +131,7 @@ OPERATORS: dict[str, Callable | None] = {
         lambda start, rows: (
             start.new_empty(len(start), rows), start.new_empty(len(start), rows, rows, dtype=torch.bool)
         ),
+    "widen_blocks(Tensor content, str kind, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
     "dot_peak(int rounds) -> float": None,
     "pair_peak(int rounds) -> float": None,

@@ -1,6 +1,7 @@
 // The operators' names, and those files that are not in products.cpp. The two units are compiled side by side; more of
 // them would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
 
+#include "blocks.cpp"
 #include "layers.cpp"
 #include "lookup.cpp"
 #include "rows.cpp"
@@ -27,6 +28,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("gumbel", choice::gumbel)
       .impl("cut", choice::cut)
       .impl("best", choice::best)
+      .impl("widen_blocks", blocks::widen_blocks)
       .impl("rms_norm", layers::rms_norm)
       .impl("prepare_layers", layers::prepare_layers)
       .impl("model", layers::model)
