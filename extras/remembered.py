@@ -25,7 +25,7 @@ import torch
 
 from decode import Engine
 from ops.cpu.build import alone, check_own, processor
-from options import replace_file
+from text_files import replace_file
 
 # options that change what a cycle costs or what is accepted
 OPTIONS = (
