@@ -2,8 +2,8 @@
 
 An operator has a file beside this one, with a plain PyTorch reference and an implementation per device: C++ in `cpu/`
 for CPUs, Triton in `cuda/` for CUDA. Elsewhere are `layers` (cpu/layers.py; its reference is model.py), `gumbel` and
-`cut` (sampling.py), `widen_blocks` (hf/gguf.py), and `stamp` (runtime.py). All are registered with `torch.library`, so that a step that uses them
-compiles with `fullgraph=True`.
+`cut` (sampling.py), `widen_blocks` (hf/gguf.py; its reference is the package gguf), and `stamp` (runtime.py). All are
+registered with `torch.library`, so that a step that uses them compiles with `fullgraph=True`.
 """
 
 from __future__ import annotations
