@@ -418,4 +418,6 @@ class Transformer(nn.Module):
         return self.embedding(tokens), rope_angles(self.rope_freq, positions, self.config.rope_factor)
 
     def logits(self, features: Tensor) -> Tensor:  # [..., F], or with taps behind them -> [..., V] fp32
-        return self.lm_head(features[..., : self.config.dim])
+        if features.shape[-1] > self.config.dim:
+            features = features[..., : self.config.dim]
+        return self.lm_head(features)

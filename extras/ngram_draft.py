@@ -80,8 +80,6 @@ def match_lengths(text: Text, longest: int) -> Tensor:
 
     Returns: [B, S + 1] int64; 0 at the root itself and past it.
     """
-    if on_cpu_operators(text.pos):
-        return torch.ops.gpt_eagle.match_lengths(*text, longest)
     place = torch.arange(text.tokens.shape[1], device=text.pos.device)  # [S + 1]
     equal = place < text.pos[:, None]  # [B, S + 1], so far
     length = torch.zeros_like(text.tokens)
@@ -151,6 +149,8 @@ class NgramDrafter(Drafter):
 
     def prefer(self, text: Text) -> Tensor:
         """Preset 1, the tree, where something matches."""
+        if on_cpu_operators(text.pos):
+            return torch.ops.gpt_eagle.has_match(*text, self.ngram.min, self.ngram.max)
         return (match_lengths(text, self.ngram.max) >= self.ngram.min).any(1).long()
 
     def facts(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Type(NamedTuple):
     size: int  # of a block (bytes)
 
 
-TYPES = {  # by the number in the file. Source: ggml.h, ggml-common.h
+TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZES
     0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2), 8: Type("Q8_0", 32, 34),
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
     10: Type("Q2_K", 256, 84), 11: Type("Q3_K", 256, 110), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176),

@@ -85,7 +85,7 @@ def next_level_reference(
     if shared is not None:
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
         noise = noise if found.ids is None else noise.index_select(-1, found.ids)
-        found = found._replace(logits=shared.temperature * (found.logits + noise))
+        found = Scores(shared.temperature * (found.logits + noise), found.sharpness, found.ids)
     tokens, values, order, best = grow_level(found, front.front, step)
     level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
     if not step.count:

@@ -118,7 +118,8 @@ OPERATORS: dict[str, Callable | None] = {
         ),
     "keep_rows(Tensor(a!) kept, Tensor features, Tensor count, Tensor waiting, Tensor passed) -> (Tensor, Tensor)":
         lambda kept, features, count, waiting, passed: (torch.empty_like(waiting), torch.empty_like(passed)),
-    "match_lengths(Tensor text, Tensor pos, int longest) -> Tensor": lambda text, pos, longest: torch.empty_like(text),
+    "has_match(Tensor text, Tensor pos, int least, int longest) -> Tensor":
+        lambda text, pos, least, longest: torch.empty_like(pos),
     "lookup(Tensor text, Tensor pos, int tokens, int branches, int least, int longest) -> (Tensor, Tensor)":
         lambda text, pos, tokens, branches, least, longest: (
             text.new_empty(len(text), branches, tokens), text.new_empty(len(text), branches, dtype=torch.bool)

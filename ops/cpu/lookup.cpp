@@ -42,16 +42,16 @@ class Texts {
 
 }  // namespace
 
-// text: [B, S]; pos: [B]. Returns: [B, S] int64, 0 at the root itself and past it.
-at::Tensor match_lengths(const at::Tensor& text, const at::Tensor& pos, int64_t longest) {
+// Whether something matches the last `least` tokens of a text or more. text: [B, S]; pos: [B]. Returns: [B] int64, 0 or 1.
+at::Tensor has_match(const at::Tensor& text, const at::Tensor& pos, int64_t least, int64_t longest) {
   const Texts texts(text, pos);
-  const at::Tensor length = at::zeros_like(text, at::TensorOptions(), at::MemoryFormat::Contiguous);
+  const at::Tensor found = at::zeros_like(pos);
   for (int64_t b = 0; b < texts.count; b++) {
     const Text one = texts[b];
-    int64_t* to = length.mutable_data_ptr<int64_t>() + b * texts.size;
-    for (int64_t at = 0; at < one.root; at++) to[at] = one.match_length(at, longest);
+    int64_t& any = found.mutable_data_ptr<int64_t>()[b];
+    for (int64_t at = 0; at < one.root && !any; at++) any = one.match_length(at, longest) >= least;
   }
-  return length;
+  return found;
 }
 
 // The best continuations, pairwise different. Returns: tokens [B, K, L]; which of them are there, [B, K].

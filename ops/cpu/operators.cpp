@@ -41,7 +41,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("place_rows", tree::place_rows)
       .impl("causal", tree::causal)
       .impl("keep_rows", tree::keep_rows)
-      .impl("match_lengths", lookup::match_lengths)
+      .impl("has_match", lookup::has_match)
       .impl("lookup", lookup::lookup)
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
