@@ -310,6 +310,7 @@ class TensorSource(Protocol):
     # weights that others quantized, which are not among the readers, and a function that unpacks one
     quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
     note: str = ""  # to be said when all is read
+    makes_tensors: bool = False  # whether every tensor that is read is a new one, and not a view of a file
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor. Raises: ValueError when it is missing.

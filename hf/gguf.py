@@ -262,6 +262,8 @@ def chat_template_text(path: Path) -> str | None:
 class GgufFile(TensorSource):
     """The tensors of a GGUF file. Blocks are read as fp32."""
 
+    makes_tensors = True
+
     def __init__(self, path: Path):
         """Read the header. Raises: ValueError for a file that is broken or not supported, or a missing package."""
         self.path = path

@@ -239,7 +239,10 @@ class _Loading:
                 f"{self.files.path}: {' + '.join(names)} has shape {got}, "
                 f"but its config asks for {list(shape)} in all; use the config made for these weights"
             )
-        value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=self.storage.device)
+        dtype, device = dtype or parts[0].dtype, self.storage.device
+        if len(parts) == 1 and self.files.makes_tensors and parts[0].dtype == dtype and device == "cpu":
+            return parts[0]
+        value = torch.empty(shape, dtype=dtype, device=device)
         for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
             target.copy_(part)
         return value
