@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf.fetch import fetched
+from ops.library import has_cpu_operators
 from options import DEFAULT
 
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
@@ -54,6 +55,7 @@ def traced(monkeypatch):
 
     What is said about graphs, compiling again and what buffers hold is the same; the bits are those of eager code.
     """
+    has_cpu_operators()  # is known before a step is traced
     inductor = torch.compile
 
     def trace(step, options=None, **how):
@@ -61,6 +63,18 @@ def traced(monkeypatch):
         return inductor(step, backend="aot_eager", options=kept, **how)
 
     monkeypatch.setattr(torch, "compile", trace)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Calls a function as if there were no C++ operators."""
+
+    def call(function, *inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr("ops.library._there", [False])
+            return function(*inputs)
+
+    return call
 
 
 @pytest.fixture

@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +22,15 @@ from torch import Tensor
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
-from decode import Engine, Session, with_cycles
-from draft_tree import StaticTree
+from decode import Cycle, Engine, Session, with_cycles
+from draft_tree import StaticTree, Text
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
 from generate import other_rule
 from hf.weights import load_model
 from model import Transformer
 from ops.attention import HeadNorms
+from ops.library import has_cpu_operators
 from ops.rows import rms_norm_reference
 from options import GenerateConfig
 
@@ -44,6 +48,17 @@ def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
     return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids, other_rule=other_rule(config)))
+
+
+def compiled_as_on_cuda(engine: Engine) -> Engine:
+    """The engine with the cycles that --compile makes on CUDA: compiled by layer, over buffers that stay.
+
+    With the fixture `traced` nothing is written in C++. Where nothing is traced, Inductor compiles for this processor.
+    """
+    assert not engine.config.compile, "on a CPU that is another thing"
+    has_cpu_operators()  # is known before a step is traced
+    cycles = tuple(Cycle(engine, preset).compiled_by_layer() for preset in engine.drafter.presets)
+    return replace(engine, cycles=cycles, captured=True, pool=[])
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:
@@ -207,6 +222,11 @@ def order_of(tree: StaticTree) -> list[tuple[int, ...]]:
     return [path for level in tree.levels for path in level]
 
 
+def text_with(root: Tensor) -> Text:
+    """A text in which `root`, [B] int64, was decided last, between other tokens."""
+    return Text(torch.stack((root + 1, root, root + 2), 1), torch.ones_like(root))
+
+
 def parents_of(tree: StaticTree) -> list[int]:
     """Parent's node number per node."""
     order = order_of(tree)
@@ -231,6 +251,16 @@ def record(monkeypatch, owner: Any, name: str) -> list[Call]:
 
     monkeypatch.setattr(owner, name, wrapper)
     return calls
+
+
+def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
+    """Names of the wrong operands for which a C++ operator does not raise a RuntimeError."""
+    passed = []
+    for name, operands in cases.items():
+        with suppress(RuntimeError):
+            function(*operands)
+            passed.append(name)
+    return passed
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

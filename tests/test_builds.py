@@ -20,7 +20,6 @@ from eagle_draft import EagleDrafter, load_head
 from helpers import decode, engine_for
 from hf.weights import load_model
 from ops.cpu import build
-from ops.cpu.layers import FusedLayers
 from options import DEMO
 from sampling import Sampling
 
@@ -48,17 +47,16 @@ TREES = {"chain": StaticTree.chain(5), "dynamic": DynamicTree()}
 
 
 def decode_all() -> dict[str, list]:
-    """The tokens of the demo in every format, with its modules and with fused layers: vanilla, chain and dynamic."""
+    """The tokens of the demo in every format, by its modules and by few operators: vanilla, chain and dynamic."""
     options, found = {"max_new_tokens": 16, "ignore_eos": True}, {}
     for name, quant in FORMATS.items():
         target = load_model(Path(DEMO), torch.bfloat16, quant=quant)
         head = load_head(Path(DEMO + "-eagle"), target, quant)
         drafters = [RootOnly(), *(EagleDrafter(head, target, tree, Sampling()) for tree in TREES.values())]
-        engines = [engine_for(target, drafter, **options) for drafter in drafters]
-        for fused in (False, True):
-            for layers in (target.layers, head.layers):
-                layers.fused = FusedLayers(layers) if fused else None
-            found[f"{name} {'fused' if fused else 'eager'}"] = [decode(e, PROMPT).history[0] for e in engines]
+        for compile in (False, True):
+            engines = [engine_for(target, drafter, compile=compile, **options) for drafter in drafters]
+            found[f"{name} {'fused' if compile else 'eager'}"] = [decode(e, PROMPT).history[0] for e in engines]
+            assert (target.fused is not None) == (head.fused is not None) == compile
     return found
 
 

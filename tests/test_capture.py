@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import ops.attention
-from decode import Cycle, Session
+from decode import Session
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
-from helpers import decode, engine_for, golden_head, golden_target, noisy_copy
+from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from model import ModelConfig, Transformer
 from runtime import HostCopy, Replay, compiled, leaves, store
 from sampling import Sampling
@@ -253,8 +253,7 @@ def test_dense_layers_and_mixtures_are_compiled_apart():
     for parameter in target.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
     engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
-    compiled = replace(engine, cycles=(Cycle(engine, engine.drafter).compiled_by_layer(),), captured=True, pool=[])
-    assert decode(compiled, PROMPT).history == decode(engine, PROMPT).history
+    assert decode(compiled_as_on_cuda(engine), PROMPT).history == decode(engine, PROMPT).history
 
 
 @pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -264,12 +263,9 @@ def test_compiling_by_layer_changes_no_token(version):
     engine = sized_engine(1.0, version)
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPT]))
-    config = replace(engine.config, compile=True)
-    cycle = Cycle(engine, engine.drafter.presets[-1]).compiled_by_layer()
-    compiled = replace(engine, config=config, cycles=(cycle,), captured=True, pool=[])
+    compiled = compiled_as_on_cuda(engine)
     again = Session(compiled, [(0, 0)], lag=1)
     list(again.run([PROMPT]))
     assert again.history == session.history
-    state, _ = cycle(again.work.cache, again.state)
-    state = state._replace(pos=again.state.pos)  # the clock of CUDA, unlike that of a CPU, gives back what it is given
+    state, _ = compiled.cycles[-1](again.work.cache, again.state)
     assert all(map(operator.is_, leaves(state), leaves(again.state))), "the steps write the state where it was"

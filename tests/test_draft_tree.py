@@ -8,25 +8,24 @@ import torch
 
 import tree_shapes
 from draft_tree import (
-    Accepted,
-    Candidates,
-    Children,
     DynamicTree,
     Graft,
     StaticTree,
     accept,
+    accept_fused,
     build_tree,
     compaction,
     grow,
     path_to,
     root_tree,
-    tree_of,
-)
+)  # fmt: skip
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
-from helpers import golden_case, golden_head, golden_target, order_of
+from helpers import golden_case, golden_head, golden_target, order_of, text_with
 from model import KVCache, ModelConfig
-from ops.rows import best_nodes
+from ops.library import has_cpu_operators
+from ops.rows import Children
+from ops.tree import Candidates, rerank
 from sampling import Sampling
 from tree_shapes import EAGLE1_PATHS, read_tree
 
@@ -79,9 +78,17 @@ def tree_from(tokens, parents, valid=None):
     return build_tree(*(torch.tensor([x]) for x in (tokens, parents, valid)), depth=len(tokens))
 
 
+def accepted_by_both(tree, choice, depth):
+    """What is accepted, by plain operators, and bit for bit the same by the C++ operator where there is one."""
+    accepted = accept(tree, choice, depth)
+    if has_cpu_operators():
+        assert all(map(torch.equal, accept_fused(tree, choice, depth), accepted))
+    return accepted
+
+
 def accepted_row(tokens, parents, choice, valid=None, depth=4):
     """Returns: path and emitted tokens of one row, cut to their length."""
-    accepted = accept(tree_from(tokens, parents, valid), torch.tensor([choice]), depth)
+    accepted = accepted_by_both(tree_from(tokens, parents, valid), torch.tensor([choice]), depth)
     end = accepted.length.item() + 1
     assert accepted.path.shape == accepted.emitted.shape == (1, depth + 1)
     assert not accepted.path[0, end:].any()
@@ -114,7 +121,7 @@ def test_a_chain_of_64():
 
 
 def test_root_tree():
-    tree = root_tree(torch.tensor([7, 0]))
+    tree = root_tree(text_with(torch.tensor([7, 0])))
     assert tree.tokens.tolist() == [[7], [0]] and tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
     assert tree.mask.all() and tree.valid.all() and tree.q is None
 
@@ -140,7 +147,7 @@ def test_accept(size, vocab):
     tokens, parents, valid, choice = random_trees(rng, 60, size, vocab)
     depth = size  # deeper than any path
     tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), depth)
-    accepted = accept(tree, torch.tensor(choice), depth)
+    accepted = accepted_by_both(tree, torch.tensor(choice), depth)
     lengths = set()
     for b in range(60):
         path, emitted = accept_reference(tokens[b], parents[b], valid[b], choice[b])
@@ -187,12 +194,13 @@ def test_token_0_is_a_token():
     assert accepted_row([0, 0, 0], [0, 0, 1], [1, 0, 0]) == ([0], [1])
 
 
-def test_compiled_accept():
+@pytest.mark.usefixtures("traced")
+def test_traced_accept():
     rng = random.Random(3)
     tokens, parents, valid, choice = (torch.tensor(x) for x in random_trees(rng, 4, 10, 2))
     tree = build_tree(tokens, parents, valid, 9)
-    compiled = torch.compile(accept, fullgraph=True, dynamic=False)(tree, choice, 9)
-    for ours, eager in zip(compiled, accept(tree, choice, 9)):
+    traced = torch.compile(accept, fullgraph=True, dynamic=False)(tree, choice, 9)
+    for ours, eager in zip(traced, accept(tree, choice, 9)):
         assert torch.equal(ours, eager)
 
 
@@ -213,7 +221,7 @@ def test_compaction():
     for buffer in (*cache.k, *cache.v):
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
     before = [b.clone() for b in (*cache.k, *cache.v)]
-    moves = compaction(Accepted(path, length, path))
+    moves = compaction(path, length)
     cache.compact(torch.tensor(starts), moves)
     for old, new in zip(before, (*cache.k, *cache.v)):
         for b, start in enumerate(starts):
@@ -246,8 +254,8 @@ def grown(shape, root, tokens, scores):
         return out
 
     graft = Graft(0, lambda pool: pools.append(pool) or pool)
-    children = lambda out, level, k: Children(tokens[level], scores[level])  # noqa: E731
-    tree, places = grow(shape, root, torch.zeros(len(root), 1, 1), children, run, graft)
+    children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
+    tree, places = grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, run, graft)
     return tree, pools[0], ran, places
 
 
@@ -319,8 +327,8 @@ def test_what_a_level_sees():
     tokens, scores = random_levels(random.Random(7), 5, 4, 3)
     levels, lines = [], {}
     run = lambda level, out: levels.append(level) or out  # noqa: E731
-    children = lambda out, level, k: Children(tokens[level], scores[level])  # noqa: E731
-    grow(DynamicTree(4, 3, 10), torch.arange(5), torch.zeros(5, 1, 1), children, run)
+    children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
+    grow(DynamicTree(4, 3, 10), text_with(torch.arange(5)), torch.zeros(5, 1, 1), children, run)
     plain = [plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)]
     assert [(level.depth, level.slot, level.seen.shape) for level in levels] == [
         (n + 1, 3 * n, (5, 3, 9)) for n in range(3)
@@ -351,7 +359,7 @@ def test_rerank_pads_with_invalid_nodes():
     tokens = [torch.tensor([[[4, 5]]]), torch.tensor([[[7, 8], [9, 3]]])]
     tree, *_ = grown(DynamicTree(2, 2, 7), torch.tensor([0]), tokens, scores)
     assert tree.valid.tolist() == [[True, True, False, True, False, False, False]]
-    accepted = accept(tree, torch.tensor([[5, 0, 9, 0, 0, 0, 0]]), 2)
+    accepted = accepted_by_both(tree, torch.tensor([[5, 0, 9, 0, 0, 0, 0]]), 2)
     assert accepted.length.item() == 0  # node 2 holds token 5, yet is none
 
 
@@ -359,7 +367,7 @@ def test_whole_levels():
     """Without re-ranking the first candidates are taken, level by level."""
     tokens, scores = random_levels(random.Random(5), 6, 3, 3)
     for size in (3, 6, 13):
-        tree, pool, *_ = grown(DynamicTree(3, 3, size, rerank=False), torch.arange(6), tokens, scores)
+        tree, pool, *_ = grown(DynamicTree(3, 3, size, rerank=False).on("cpu"), torch.arange(6), tokens, scores)
         for b in range(6):
             assert tree.tokens[b].tolist() == [b, *pool.tokens[b, : size - 1].tolist()]
             assert tree.parents[b].tolist() == [0] + (pool.parents[b, : size - 1] + 1).tolist()
@@ -399,24 +407,27 @@ def test_graft():
                     if v > -INF:
                         row[path] = max(v, row.get(path, -INF))
         assert [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))] == want
-        ours, _ = tree_of(torch.arange(B), pool, best_nodes(pool.values, 5), 7)
+        ours = rerank([pool], (), 5, 7, text_with(torch.arange(B)))
         for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
             tree = rerank_reference(b, tokens, values, parents, 6)
             assert (ours.tokens[b].tolist(), ours.parents[b].tolist(), ours.valid[b].tolist()) == tree
     assert min(met.values()) > 50, met
 
 
-@pytest.mark.slow  # `test_compiled_steps_equal_vanilla_and_never_recompile` compiles it too
-def test_compiled_growth():
+@pytest.mark.usefixtures("traced")
+def test_traced_growth():
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
     for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu")):
+
+        def outputs(level, out):
+            return out[:, :1].expand(-1, level.tokens.shape[1], -1)
 
         def growth(root, tokens, scores, shape=shape):
             def children(out, level, k):
                 rows = out.shape[1]
-                return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
+                return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k]), None
 
-            return grow(shape, root, torch.zeros(len(root), 1, 1), children, lambda level, out: out)
+            return grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, outputs)
 
         inputs = torch.tensor([1, 2, 3]), tokens, scores
         (ours, places), (eager, want) = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs), growth(*inputs)

@@ -279,16 +279,27 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
+    modules, _ = run(capsys, *IDS, "--json", "-")
+    monkeypatch.setattr("ops.library._there", [False])
+    out, err = run(capsys, *IDS, "--compile", "--json", "-")
+    assert err.startswith("note: --compile does not work here (it needs the CPU operators); running without it\n")
+    assert json.loads(out)["tokens"] == json.loads(modules)["tokens"] and len(json.loads(out)["tokens"][0]) == 20
+    assert not json.loads(out)["config"]["compile"]
+
+
+def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no C++ compiler found\nlong story")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime, "has_cpu_operators", lambda: False)
-        assert runtime.why_not_compiled("cpu") == "it needs the CPU operators"
-    monkeypatch.setattr(runtime, "_probe", broken)
-    out, err = run(capsys, *IDS, "--compile", "--json", "-")
-    assert err.startswith("note: torch.compile does not work here") and "running eagerly" in err
-    assert len(json.loads(out)["tokens"][0]) == 20
+    monkeypatch.setattr(torch, "compile", broken)
+    assert runtime.why_not_compiled("cuda") == "RuntimeError: no C++ compiler found"
+
+
+def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
+    """A machine with a GPU may have no C++ compiler, and need none."""
+    monkeypatch.setattr("ops.library._there", [])
+    monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("built the CPU operators"))
+    assert callable(runtime.compiled(lambda x: x))
 
 
 # ---------------------------------------------------------------------------------------- users' mistakes

@@ -11,9 +11,6 @@ bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the 
 from __future__ import annotations
 
 import functools
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,13 +23,10 @@ import ops.cpu.layout
 import ops.experts
 import ops.linear
 import ops.quantized
-from decode import Workspace
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
-from ops.library import our_threads_alone
 from ops.quantized import BLOCK8, join_zeros
 from quantize import FORMATS
-from runtime import background
 from test_builds import OTHERS  # the same source for other processors
 
 U = 2.0**-24
@@ -186,53 +180,6 @@ def test_leading_dimensions_and_strides(kind):
     assert torch.equal(case.operator(x[..., :256].transpose(0, 1)), want.view(3, 4, 33).transpose(0, 1))
     assert torch.equal(case.operator(x[0, 0, :256]), want[0])
     assert case.operator(x[:0, :, :256]).shape == (0, 4, 33)
-
-
-def tasks() -> int:
-    """Threads of this process."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
-    """Prompts, and what a head does that wakes; without --compile PyTorch's loops keep their threads."""
-    try:
-        torch.set_num_threads(3)
-        for fused, threads in ((object(), 1), (None, 3)):
-            engine = SimpleNamespace(captured=False, target=SimpleNamespace(layers=SimpleNamespace(fused=fused)))
-            assert Workspace._replay(None, engine, "", torch.get_num_threads) == threads
-    finally:
-        torch.set_num_threads(1)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
-def test_our_loops_keep_their_threads_where_others_have_one():
-    """Nine, where there were fewer: workers are hired, and never leave. Afterwards everything is as it was."""
-    case, x = make_case(KINDS[0], 1000, 512), random(60, 512)
-    want = case.operator(x)
-    with our_threads_alone():
-        assert torch.get_num_threads() == 1, "which the suite sets: there is nothing to keep"
-    try:
-        torch.set_num_threads(9)
-        before = tasks()
-        with our_threads_alone(False):
-            assert torch.get_num_threads() == 9
-        with pytest.raises(KeyError), our_threads_alone():
-            assert torch.get_num_threads() == 1
-            assert torch.equal(case.operator(x), want)
-            seen = []
-            work = lambda: seen.append(torch.get_num_threads())  # noqa: E731
-            torch.set_num_threads(9)  # as it is where `background` is called; the global number is 1 when it begins
-            started = background(work), torch.set_num_threads(1)
-            deadline = time.monotonic() + 20
-            while not seen and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert seen == [9], started
-            raise KeyError
-        assert torch.get_num_threads() == 9 and tasks() > before
-        torch.set_num_threads(1)
-        assert torch.equal(case.operator(x), want)
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -1,4 +1,4 @@
-"""Layers in one call compute what the modules compute, bit for bit whatever else is in the step."""
+"""Passes of a model and of a draft head in one call compute what the modules compute, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import ops.attention
-from draft_tree import StaticTree
-from drafters import RootOnly
+from draft_tree import Level, StaticTree
+from drafters import DraftVocab, RootOnly, Rows
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
-from helpers import decode, engine_for
+from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
 from model import (
     ExpertLinear,
@@ -28,8 +28,8 @@ from model import (
     Window,
     causal_window,
     rope_angles,
-)
-from ops.cpu.layers import FusedLayers
+)  # fmt: skip
+from ops.cpu.layers import FusedHead, FusedModel, fits
 from quantize import FORMATS, Int4Linear, QuantExperts
 from sampling import Sampling
 
@@ -61,7 +61,8 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
     for parameter in module.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
         parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1)
-    module = module.to(BF16).requires_grad_(False).eval()
+        parameter.data = parameter.data.to(BF16)  # the frequencies, which are no parameter, stay in fp32
+    module = module.requires_grad_(False).eval()
     if quant:
         kind = FORMATS.get(quant, Int4Linear)
         for name, linear in list(module.named_modules()):
@@ -80,11 +81,11 @@ def model(config: ModelConfig = CONFIG, quant: str | None = None) -> Transformer
     return fill(Transformer(config), quant)
 
 
-def fuse(*all_layers: Layers) -> None:
-    """What an engine does that compiles."""
-    for layers in all_layers:
-        assert FusedLayers.fits(layers)
-        layers.fused = FusedLayers(layers)
+def fused(target: Transformer) -> Transformer:
+    """What an engine with --compile makes of it."""
+    target.fuse(True)
+    assert isinstance(target.fused, FusedModel)
+    return target
 
 
 def empty_cache(config: ModelConfig, batch: int) -> KVCache:
@@ -116,9 +117,7 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
 def test_as_the_modules(config, quant, batch):
     target = model(config, quant)
     want, want_cache = two_passes(target, batch)
-    fuse(target.layers)
-    assert target.layers.fused.takes(want)
-    got, got_cache = two_passes(target, batch)
+    got, got_cache = two_passes(fused(target), batch)
     # the norms' sums run in another order: now and then a value falls to the other side when it is rounded to 8 bits
     assert (got - want).abs().max() <= 0.03 * want.abs().max()
     assert (got != want).float().mean() < 0.2
@@ -130,8 +129,7 @@ def test_as_the_modules(config, quant, batch):
 @pytest.mark.parametrize("quant", [None, "int8", "int4", "zeros"])
 @pytest.mark.parametrize("config", [CONFIG, QWEN3, MIXTURE, QWEN3_MOE], ids=["dense", "qwen3", "mixture", "mixed"])
 def test_a_row_alone_has_the_same_bits(config, quant):
-    target = model(config, quant)
-    fuse(target.layers)
+    target = fused(model(config, quant))
     tokens = (torch.arange(90) * 7 % 50)[None]
     whole = KVCache.empty(config, 1, 128, BF16, "cpu")
     window = causal_window(torch.tensor([0]), 90)  # enough rows for several threads and tiles
@@ -149,45 +147,30 @@ def test_of_equal_experts_the_first_are_asked():
     for layer in target.layers:
         layer.ffn.router.weight.data[:] = 0
         layer.ffn.w2.weight.data[2:] = float("nan")  # the others
-    fuse(target.layers)
-    assert two_passes(target, 2)[0].isfinite().all()
+    assert two_passes(fused(target), 2)[0].isfinite().all()
 
 
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "traced"])
-def test_a_target_and_a_head_decode_by_them(compile, monkeypatch):
-    """Both are fused where a step is compiled, and tree decoding gives vanilla's tokens; so it does without compiling.
-
-    The bits of compiled code: `test_eager_and_compiled_cycles_give_the_same_bits`.
-    """
+def test_a_target_and_a_head_decode_by_them(monkeypatch):
+    """Both are fused with --compile: tree decoding gives vanilla's tokens, which are those of the modules."""
     target = model()
-    head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
+    head = fill(EagleHead(EagleConfig(HEAD)), None)
     head.layers[1].attention_norm.weight.data *= 0.5
-    prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 24, "ignore_eos": True, "compile": compile}
-    served, real = [], FusedLayers.__call__
-    monkeypatch.setattr(FusedLayers, "__call__", lambda self, *rest: served.append(self) or real(self, *rest))
+    prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 24, "ignore_eos": True}
+    served = []
+    for owner, name in ((FusedModel, "__call__"), (FusedHead, "step"), (FusedHead, "extend")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *x, real=real: served.append((self, real)) or real(self, *x))
 
-    def decoded(drafter):
-        engine = engine_for(target, drafter, **options)
-        assert (target.layers.fused is not None) == compile
-        if not compile:
-            fuse(target.layers, head.layers)
+    def decoded(drafter, compile=True):
+        engine = engine_for(target, drafter, compile=compile, **options)
+        assert (target.fused is not None) == compile and (drafter.layers is None or (head.fused is not None) == compile)
         return decode(engine, prompt).history
 
     drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))), Sampling())
-    assert decoded(RootOnly()) == decoded(drafter)
-    assert {id(target.layers.fused), id(head.layers.fused)} <= set(map(id, served))
-
-
-def test_a_first_layer_without_a_norm():
-    """As a draft head has it."""
-    head = fill(EagleHead(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50))), None)
-    x, window = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2)).to(BF16), tree_window([0])
-    rope = rope_angles(head.rope_freq, window.slots)
-    want = head.layers(x, rope, head.norm, empty_cache(head.config.model, 1), window)
-    fuse(head.layers)
-    got = head.layers(x, rope, head.norm, empty_cache(head.config.model, 1), window)
-    assert (got - want).abs().max() <= 0.03 * want.abs().max() and (got != want).float().mean() < 0.2
+    modules = decoded(drafter, compile=False)
+    assert not served and decoded(RootOnly(), compile=False) == modules
+    assert decoded(RootOnly()) == decoded(drafter) == modules
+    assert {id(self) for self, _ in served} >= {id(target.fused), id(head.fused)} and len({f for _, f in served}) == 3
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
@@ -197,31 +180,17 @@ def test_taps_in_one_call_are_those_of_the_loop(config, quant):
     target, window = model(config, quant), causal_window(torch.tensor([0, 0]), 7)
     tokens, taps = torch.arange(14).view(2, 7), (0, 2, 3)  # 3: the last layer's output
 
-    def run(layers: Layers, taps: tuple[int, ...] = taps) -> Tensor:
-        cache, rope = empty_cache(replace(config, n_layers=len(layers)), 2), rope_angles(target.rope_freq, window.slots)
-        return layers(target.embedding(tokens), rope, NoNorm(), cache, window, taps=taps)
+    def run(taps: tuple[int, ...]) -> Tensor:
+        return target(tokens, window.slots, empty_cache(config, 2), window, taps=taps)
 
-    looped = run(target.layers)
-    shorter = [run(Layers(list(target.layers)[:last]), ()) for last in (3, 2, 3)]
-    assert torch.equal(looped, torch.cat((shorter[0], target.embedding(tokens), *shorter[1:]), -1))
-    fuse(target.layers)
-    assert torch.equal(run(target.layers), looped) and torch.equal(run(target.layers, ()), shorter[0])
+    def until(last: int) -> Tensor:
+        layers, rope = Layers(list(target.layers)[:last]), rope_angles(target.rope_freq, window.slots)
+        return layers(target.embedding(tokens), rope, NoNorm(), empty_cache(replace(config, n_layers=last), 2), window)
 
-
-@pytest.mark.parametrize("quant", [None, "int8", "int4"])
-def test_a_first_attention_that_reads_twice_the_width(quant):
-    """A head of version 3, in one call and in the loop."""
-    three = Eagle3((0, 1), 64, 50, embedding="", lm_head="")
-    head = fill(Eagle3Head(EagleConfig(ModelConfig(64, 2, 4, 2, 16, 96, 50), fc_bias=False, three=three)), quant)
-    generator, window = torch.Generator().manual_seed(2), tree_window([0])
-    embedded, hidden = (torch.randn(1, 5, 64, generator=generator).to(BF16) for _ in range(2))
-
-    def run(*inputs: Tensor) -> Tensor:
-        return head(*inputs, window.slots, empty_cache(head.config.model, 1), window)
-
-    want = run(embedded, hidden)
-    fuse(head.layers)
-    assert torch.equal(run(embedded, hidden), want) and not torch.equal(run(hidden, embedded), want)
+    looped, plain = run(taps), run(())
+    assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))
+    fused(target)
+    assert torch.equal(run(taps), looped) and torch.equal(run(()), plain)
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
@@ -234,13 +203,11 @@ def test_norms_of_queries_and_keys_are_those_of_the_loop(quant):
         for layer in plain.layers:
             layer.attention.qk_norm = False
         assert not torch.equal(two_passes(plain, 2)[0], want)
-        fuse(target.layers)
-        got, got_cache = two_passes(target, 2)
+        got, got_cache = two_passes(fused(target), 2)
         assert torch.equal(got, want)
         assert all(map(torch.equal, (*got_cache.k, *got_cache.v), (*want_cache.k, *want_cache.v)))
 
 
-@pytest.mark.usefixtures("traced")
 def test_an_engine_takes_the_weights_as_they_are_then():
     """Replaced ones are seen by the next engine that fuses them."""
     target, options = model(), {"max_new_tokens": 12, "ignore_eos": True, "compile": True}
@@ -252,59 +219,179 @@ def test_an_engine_takes_the_weights_as_they_are_then():
 
 
 def test_weights_may_change_in_place():
-    target = model()
-    fuse(target.layers)
+    target = fused(model())
     before, _ = two_passes(target, 1)
     target.layers[1].ffn.w2.weight.data *= -1
     after, _ = two_passes(target, 1)
-    fresh = deepcopy(target)
-    fuse(fresh.layers)
+    fresh = fused(deepcopy(target))
     assert not torch.equal(before, after) and torch.equal(after, two_passes(fresh, 1)[0])
 
 
 def test_a_copy_holds_nothing():
-    target = model()
-    fuse(target.layers)
     with pytest.raises(RuntimeError, match="prepare the layers of the copied model"):
-        two_passes(deepcopy(target), 1)
+        two_passes(deepcopy(fused(model())), 1)
 
 
 def test_what_is_left_to_the_modules():
     odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
     for target in (fill(Transformer(odd), None), model().float()):
-        assert not FusedLayers.fits(target.layers)
+        assert not fits(target.layers)
         engine_for(target, RootOnly(), compile=True)
-        assert target.layers.fused is None
+        assert target.fused is None
     target = model()
     target.layers[1].attention.wo.format = "fp8"
-    assert not FusedLayers.fits(target.layers)
-    target = model()
-    fuse(target.layers)
-    assert target.layers.fused.takes(torch.zeros(1, 1, 64, dtype=BF16))
-    assert not target.layers.fused.takes(torch.zeros(1, 1, 64))
-    assert not target.layers.fused.takes(torch.zeros(1, 1, 64, dtype=BF16, requires_grad=True))
+    assert not fits(target.layers)
+    target = fused(model())
+    tokens = torch.arange(7)[None]
+    assert target(tokens, tokens).isfinite().all(), "without a cache, as in training, the modules run"
+    target.fuse(False)
+    assert target.fused is None
 
 
 def test_wrong_operands():
-    target = model()
-    fuse(target.layers)
-    x, window = torch.zeros(1, 5, 64, dtype=BF16), tree_window([0])
-    rope = rope_angles(target.rope_freq, window.slots)
+    target = fused(model())
+    tokens, window = torch.arange(5)[None], tree_window([0])
+
+    def run(tokens=tokens, positions=window.slots, cache=CONFIG, window=window, taps=()) -> Tensor:
+        return target(tokens, positions, empty_cache(cache, 1), window, taps=taps)
+
+    assert run().isfinite().all()
+    for token in (-1, 50):
+        with pytest.raises(RuntimeError, match=f"a token must be 0 to 49; it is {token}"):
+            run(tokens.clone().index_fill(1, torch.tensor([2]), token))
     for slot in (-1, 64):
-        wrong = window._replace(slots=window.slots.clone().fill_(slot))
         with pytest.raises(RuntimeError, match="the cache has 64 slots"):
-            target.layers(x, rope, target.norm, empty_cache(CONFIG, 1), wrong)
+            run(window=window._replace(slots=window.slots.clone().fill_(slot)))
     with pytest.raises(RuntimeError, match="the cache is of 2 layers, not of 3"):
-        target.layers(x, rope, target.norm, empty_cache(BIASED, 1), window)
-    with pytest.raises(RuntimeError, match="an angle per row"):
-        target.layers(
-            x, rope_angles(target.rope_freq, window.slots[:, :2]), target.norm, empty_cache(CONFIG, 1), window
-        )
+        run(cache=BIASED)
+    with pytest.raises(RuntimeError, match="a position and a slot per row"):
+        run(positions=window.slots[:, :2])
     for taps in ((4,), (1, 0), (-1,)):
         with pytest.raises(RuntimeError, match="taps must ascend, from 0 to 3"):
-            target.layers(x, rope, target.norm, empty_cache(CONFIG, 1), window, taps=taps)
+            run(taps=taps)
     with pytest.raises(RuntimeError, match="13 tensors"):
-        torch.ops.gpt_eagle.prepare_layers([x] * 13, 4, [96], 0, True, 1e-5)
+        torch.ops.gpt_eagle.prepare_layers([tokens] * 13, 4, [96], 0, True, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ heads
+
+HEAD = ModelConfig(64, 2, 4, 2, 16, 96, 50)
+HEADS = {  # every option of a head once off and once on, and together
+    "2": EagleConfig(HEAD),
+    "2 without a bias": EagleConfig(HEAD, fc_bias=False),
+    "3": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40)),
+    "3 of another width": EagleConfig(HEAD, True, three=Eagle3((0, 2, 3), 96, 40)),
+    "3 normed as a whole": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, norm_before_fc=True)),
+    "3 normed in parts": EagleConfig(HEAD, False, three=Eagle3((0, 1, 2), 96, 40, fc_norm=True)),
+    "3 normed twice": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, norm_before_fc=True, fc_norm=True)),
+    "3 fed": EagleConfig(HEAD, False, three=Eagle3((1,), 64, 40, norm_before_residual=True, last_norm="fed")),
+    "3 without a last norm": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, last_norm="none")),
+    "3 with its own embedding": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, embedding="e", lm_head="")),
+    "3 without taps": EagleConfig(HEAD, False, three=Eagle3((), 64, 40)),
+    "3 without taps, normed": EagleConfig(HEAD, False, three=Eagle3((), 64, 40, norm_before_residual=True)),
+}
+
+
+def drafter_of(config: EagleConfig, quant: str | None = None) -> EagleDrafter:
+    head = fill((Eagle3Head if config.three else EagleHead)(config), quant)
+    if head.lm_head is not None:
+        head.vocab = DraftVocab(50, torch.arange(5, 45))
+    return EagleDrafter(head, model(), StaticTree(((0,), (1,), (0, 0))), Sampling())
+
+
+def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:
+    """Rows that are confirmed, some and none, and two levels of nodes. Returns: all outputs, and the cache."""
+    generator, config = torch.Generator().manual_seed(4), drafter.head.config
+    three = config.three
+    width = 64 if three is None else three.target_dim * (1 + len(three.taps))
+    state, found = drafter.init(batch, 40), []
+    for counts in ([5, 2, 4], [3, 0, 1], [0, 0, 0], [1, 3, 2]):
+        tokens = torch.randint(50, (batch, 6), generator=generator)
+        features = torch.randn(batch, 5, width, generator=generator).to(BF16)
+        state = drafter.extend(state, Rows(tokens, features, torch.tensor(counts[:batch])))
+        found += [state.hidden, state.length]
+    out, begin = state.hidden, 0
+    for rows, parents in ((2, [0, 0]), (3, [1, 0, 1])):
+        slots = state.length[:, None] + begin + torch.arange(rows)
+        seen = torch.rand(batch, rows, 5, generator=generator) < 0.5
+        seen[:, torch.arange(rows), begin + torch.arange(rows)] = True
+        parent = torch.tensor(parents).expand(batch, rows).clone()
+        parent[1:] = 0  # rows differ
+        level = Level(torch.randint(50, (batch, rows), generator=generator), parent, 1, begin, seen)
+        positions = state.length[:, None].expand(-1, rows) + (begin > 0)
+        out = drafter.step(state, level, out, positions, Window(slots, state.length, seen))
+        found.append(out)
+        begin += rows
+    return [*found, *state.cache.k, *state.cache.v]
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
+def test_a_head_in_one_call(config, quant):
+    """Every kind of head, bit for bit, in what it returns and in its cache."""
+    drafter = drafter_of(config, quant)
+    want = {batch: passes_of(drafter, batch) for batch in (1, 3)}
+    drafter.fuse(True)
+    assert isinstance(drafter.head.fused, FusedHead)
+    for batch, theirs in want.items():
+        ours = passes_of(drafter, batch)
+        assert [x.shape for x in ours] == [x.shape for x in theirs]
+        assert [torch.equal(x, y) for x, y in zip(ours, theirs)] == [True] * len(ours)
+    drafter.fuse(False)
+    assert drafter.head.fused is None
+
+
+def test_every_option_of_a_head_matters():
+    """Were one left out by both, the test above would not see it."""
+    outputs = [passes_of(drafter_of(config), 1)[0] for config in HEADS.values()]
+    assert all(x.isfinite().all() and x.any() for x in outputs)
+    assert not any(torch.equal(outputs[i], outputs[j]) for i in range(len(outputs)) for j in range(i))
+
+
+def test_a_head_refuses_wrong_operands():
+    drafter = drafter_of(HEADS["3"])
+    drafter.fuse(True)
+    head, state = drafter.head.fused, drafter.init(2, 20)  # 20 + 1 slots
+    tokens, rows = torch.arange(12).view(2, 6), torch.zeros(2, 5, 192, dtype=BF16)
+    good = Rows(tokens, rows, torch.tensor([5, 0]))
+    assert head.extend(state, good)[0].shape == (2, 1, 64)
+    wrong = {
+        "count 6": (state, good._replace(count=torch.tensor([6, 0]))),
+        "count -1": (state, good._replace(count=torch.tensor([0, -1]))),
+        "few counts": (state, good._replace(count=torch.tensor([1]))),
+        "token 50": (state, good._replace(tokens=tokens + 44)),
+        "few tokens": (state, good._replace(tokens=tokens[:, :5])),
+        "few tokens' rows": (state, good._replace(tokens=tokens[:1])),
+        "narrow features": (state, good._replace(features=rows[:, :, :64])),
+        "other dtype": (state, good._replace(features=rows.float())),
+        "slot 21": (state._replace(length=torch.tensor([17, 0])), good),
+        "slot -1": (state._replace(length=torch.tensor([0, -1])), good),
+        "few lengths": (state._replace(length=torch.tensor([0])), good),
+        "few hidden": (state._replace(hidden=state.hidden[:1]), good),
+        "other hidden": (state._replace(hidden=state.hidden.float()), good),
+    }
+    assert not_refused(head.extend, wrong) == []
+    seen, start = torch.ones(2, 2, 2).bool(), torch.tensor([3, 0])
+    level = Level(tokens[:, :2], torch.zeros(2, 2, dtype=torch.long), 1, 0, seen)
+    slots = start[:, None] + torch.arange(2)
+    window, out = Window(slots, start, seen), torch.zeros(2, 1, 64, dtype=BF16)
+    assert head.step(level, out, slots, state.cache, window).shape == (2, 2, 64)
+    wrong = {
+        "parent 1": (level._replace(parent=level.parent + 1), out, slots, window),
+        "parent -1": (level._replace(parent=level.parent - 1), out, slots, window),
+        "few parents": (level._replace(parent=level.parent[:, :1]), out, slots, window),
+        "token -1": (level._replace(tokens=level.tokens - 10), out, slots, window),
+        "few outputs": (level, out[:1], slots, window),
+        "narrow outputs": (level, out[..., :32], slots, window),
+        "other outputs": (level, out.float(), slots, window),
+        "few positions": (level, out, slots[:, :1], window),
+        "slot 21": (level, out, slots, window._replace(slots=slots + 18)),
+        "few starts": (level, out, slots, window._replace(start=start[:1])),
+        "start -1": (level, out, slots, window._replace(start=start - 1)),
+        "narrow mask": (level, out, slots, window._replace(mask=seen[:, :1])),
+        "window 22": (level, out, slots, window._replace(start=torch.tensor([20, 0]))),
+    }
+    assert not_refused(lambda *inputs: head.step(*inputs[:3], state.cache, inputs[3]), wrong) == []
 
 
 # ------------------------------------------------------------------------------------------ compaction

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import profile_cycle
-from profile_cycle import CYCLE, GUARDS, PYTHON, STAMP, ProfileConfig
+from profile_cycle import CYCLE, PYTHON, STEP, ProfileConfig
 
 CUDA = torch.autograd.DeviceType.CUDA
 
@@ -23,24 +23,19 @@ def event(name, start, end, *children, device=torch.autograd.DeviceType.CPU):
 
 
 def test_products_belong_to_the_step_they_run_in_and_wrappers_to_nobody():
-    stamps = [event(STAMP, at, at) for at in (0, 10, 20, 90)]
-    draft = [event("gpt_eagle::w4a8", 1, 8), event("cpp_fused_add_mul_3", 8, 9)]
-    layers = event(
-        "gpt_eagle::layers", 11, 19, event("gpt_eagle::linear", 11, 16), event("gpt_eagle::attention", 16, 18)
-    )
-    extend = event("aten::mm", 30, 50, event("aten::empty", 31, 40))
-    guards = event(f"{GUARDS} 1", 60, 65)
-    steps = [stamps[0], *draft, stamps[1], layers, stamps[2], extend, guards, stamps[3], event("aten::mm", 91, 94)]
-    region = event("Torch-Compiled Region: 0/0", 0, 95, event("## Call CompiledFxGraph f ##", 0, 95, *steps))
-    cycle = event(CYCLE, 0, 100, region)
-    parts = profile_cycle.host_parts([cycle, region, extend])
+    draft = event(STEP + "draft", 0, 10, event("gpt_eagle::w4a8", 1, 8), event("aten::fill_", 8, 9))
+    inside = event("gpt_eagle::linear", 11, 16), event("gpt_eagle::attention", 16, 18)
+    verify = event(STEP + "verify", 10, 20, event("gpt_eagle::model", 11, 19, *inside))
+    product = event("aten::mm", 30, 50, event("aten::empty", 31, 40))
+    extend = event(STEP + "extend", 20, 90, product)
+    cycle = event(CYCLE, 0, 100, draft, verify, extend, event("aten::mm", 91, 94))
+    parts = profile_cycle.host_parts([cycle, verify, product])
     want = {
         "products": 3,
         profile_cycle.TARGET: 5,
         profile_cycle.DRAFT: 27,
         "attention": 2,
         "other operators": 1,
-        GUARDS: 5,
     }
     assert {line: round(1e6 * seconds) for line, seconds in parts.items()} == want
 
@@ -56,13 +51,18 @@ def test_an_operator_that_was_interrupted_once_does_not_count():
     [
         ("gpt_eagle::attention", "attention"),
         ("gpt_eagle::topk", "top-k and logsumexp of the vocabulary"),
-        ("graph_2_cpp_fused__to_copy_add_mean_mul_pow_rsqrt_7", "norms, rotary, SiLU, cache writes"),
-        ("graph_2_cpp_fused_mul_silu_split_w4a8_3", "norms, rotary, SiLU, cache writes"),
-        ("graph_2_cpp_fused_add_cat_cos_index_put_mul_sin_tree_attention_1", "norms, rotary, SiLU, cache writes"),
+        ("gpt_eagle::next_level", "top-k and logsumexp of the vocabulary"),
+        ("gpt_eagle::rerank", "building the tree"),
+        ("gpt_eagle::accept", "choice, acceptance, compaction"),
+        ("gpt_eagle::advance", "choice, acceptance, compaction"),
+        ("gpt_eagle::gumbel", "noise"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_7", "norms, rotary, SiLU, cache writes"),
+        ("triton_poi_fused_mul_silu_split_w4a8_3", "norms, rotary, SiLU, cache writes"),
+        ("triton_poi_fused_add_cat_cos_index_put_mul_sin_tree_attention_1", "norms, rotary, SiLU, cache writes"),
         ("gpt_eagle::rotary", "norms, rotary, SiLU, cache writes"),
         ("add_norm_kernel", "norms, rotary, SiLU, cache writes"),
         ("gpt_eagle::norm", "norms, rotary, SiLU, cache writes"),
-        ("graph_1_cpp_fused_add_bitwise_and_bitwise_xor_log1p_neg_0", "noise"),
+        ("triton_poi_fused_add_bitwise_and_bitwise_xor_log1p_neg_0", "noise"),
         ("aten::bmm", "building the tree"),
         ("gpt_eagle::move_rows", "choice, acceptance, compaction"),
         ("compact_kernel", "choice, acceptance, compaction"),
@@ -92,7 +92,7 @@ def test_kernels_in_their_order_with_the_gaps_before_them():
     assert profile_cycle.busy_us(ran) == 11
     table = profile_cycle.replay_table([*ran, profile_cycle.Span("late", 3, 2)])
     assert "| late | 2 | 4.0 | 2.00 | 3.0 |\n" in table and table.endswith("    2.00     3.00  late")
-    on_cpu = event(CYCLE, 0, 9, event("CompiledFxGraph", 0, 9, event("aten::mm", 1, 3, event("aten::empty", 2, 3))))
+    on_cpu = event(CYCLE, 0, 9, event("gpt_eagle::model", 0, 9, event("aten::mm", 1, 3, event("aten::empty", 2, 3))))
     assert profile_cycle.spans([on_cpu], "cpu") == [("aten::mm", 2, 0.0)]
 
 

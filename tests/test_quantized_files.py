@@ -36,7 +36,6 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from options import DEMO
 from quantize import QuantExperts, QuantLinear
-from test_layers_cpu import fuse
 from test_moe import WATCH
 
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
@@ -364,20 +363,16 @@ def test_a_draft_model_may_be_such_a_file(tmp_path):
 
 
 @OPERATORS
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("keep", [(), ("layers.0.", "layers.3.mlp", "o_proj")], ids=["all", "some"])
-def test_all_layers_in_one_call(tmp_path, keep, compile):
+def test_all_layers_in_one_call(tmp_path, keep):
     """As with --compile on a CPU in bf16; some of them stay in 16 bits."""
     weights = write_model(tmp_path / "m", LAYOUTS["packed-zeros" if keep else "gptq"], keep=keep)
     assert len(weights) == (8 * 7 - 7 - 3 - 7 if keep else 8 * 7)
     options = {"checkpoint": str(tmp_path / "m"), "max_new_tokens": 16, "device": "cpu", "draft": "none"}
     prompt, engine = [[1, 293, 401, 5, 77]], load(**options)
     expected = generate(engine, prompt).tokens
-    if compile:
-        engine = load(**options, compile=True)
-    else:
-        fuse(engine.target.layers)
-    assert engine.target.layers.fused is not None
+    engine = load(**options, compile=True)
+    assert engine.target.fused is not None
     assert generate(engine, prompt).tokens == expected and len(expected[0]) == 16
     check_layers(engine.target, weight_names(engine.target.config), weights)
 

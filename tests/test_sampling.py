@@ -17,7 +17,7 @@ from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
 from extras import residual
 from extras.residual import residual_accept
-from helpers import chi_square, engine_for, golden_target, order_of, parents_of
+from helpers import chi_square, engine_for, golden_target, order_of, parents_of, text_with
 from ops.rows import best
 from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, process, uniforms
 
@@ -83,19 +83,19 @@ def test_layout():
 
 def test_rows_are_independent_of_the_batch():
     prompts, samples = [3, 0, 3, 250], [0, 1, 2, 0]
-    draws = torch.tensor([[5, 6], [0, 1], [5, 6], [1000, 1001]])
-    together = gumbel(noise_key(1, prompts, samples), draws, 33)
+    first = torch.tensor([5, 0, 5, 1000])
+    together = gumbel(noise_key(1, prompts, samples), first, 2, 33)
     for row in range(4):
-        alone = gumbel(noise_key(1, prompts[row : row + 1], samples[row : row + 1]), draws[row : row + 1], 33)
+        alone = gumbel(noise_key(1, prompts[row : row + 1], samples[row : row + 1]), first[row : row + 1], 2, 33)
         assert torch.equal(alone[0], together[row])
-    single = gumbel(noise_key(1, prompts, samples), draws[:, 1:], 33)
+    single = gumbel(noise_key(1, prompts, samples), first + 1, 1, 33)
     assert torch.equal(single, together[:, 1:])  # nor of the other draws asked for
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 4, 5, 64, 99])
 def test_a_smaller_vocabulary_reads_the_same_noise(vocab):
-    key, draws = noise_key(1, [0, 1]), torch.tensor([[0, 1], [4, 5]])
-    assert torch.equal(gumbel(key, draws, vocab), gumbel(key, draws, 100)[:, :, :vocab])
+    key, first = noise_key(1, [0, 1]), torch.tensor([0, 4])
+    assert torch.equal(gumbel(key, first, 2, vocab), gumbel(key, first, 2, 100)[:, :, :vocab])
 
 
 def test_noise_is_never_read_twice():
@@ -128,8 +128,8 @@ def test_extreme_words(monkeypatch):
 
     monkeypatch.setattr(sampling, "philox4x32", extreme)
     monkeypatch.setattr("ops.library._there", [False])  # the plain operations; C++ is compared with them elsewhere
-    draws = torch.zeros(1, 1, dtype=torch.long)
-    u, noise = uniforms(noise_key(), draws, 8)[0, 0], gumbel(noise_key(), draws, 8)[0, 0]
+    first = torch.zeros(1, dtype=torch.long)
+    u, noise = uniforms(noise_key(), first[:, None], 8)[0, 0], gumbel(noise_key(), first, 1, 8)[0, 0]
     assert ((u > 0) & (u < 1)).all()
     assert noise.isfinite().all()
     for word, ours in zip(words[:3], noise):  # the likely winners come from small u, and are exact
@@ -139,7 +139,7 @@ def test_extreme_words(monkeypatch):
 
 
 def test_noise_is_gumbel():
-    noise = gumbel(noise_key(3), torch.arange(50)[None], 1000).flatten().double()
+    noise = gumbel(noise_key(3), torch.tensor([0]), 50, 1000).flatten().double()
     cells = (torch.exp(-torch.exp(-noise)) * 100).long()  # its own distribution function makes it uniform
     counts = torch.bincount(cells, minlength=100)
     assert chi_square(counts, torch.ones(100)) > ALPHA
@@ -147,10 +147,11 @@ def test_noise_is_gumbel():
     assert chi_square(torch.bincount(cells, minlength=100), torch.ones(100)) < CAUGHT
 
 
-def test_compiled_noise():
-    key, draws = noise_key(5, [0, 9]), torch.tensor([[0, 1, 2], [7, 8, 9]])
-    compiled = torch.compile(gumbel, fullgraph=True, dynamic=False)(key, draws, 97)
-    assert (compiled - gumbel(key, draws, 97)).abs().max() < 1e-5
+@pytest.mark.usefixtures("traced")
+def test_traced_noise():
+    key, first = noise_key(5, [0, 9]), torch.tensor([0, 7])
+    traced = torch.compile(gumbel, fullgraph=True, dynamic=False)(key, first, 3, 97)
+    assert torch.equal(traced, gumbel(key, first, 3, 97))
 
 
 def test_chi_square():
@@ -242,7 +243,7 @@ def choose(logits, rule, noise):
 
 def counts_of_choices(rule, bias=lambda noise: noise, draws=20000):
     """How often each token is chosen, over the draws of one conversation."""
-    noise = bias(gumbel(noise_key(2**33 + 1, [4], [1]), torch.arange(draws)[None], 8))
+    noise = bias(gumbel(noise_key(2**33 + 1, [4], [1]), torch.tensor([0]), draws, 8))
     return torch.bincount(choose(LOGITS.expand(1, draws, 8), rule, noise).flatten(), minlength=8)
 
 
@@ -269,7 +270,7 @@ def test_choices_along_prompts_and_samples():
     """Independent over prompts and samples too, not only over draws."""
     n, rule = 20000, Sampling(1.0)
     for key in (noise_key(0, range(n)), noise_key(0, [0] * n, range(n))):
-        noise = gumbel(key, torch.full((n, 2), 3) + torch.arange(2), 8)  # draws 3 and 4: [n, 2, 8]
+        noise = gumbel(key, torch.full((n,), 3), 2, 8)  # draws 3 and 4: [n, 2, 8]
         pair = choose(LOGITS.expand(n, 2, 8), rule, noise)
         p = distribution(LOGITS, rule)
         joint = torch.bincount(pair[:, 0] * 8 + pair[:, 1], minlength=64)
@@ -313,7 +314,7 @@ def draft(shape, world, rule, sampled, draft_rule=None):
         q[:, node] = process(logits, rule).softmax(-1)
         scores = process(logits, draft_rule or rule)
         if sampled:
-            scores = scores + gumbel(key, torch.full((ROWS, 1), node), V, DRAFT)[:, 0]
+            scores = scores + gumbel(key, torch.full((ROWS,), node), 1, V, DRAFT)[:, 0]
         best, picked = scores.topk(len(children), dim=-1)
         for child in children:
             rank = order_of(shape)[child][-1]
@@ -339,15 +340,15 @@ def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
     world, shape = World.make(), SHAPES[kind]
     tree = draft(shape, world, rule, kind != "topk", draft_rule)
     logits = world.target[tree.depths, tree.tokens]  # [B, N, V]
-    key, draws = noise_key(12, range(ROWS)), torch.zeros(ROWS, 1, dtype=torch.long)
+    key, first = noise_key(12, range(ROWS)), torch.zeros(ROWS, dtype=torch.long)
     p = process(logits, rule).softmax(-1)
-    walk = residual_accept(tree, p, uniforms(key, draws, shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3)
+    walk = residual_accept(tree, p, uniforms(key, first[:, None], shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3)
     rest = walk.p
     if bonus_rule is not None:
         leaf = torch.tensor([n not in parents_of(shape)[1:] for n in range(shape.size)])[walk.node]
         at_leaf = process(logits, bonus_rule).softmax(-1)[torch.arange(ROWS), walk.node]
         rest = torch.where(leaf[:, None], at_leaf, rest)
-    noise = gumbel(key, draws + torch.arange(2), V)
+    noise = gumbel(key, first, 2, V)
     bonus = (rest.log() + noise[:, 0]).argmax(-1)
     path, length = path_to(tree, walk.node, shape.depth)
     drafted = torch.cat((tree.tokens.gather(1, path[:, 1:]), bonus[:, None]), 1)
@@ -411,7 +412,7 @@ def test_a_perfect_draft_is_always_accepted():
 
 def test_a_tree_without_children_ends_at_once():
     p = torch.tensor([[[0.1, 0.9]], [[0.7, 0.3]]])
-    walk = residual_accept(root_tree(torch.tensor([0, 1])), p, torch.ones(2, 1), 0, 0)
+    walk = residual_accept(root_tree(text_with(torch.tensor([0, 1]))), p, torch.ones(2, 1), 0, 0)
     assert walk.node.tolist() == [0, 0] and torch.equal(walk.p, p[:, 0])
 
 

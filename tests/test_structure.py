@@ -164,7 +164,7 @@ def test_what_one_edits_is_what_runs(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(model.Block, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
-                generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options)
+                generate.generate(generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]])
 
 
 def test_extras_can_be_deleted(tmp_path):

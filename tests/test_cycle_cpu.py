@@ -1,0 +1,149 @@
+"""Decoding with --compile on a CPU: a cycle is few operators, and gives the tokens of the modules of model.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from decode import Engine, Session
+from draft_tree import DynamicTree, StaticTree
+from drafters import Drafter, RootOnly
+from eagle_draft import EagleDrafter
+from extras.autosize import with_smaller_trees
+from extras.model_draft import ModelDrafter
+from extras.ngram_draft import Ngram, NgramDrafter
+from helpers import decode, engine_for
+from model import Transformer
+from ops.library import has_cpu_operators
+from sampling import Sampling
+from test_layers_cpu import HEADS, drafter_of, model
+from tree_shapes import EAGLE1_PATHS
+
+pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
+
+VANILLA, BASE, LEVEL = 15, 12, 6  # operators of a cycle: without a tree; with one, and for each drafted level of it
+TREES = {
+    "chain 1": StaticTree.chain(1),
+    "chain 3": StaticTree.chain(3),
+    "dynamic 5/3/8": DynamicTree(5, 3, 8),
+    "dynamic 6/4/16": DynamicTree(6, 4, 16),
+    "whole": DynamicTree(3, 3, 9, rerank=False),
+    "static": StaticTree(EAGLE1_PATHS),
+}
+EAGLES = ("2", "3", "3 normed twice", "3 fed", "3 without taps")  # of HEADS
+RULES = {"greedy": {}, "sampled": {"temperature": 1.0}, "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9}}
+LOOP = [5, 6, 7, 8, 9] * 3
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.met: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.met[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(engine: Engine, preset: int) -> Counter:
+    """The operators of a cycle of a preset, behind some others."""
+    session = Session(engine)
+    decoding = session.run([LOOP] * engine.config.batch_size)
+    for _ in range(3):
+        next(decoding)
+    for _ in range(2):  # before the second nothing is left to take in
+        with Operators() as counted, torch.no_grad():
+            session._launch(preset)
+    return counted.met
+
+
+def eagle(kind: str, tree: str, rule: dict, **options) -> EagleDrafter:
+    return EagleDrafter(drafter_of(HEADS[kind]).head, target(), TREES[tree], Sampling(**rule), **options)
+
+
+@cache
+def target() -> Transformer:
+    return model()
+
+
+def check_counts(drafter: Drafter, batch: int, rule: dict) -> None:
+    """Every preset of a drafter stays within the bounds."""
+    engine = engine_for(target(), drafter, compile=True, batch_size=batch, ignore_eos=True, trace="", **rule)
+    for number, preset in enumerate(drafter.presets):
+        met = operators_of(engine, number)
+        depth = max(preset.depth, 2) if isinstance(preset, NgramDrafter) else preset.depth
+        bound = BASE + LEVEL * depth if preset.size > 1 else VANILLA
+        assert met.total() <= bound, (preset.name, batch, rule, met.total(), met)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+class TestFewOperators:
+    """Without a tree, and with every kind of drafter and tree."""
+
+    def test_vanilla_and_lookup(self, rule, batch):
+        check_counts(RootOnly(), batch, rule)
+        check_counts(NgramDrafter(Ngram(2, 2)), batch, rule)
+
+    @pytest.mark.parametrize("kind", EAGLES)
+    def test_heads(self, kind, rule, batch):
+        for tree in TREES if kind in ("2", "3") else ("chain 1", "dynamic 5/3/8"):
+            check_counts(eagle(kind, tree, rule), batch, rule)
+
+    def test_presets_of_auto(self, rule, batch):
+        for kind in ("2", "3"):
+            check_counts(with_smaller_trees(eagle(kind, "dynamic 6/4/16", rule), target()), batch, rule)
+
+    def test_lookup_beside_a_head(self, rule, batch):
+        check_counts(eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1)), batch, rule)
+
+    def test_draft_models(self, rule, batch):
+        drafter = ModelDrafter(target(), target(), TREES["chain 3"], Sampling(**rule))
+        check_counts(drafter, batch, rule)
+
+
+def test_operators_are_counted():
+    with Operators() as counted:
+        torch.ones(2).add(1).sum()
+    assert counted.met.total() == 3
+    plain = engine_for(target(), RootOnly(), ignore_eos=True, trace="")
+    assert operators_of(plain, 0).total() > 2 * VANILLA, "the modules are many"
+
+
+# ---------------------------------------------------------------------------------------------- tokens
+
+
+def drafters(rule: dict) -> dict[str, Drafter]:
+    made = {f"{kind} {tree}": eagle(kind, tree, rule) for kind in ("2", "3") for tree in TREES}
+    made |= {kind: eagle(kind, "dynamic 5/3/8", rule) for kind in EAGLES[2:]}
+    made |= {"ngram": NgramDrafter(Ngram(3, 2)), "eagle+ngram": eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1))}
+    made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8", rule), target())
+    made["topk"] = eagle("3", "static", rule, children="topk", sharpness=1.7)
+    return made | {"model": ModelDrafter(target(), target(), TREES["static"], Sampling(**rule))}
+
+
+@pytest.mark.parametrize(
+    "rule, batch", [({}, 1), (RULES["sampled"], 3), (RULES["cut"], 1)], ids=["greedy", "rows", "cut"]
+)
+def test_every_cycle_is_the_modules(rule, batch):
+    """The trees, what is accepted of them, and the tokens, which are vanilla's; in bf16, where all is bit for bit."""
+    options = {"batch_size": batch, "max_new_tokens": 24, "ignore_eos": True, "seed": 5, **rule}
+    prompts = [LOOP, [3, 1, 4], [0]][:batch]
+    want = decode(engine_for(target(), RootOnly(), **options), *prompts).history
+    for name, drafter in {"vanilla": RootOnly(), **drafters(rule)}.items():
+        plain, ours = (
+            decode(engine_for(target(), drafter, compile=compile, **options), *prompts) for compile in (False, True)
+        )
+        assert plain.history == ours.history == want, name
+        assert [without_time(line) for line in ours.trace] == [without_time(line) for line in plain.trace], name
+
+
+def without_time(line: dict) -> dict:
+    """A line of a trace without its floats, which may differ in the last bit where plain operations add up."""
+    return {key: value for key, value in line.items() if not key.endswith("_s") and key not in ("values", "times")}
