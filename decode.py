@@ -33,7 +33,7 @@ import sampling
 from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, changed
 from drafters import LARGEST, Drafter, Root, Rows
 from model import Block, KVCache, Transformer, Window, call, causal_window
-from ops.library import has_cpu_operators, our_threads_alone
+from ops.library import has_cpu_operators, on_cpu_operators, our_threads_alone
 from ops.rows import best
 from ops.tree import place_rows
 from options import GenerateConfig, common_prefix
@@ -83,9 +83,11 @@ class Report(NamedTuple):
         return torch.cat((emitted, torch.stack([x.long() for x in facts], 1)), 1)
 
     @staticmethod
-    def timed(facts: Tensor, times: Tensor) -> Tensor:
-        """With the times, [4], so that one copy takes all: [B, D+10] int64."""
-        return torch.cat((facts, times.expand(len(facts), -1)), 1)
+    def timed(facts: Tensor, times: list[Any]) -> Tensor:
+        """With the four times of a `Clock`, so that one copy takes all: [B, D+10] int64."""
+        if on_cpu_operators(facts):
+            return torch.ops.gpt_eagle.with_times(facts, times)
+        return torch.cat((facts, *(torch.as_tensor(t).expand(len(facts), 1) for t in times)), 1)
 
     @staticmethod
     def rows(packed: list[list[int]]) -> list[Report]:
@@ -191,7 +193,7 @@ class Cycle:
         tree, noise = clock(self.draft, state)  # N nodes below the root
         state, rows, decision = clock(self.verify, cache, state, tree, noise)  # one pass of the target; its own path
         state = clock(self.extend, state, rows)  # the drafter takes in what was accepted
-        return state, Outcome(Report.timed(decision.facts, clock.times()), tree, decision.path)
+        return state, Outcome(Report.timed(decision.facts, clock.times), tree, decision.path)
 
     def keep(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """The new state. Writes: the old one, if in place."""

@@ -123,11 +123,15 @@ class Window(NamedTuple):
     mask: Tensor  # [B, T, W] bool, which of the slots start .. start+W-1 each row sees besides
 
 
-def causal_window(start: Tensor, rows: int) -> Window:
-    """Window of `rows` consecutive rows from slot `start` on, each seeing those before it. start: [B]."""
+def causal_window(start: Tensor, rows: int, back: int = 0) -> Window:
+    """Window of `rows` consecutive rows from slot `start` on, each seeing those before it.
+
+    start: [B] int64; back: so many rows earlier, from slot 0 on
+    """
     if on_cpu_operators(start):
-        slots, mask = torch.ops.gpt_eagle.causal(start, rows)
-        return Window(slots, start, mask)
+        return Window(*torch.ops.gpt_eagle.causal(start, rows, back))
+    if back:
+        start = (start - back).clamp(min=0)
     steps = torch.arange(rows, device=start.device)
     mask = (steps[None, :] <= steps[:, None]).expand(start.shape[0], rows, rows)  # [B, T, T]
     return Window(start[:, None] + steps, start, mask)

@@ -216,17 +216,13 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.told = [device_time(device)]
+        self.times = [device_time(device)]  # before, between and behind the steps (ns)
 
     def __call__(self, step: Callable, *inputs: Any) -> Any:
         """Run a step. Returns: what it returns."""
         result = step(*inputs)
-        self.told.append(device_time(self.device))
+        self.times.append(device_time(self.device))
         return result
-
-    def times(self) -> Tensor:
-        """Before, between and behind the steps, int64 (ns), on the device."""
-        return torch.stack(self.told) if self.device.type == "cuda" else torch.tensor(self.told)
 
 
 def device_time(device: torch.device) -> Tensor | int:

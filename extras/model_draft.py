@@ -99,10 +99,10 @@ class ModelDrafter(TreeDrafter):
         return changed(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
     def begin(self, state: ModelState, root: Root) -> tuple[Tensor, Tensor]:
-        window = causal_window((state.length - 1).clamp(min=0), 2)  # only an idle row has length 0
+        window = causal_window(state.length, 2, back=1)  # only an idle row has length 0
         tokens = root.text.tokens.gather(1, window.slots)  # [B, 2]
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
-        return out[:, 1:], window.slots[:, 1] + 1
+        return out[:, 1:], state.length + 1
 
     def step(self, state: ModelState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
         return _pass(self.model, level.tokens, positions, state.cache, window)

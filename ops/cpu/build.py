@@ -128,10 +128,12 @@ OPERATORS: dict[str, Callable | None] = {
         lambda tokens, values, parents, chains, found: tuple(
             x.new_empty(len(x), x.shape[1] + chains[0].numel()) for x in (tokens, values, parents)
         ),
-    "causal(Tensor start, int rows) -> (Tensor, Tensor)":
-        lambda start, rows: (
-            start.new_empty(len(start), rows), start.new_empty(len(start), rows, rows, dtype=torch.bool)
+    "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)":
+        lambda first, rows, back: (
+            first.new_empty(len(first), rows), torch.empty_like(first),
+            first.new_empty(len(first), rows, rows, dtype=torch.bool),
         ),
+    "with_times(Tensor facts, int[] times) -> Tensor": None,
     "widen_blocks(Tensor content, str kind, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
     "dot_peak(int rounds) -> float": None,

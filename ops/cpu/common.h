@@ -48,7 +48,7 @@ namespace rows {
 std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions, double factor);
 }  // namespace rows
 namespace tree {
-std::tuple<at::Tensor, at::Tensor> causal(const at::Tensor& start, int64_t rows);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, int64_t rows, int64_t back);
 }  // namespace tree
 
 // ------------------------------------------------------------------------------------------------- threads

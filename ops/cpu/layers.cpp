@@ -478,8 +478,8 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
   const at::Tensor last = at::empty({B, 1, F}, hidden.options());
   for (int64_t b = 0; b < B; b++)
     std::copy_n(token.data + b * (R + 1) + 1, R, next.mutable_data_ptr<int64_t>() + b * R);
-  const auto [slots, mask] = tree::causal(length, R);
-  const at::Tensor y = head.step(next, head.fuse(features.contiguous()), slots, {k, v, slots, length, mask});
+  const auto [slots, start, mask] = tree::causal(length, R, 0);
+  const at::Tensor y = head.step(next, head.fuse(features.contiguous()), slots, {k, v, slots, start, mask});
   const Operand<Value> out(y, {B, R, F}, "the head's output");
   for (int64_t b = 0; b < B; b++) {
     const int64_t rows = within(real[b], R + 1, "a count");

@@ -40,6 +40,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("advance", tree::advance)
       .impl("place_rows", tree::place_rows)
       .impl("causal", tree::causal)
+      .impl("with_times", tree::with_times)
       .impl("keep_rows", tree::keep_rows)
       .impl("has_match", lookup::has_match)
       .impl("lookup", lookup::lookup)

@@ -316,19 +316,32 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos,
   return {slots, start, positions};
 }
 
-// `causal_window` of model.py: slots [B, T] and mask [B, T, T]. start: [B]
-std::tuple<at::Tensor, at::Tensor> causal(const at::Tensor& start, int64_t rows) {
-  const int64_t B = start.size(0);
-  const Whole begin(start, {B}, "start");
-  const at::Tensor slots = at::empty({B, rows}, start.options());
-  const at::Tensor mask = at::empty({B, rows, rows}, start.options().dtype(at::kBool));
+// `causal_window` of model.py: slots [B, T], start [B] and mask [B, T, T]. first: [B]; back: rows before it, from slot 0 on
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, int64_t rows, int64_t back) {
+  const int64_t B = first.size(0);
+  const Whole begin(first, {B}, "first");
+  const at::Tensor slots = at::empty({B, rows}, first.options()), start = at::empty({B}, first.options());
+  const at::Tensor mask = at::empty({B, rows, rows}, first.options().dtype(at::kBool));
   bool* sees = mask.mutable_data_ptr<bool>();
-  for (int64_t b = 0; b < B; b++)
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t from = out(start)[b] = std::max<int64_t>(begin[b] - back, 0);
     for (int64_t t = 0; t < rows; t++) {
-      out(slots)[b * rows + t] = begin[b] + t;
+      out(slots)[b * rows + t] = from + t;
       for (int64_t w = 0; w < rows; w++) sees[(b * rows + t) * rows + w] = w <= t;
     }
-  return {slots, mask};
+  }
+  return {slots, start, mask};
+}
+
+// `Report.timed` of decode.py. facts: [B, n] -> [B, n + times]
+at::Tensor with_times(const at::Tensor& facts, at::IntArrayRef times) {
+  TORCH_CHECK(facts.dim() == 2, "facts must be [B, n]");
+  const int64_t B = facts.size(0), n = facts.size(1), count = int64_t(times.size());
+  const Whole known(facts, {B, n}, "facts");
+  const at::Tensor all = at::empty({B, n + count}, facts.options());
+  for (int64_t b = 0; b < B; b++)
+    std::copy(times.begin(), times.end(), std::copy_n(known.data + b * n, n, out(all) + b * (n + count)));
+  return all;
 }
 
 }  // namespace tree
