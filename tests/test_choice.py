@@ -173,7 +173,8 @@ def test_norm(width):
     assert torch.equal(rms_norm(x[1:2, 3:4], weight, 1e-5)[0, 0], ours[1, 3])
 
 
-@pytest.mark.parametrize("steps", ["eager", "compiled"])
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("steps", ["eager", "traced"])
 def test_a_norm_of_7b_width_is_the_same_in_any_number_of_rows(steps):
     """A tree verifies the same bits as a single token, in every step: torch's own mean splits its sums by the rows."""
     all_rows, one_row = (rms_norm if steps == "eager" else compiled(rms_norm) for _ in range(2))

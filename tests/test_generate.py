@@ -292,7 +292,7 @@ def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
         raise RuntimeError("no C++ compiler found\nlong story")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert runtime.why_not_compiled("cuda") == "RuntimeError: no C++ compiler found"
+    assert runtime.why_not_compiled("cuda") == "no C++ compiler found"
 
 
 def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):

@@ -65,8 +65,8 @@ def force(monkeypatch, run):
         cycles[draw] = cycle
         draw += cycle["accept_length"] + 1
 
-    def gumbel(key, draws, vocab, domain=sampling.CHOICE):
-        noise, first = torch.zeros(*draws.shape, vocab), int(draws[0, 0])
+    def gumbel(key, first, rows, vocab, domain=sampling.CHOICE):
+        noise, first = torch.zeros(len(first), rows, vocab), int(first[0])
         if domain == sampling.DRAFT:
             for row, tokens in enumerate(cycles[first // NODE_STRIDE]["sampled_topk_tokens"]):
                 noise[:, row, tokens] = 1e4 * torch.arange(len(tokens), 0, -1)

@@ -400,7 +400,7 @@ class Scripted(Drafter):
     def draft(self, state, root: Root) -> DraftTree:
         index = (state - self.start)[:, None] + 1 + torch.arange(self.depth)
         drafted = self.script[index.clamp(0, len(self.script) - 1)]
-        tokens = torch.cat((root.token[:, None], drafted), 1)
+        tokens = torch.cat((root.text.root[:, None], drafted), 1)
         parents = (torch.arange(self.size) - 1).clamp(min=0).expand_as(tokens)
         return build_tree(tokens, parents, torch.ones_like(tokens).bool(), self.depth)
 

@@ -35,7 +35,7 @@ from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.weights import load_model
-from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer
+from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer, rope_frequencies
 from ops.cpu import build
 from ops.experts import experts_linear, experts_linear_reference
 from ops.quantized import w4a8_reference, w8a8_reference
@@ -608,6 +608,7 @@ def test_many_small_experts_decode_exactly(qwen, format, compile):
     """No margin in bf16, in dense layers and in mixtures, by the modules and by the C++ call over all layers."""
     target = load_model(qwen, torch.bfloat16, quant=Quantization(format, 32) if format else None)
     head = train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, []).bfloat16().requires_grad_(False)
+    head.rope_freq = rope_frequencies(head.config.model)  # which stay in fp32
     prompts = [[(5 * i + 7 * j) % 24 for j in range(5 + i)] for i in range(2)]
 
     def decoded(drafter):

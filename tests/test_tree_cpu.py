@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import DecodeState, advance, advance_fused
+from decode import DecodeState, Report, advance, advance_fused
 from draft_tree import Accepted, Text, accept, accept_fused, build_tree, changed
 from drafters import Rows
 from extras.deferred import ROOM, Idle, Waiting
@@ -367,6 +367,14 @@ def test_wrong_advances():
     state.tokens.copy_(before)
 
 
+def test_times_behind_a_report(plain):
+    facts, times = whole(9, 3, 7), [5, 2**40, 2**62, -1]
+    ours = Report.timed(facts, times)
+    assert_equal(ours, plain(Report.timed, facts, times))
+    assert ours.tolist() == [row + times for row in facts.tolist()]
+    assert not_refused(CPP.with_times, {"other facts": (facts.int(), times), "flat facts": (facts[0], times)}) == []
+
+
 # ------------------------------------------------------------------------------------------------- rows
 
 
@@ -383,7 +391,8 @@ def test_places(plain, batch):
     assert_equal(place_rows(pos, 0, 1), plain(place_rows, pos, 0, 1))
     for start in (pos, pos.repeat_interleave(2)[::2]):
         for rows in (1, 7):
-            assert_equal(causal_window(start, rows), plain(causal_window, start, rows))
+            for back in (0, 1, 30):  # no slot is below 0
+                assert_equal(causal_window(start, rows, back), plain(causal_window, start, rows, back))
 
 
 def test_wrong_places():
@@ -396,7 +405,7 @@ def test_wrong_places():
         "other pos": (pos.int(), done, depths, 5, 0, 0), "no rows": (pos, done, None, -1, 0, 0),
     }  # fmt: skip
     assert not_refused(CPP.place_rows, cases) == []
-    assert not_refused(CPP.causal, {"other": (pos.int(), 3), "none": (pos, -1), "two dimensions": (depths, 3)}) == []
+    assert not_refused(CPP.causal, {"other": (pos.int(), 3, 0), "none": (pos, -1, 0), "two dimensions": (depths, 3, 0)}) == []
 
 
 @pytest.mark.parametrize("rows", [1, 5, ROOM, ROOM + 7])
@@ -493,7 +502,7 @@ def test_what_the_compiler_is_told():
                        3, 2, (4, 2, 4), True),
         "rerank": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
-        "causal": (text.pos, 3),
+        "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.randn(2, 3, 6), torch.tensor([1, 3]), torch.tensor([0, 9]), text.pos),
         "has_match": (*text, 1, 3),
         "lookup": (*text, 3, 2, 1, 3),
