@@ -67,10 +67,11 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
 def stats_line(stats: dict[str, Any]) -> str:
     """The line a run ends with."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
+    compiled = f"compile {stats['compile_s']:.1f} s, " if stats["compile_s"] else ""  # on CUDA
     line = (
         f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, tau {stats['tau']:.2f} "
-        f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, compile {stats['compile_s']:.1f} s, "
-        f"load {stats['load_s']:.1f} s, peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
+        f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, {compiled}load {stats['load_s']:.1f} s, "
+        f"peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
     if "ranks" in stats:
         line += f" on rank 0 of {stats['ranks']}"

@@ -405,7 +405,10 @@ def test_wrong_places():
         "other pos": (pos.int(), done, depths, 5, 0, 0), "no rows": (pos, done, None, -1, 0, 0),
     }  # fmt: skip
     assert not_refused(CPP.place_rows, cases) == []
-    assert not_refused(CPP.causal, {"other": (pos.int(), 3, 0), "none": (pos, -1, 0), "two dimensions": (depths, 3, 0)}) == []
+    assert (
+        not_refused(CPP.causal, {"other": (pos.int(), 3, 0), "none": (pos, -1, 0), "two dimensions": (depths, 3, 0)})
+        == []
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 5, ROOM, ROOM + 7])

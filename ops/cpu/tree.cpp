@@ -324,7 +324,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, i
   const at::Tensor mask = at::empty({B, rows, rows}, first.options().dtype(at::kBool));
   bool* sees = mask.mutable_data_ptr<bool>();
   for (int64_t b = 0; b < B; b++) {
-    const int64_t from = out(start)[b] = std::max<int64_t>(begin[b] - back, 0);
+    const int64_t from = out(start)[b] = back ? std::max<int64_t>(begin[b] - back, 0) : begin[b];
     for (int64_t t = 0; t < rows; t++) {
       out(slots)[b * rows + t] = from + t;
       for (int64_t w = 0; w < rows; w++) sees[(b * rows + t) * rows + w] = w <= t;
