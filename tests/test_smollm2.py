@@ -40,7 +40,7 @@ def test_a_system_message_changes_the_answer(smollm2):
 @pytest.mark.parametrize("quant, temperature", [("none", 0.0), ("none", 1.0), ("int8", 0.0), ("int4", 1.0)])
 def test_drafting_changes_no_token(smollm2, quant, temperature):
     """20 prompts of every kind: benchmarks/LOG.md."""
-    engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=80)
+    engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=80, compile=True)
     engine = replace(engine, chooser=Largest())  # drafts, whether it pays or not
     drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
     assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0

@@ -1,6 +1,6 @@
 """Builds and loads the C++ operators of this folder.
 
-`load_operators` compiles them for this processor at the first use (10 s), keeps the library in the user's cache under
+`load_operators` compiles them for this processor at the first use (20 s), keeps the library in the user's cache under
 a name made of everything that it depends on, and loads it. Where that fails, it says why; PyTorch's operators and the
 references serve then. What the cache holds is run, so only the user may write to it, and a library ends with its own
 SHA-256: one that is damaged is built again.
@@ -186,7 +186,7 @@ def build(march: str = "") -> Path:
                 made = Path(temporary) / library.name
                 for name, text in sources.items():  # what was read, whatever is edited meanwhile
                     (made.parent / name).write_text(text)
-                print("note: building the CPU operators, once (10 s)", file=sys.stderr)
+                print("note: building the CPU operators, once (20 s)", file=sys.stderr)
                 units = [made.parent / name for name in UNITS]
                 _run(*([*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))] for unit in units))
                 _run([command[0], *(str(unit.with_suffix(".o")) for unit in units), *link, "-o", str(made)])
