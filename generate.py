@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, repeat
@@ -130,14 +129,12 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     config = replace(config, device=pick_device(config.device))
     use(config.device)
     path = fetched(config.checkpoint)
-    with ThreadPoolExecutor(1) as beside:
-        reading = beside.submit(load_tokenizer, path, config.prompt_ids is None, config.chat is not None)
-        target = _load_target(config, path)
-    tokenizer = reading.result()
+    target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
+    tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
     template = chat_template(path, tokenizer, config.chat, config.system) if config.chat is not None else None
     stop_ids = template.stop_ids(tokenizer) if template else ()
     own_eos = tokenizer.eos_ids if tokenizer else ()
