@@ -193,10 +193,11 @@ def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
     vanilla = engine_for(golden_target(), RootOnly(), **options, ignore_eos=True)
     truth = new_tokens(decode(vanilla, PROMPTS[0]), 0, PROMPTS[0])
     ends = [i for i, token in enumerate(truth) if i > 3 and token % 2 == (not kept) and token not in truth[:i]]
-    for at, tree in itertools.product({ends[0], ends[-1]}, ("chain", "dynamic")):
+    for at, tree in itertools.product(ends, ("chain", "dynamic")):
         engine = engine_for(golden_target(), make(f"trimmed:{tree}", rule), **options)
         session = decode(with_cycles(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
         assert new_tokens(session, 0, PROMPTS[0]) == truth[: at + 1]
+    assert ends
 
 
 HEADLESS = ["ngram", "model:chain", "model:static", "model:small", "eagle+ngram"]
