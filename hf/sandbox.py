@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
 from datetime import datetime
 from functools import wraps
 from math import prod
@@ -44,6 +44,7 @@ MAX_CPU_S = 5.0  # + n * 1e-6; 600 messages take LLaMA-3.1's 0.3 s
 MAX_BYTES = 10**9  # + 100 n, by which the memory grows
 MAX_CHARS = 10**7  # + 100 n, of one value
 LOOK_S = 0.002  # between two looks at the memory
+NOTHING: Mapping[int, int] = {}
 LISTS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 PADDING = ("batch", "center", "ljust", "rjust", "round", "slice", "tojson", "to_bytes", "zfill")  # to a number
 MULTIPLYING = ("expandtabs", "indent", "translate")
@@ -71,6 +72,10 @@ class Template:
         """Render. Raises: ValueError when the template raises, takes too much or reaches for what is not its own."""
         given = size(variables)
         self._environment.most = MAX_CHARS + 100 * given
+        self._environment.sizes = sizes = {}
+        for value in variables.values():
+            for part in [value, *value] if isinstance(value, list) else [value]:  # a conversation and its messages
+                sizes[id(part)] = size(part)
         return self._run(lambda: self._template.render(**variables), given)
 
     @staticmethod
@@ -107,12 +112,17 @@ class Template:
         raise ValueError(reason)
 
 
-def size(value: Any, most: int = 10**9) -> int:
-    """Characters of a text, or of all texts in a list or mapping and 10 for each element; stops beyond `most`."""
+def size(value: Any, most: int = 10**9, known: Mapping[int, int] = NOTHING) -> int:
+    """Characters of a text, or of all texts in a list or mapping and 10 for each element; stops beyond `most`.
+
+    known: by id(), the sizes of values that live as long as the mapping and do not change.
+    """
     total, todo = 0, [value]
     while todo and total <= most:
         value = todo.pop()
-        if isinstance(value, (str, bytes)):
+        if id(value) in known:
+            total += known[id(value)]
+        elif isinstance(value, (str, bytes)):
             total += len(value)
         elif isinstance(value, (dict, *LISTS)):
             total += 10 * len(value)
@@ -128,6 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self):
         self.most = MAX_CHARS
+        self.sizes: dict[int, int] = {}  # of the conversation, which every call would count again
         self.code_generator_class = BoundedCode
         extensions = [Generation, "jinja2.ext.loopcontrols"]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -146,7 +157,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def bounded(self, value: Any) -> Any:
         """The value, once its size is checked; a bit of a number counts as 100, which keeps arithmetic short."""
-        self.check(100 * value.bit_length() if isinstance(value, int) else size(value, self.most))
+        self.check(100 * value.bit_length() if isinstance(value, int) else size(value, self.most, self.sizes))
         return value
 
     def check_call(self, name: str, subject: Any, args: tuple) -> None:

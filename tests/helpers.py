@@ -12,9 +12,11 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -111,6 +113,25 @@ def golden_target(name: str = "models/target_llama_mha") -> Transformer:
 def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | None = None) -> EagleHead:
     """A golden head in fp32, loaded anew."""
     return load_head(GOLDEN / name, target or golden_target())
+
+
+def slow(cases) -> list:
+    """Parameters of cases that run with `-m slow` only."""
+    return [pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def pairwise(**values):
+    """Parametrize a test so that every pair of values of two arguments occurs; the other combinations are slow."""
+    names = list(values)
+    cases = list(product(*values.values()))
+    missing = {pair for case in cases for pair in combinations(zip(names, case), 2)}
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & set(combinations(zip(names, case), 2))))
+        chosen.append(best)
+        missing -= set(combinations(zip(names, best), 2))
+    rest = [case for case in cases if case not in chosen]
+    return pytest.mark.parametrize(",".join(names), [*chosen, *slow(rest)])
 
 
 def run_in_interpreter(cases: str, passed: str) -> None:

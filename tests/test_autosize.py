@@ -45,7 +45,7 @@ from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.remembered import file_of, recall, remember
 from generate import TIMED_BEHIND, generate, load, summary, time_cycles, warm_up
-from helpers import decode, engine_for, golden_head, golden_target, noisy_copy, record
+from helpers import decode, engine_for, golden_head, golden_target, noisy_copy, pairwise, record
 from options import DEMO
 from sampling import Sampling
 
@@ -568,7 +568,7 @@ def test_processes_that_write_at_once(trees):
     remember(file, ["x" * 3000])
     code = (
         "import sys; from pathlib import Path; from extras.remembered import remember\n"
-        "for i in range(200): remember(Path(sys.argv[1]), [sys.argv[2] * 3000])"
+        "for i in range(60): remember(Path(sys.argv[1]), [sys.argv[2] * 3000])"
     )
     command = [sys.executable, "-c", code, str(file)]
     writers = [subprocess.Popen([*command, letter], cwd=ROOT, stderr=subprocess.PIPE) for letter in "ab"]
@@ -623,11 +623,7 @@ class Script:
 ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * 35 + [1] + [0] * 5}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["eagle", "model"])
+@pairwise(kind=["eagle", "model"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True], order=list(ORDERS))
 def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     options = {"max_new_tokens": 80, "ignore_eos": True, "batch_size": batch, "temperature": temperature, "seed": 3}
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])

@@ -383,13 +383,14 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
 def test_bad_templates_are_refused_in_one_line(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
+    if BAD[text] in (TOO_LONG, " more than "):
+        monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
     began = time.thread_time()
     with pytest.raises(ValueError) as caught:
         Template(text).render(messages=messages(TURNS, ANSWERS))
     message = one_line(caught)
     assert BAD[text] in message and message.isprintable() and len(message) < 500
-    assert time.thread_time() - began < 2, "all that is slow is interrupted"
+    assert time.thread_time() - began < 5, "all that is slow is interrupted"
 
 
 def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
@@ -470,14 +471,9 @@ def test_many_messages_are_never_refused(step):
     start = "{% macro f(all, m) %}{{ all|length }}{{ m.content }}{% endmacro %}{% set ns = namespace(x='', y=[]) %}"
     said = messages(["12345678 " * 100] * 300, ["a" * 900] * 300)
     template = Template(start + "{% for m in messages %}" + step + "{% endfor %}{{ ns.x }}{{ ns.y }}")
-
-    def seconds() -> float:
-        began = time.thread_time()
-        assert len(template.render(messages=said)) > 600 * 900
-        return time.thread_time() - began
-
-    # other work on the machine adds to it, and never takes away
-    assert any(seconds() < hf.sandbox.MAX_CPU_S / 2 for _ in range(3))
+    began = time.thread_time()
+    assert len(template.render(messages=said)) > 600 * 900
+    assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 2
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

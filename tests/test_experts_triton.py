@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
-from helpers import check_product_fits, run_in_interpreter  # noqa: E402
+from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
 from kernel_report import (  # noqa: E402
     EXPERT_FORMATS,
     TARGETS,
@@ -34,16 +34,9 @@ from ops.quantized import PRODUCTS  # noqa: E402
 from quantize import FORMATS, QuantExperts  # noqa: E402
 
 
-def test_in_the_interpreter(monkeypatch):
-    """A quarter of interpreter_experts.py, in the process that it needs: from the router to the sum, row by row."""
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'whole_path or beside_any or number_of_experts'")
-    run_in_interpreter("interpreter_experts.py", r"\d\d passed")
-
-
-@pytest.mark.slow  # half a minute
-def test_in_the_interpreter_the_rest():
-    """All that is not marked slow there."""
-    run_in_interpreter("interpreter_experts.py", r"[56]\d passed")
+def test_in_the_interpreter():
+    """All of interpreter_experts.py but what is marked slow, in the process that it needs."""
+    run_in_interpreter("interpreter_experts.py", r"3\d passed")
 
 
 @pytest.mark.slow
@@ -58,23 +51,25 @@ def test_in_the_interpreter_all(monkeypatch):
 
 # test_compiled_all takes every combination
 @pytest.mark.parametrize("target,form,P", [
-    ("80", "float", 512), ("80", "int4-128", 120), ("80", "int8", 2),
-    ("90", "float", 2), ("90", "int4-128", 2), ("90", "int4-128", 512), ("90", "int8", 120),
+    ("80", "float", 512), ("90", "int4-128", 120), ("80", "int8", 2),
+    *slow([("90", "float", 2), ("90", "int4-128", 2), ("90", "int4-128", 512), ("90", "int8", 120)]),
 ])  # fmt: skip
 def test_compiled(_fresh_cache, target, form, P):
     check_product_fits(Case(target, form, "bf16", P, 4096, 14336, 8))
 
 
 @pytest.mark.parametrize("case", [
-    Case("86", "int4-64", "bf16", 120, 4096, 14336, 8),
     Case("80", "int4-64-zeros", "bf16", 120, 4096, 14336, 8),
-    Case("89", "float", "fp16", 512, 28672, 4096, 8),
-    Case("86", "int4-32", "fp16", 512, 4096, 14336, 8),
     Case("90", "int4-32", "bf16", 512, 4096, 14336, 60),  # a number of experts that is no power of two
-    Case("90", "int4-128", "bf16", 480, 1536, 2048, 128),  # a tree, Qwen3-30B-A3B
-    Case("90", "float", "fp32", 120, 4096, 14336, 8),
-    Case("80", "int4-128", "fp32", 120, 4096, 14336, 8),
     Case("90", "float", "bf16", 120, 4095, 14336, 8),  # N tells the compiler nothing
+    *slow([
+        Case("86", "int4-64", "bf16", 120, 4096, 14336, 8),
+        Case("89", "float", "fp16", 512, 28672, 4096, 8),
+        Case("86", "int4-32", "fp16", 512, 4096, 14336, 8),
+        Case("90", "int4-128", "bf16", 480, 1536, 2048, 128),  # a tree, Qwen3-30B-A3B
+        Case("90", "float", "fp32", 120, 4096, 14336, 8),
+        Case("80", "int4-128", "fp32", 120, 4096, 14336, 8),
+    ]),
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
     check_product_fits(case)

@@ -448,6 +448,7 @@ def eager(monkeypatch):
     monkeypatch.setattr(bench_trees.measure, "read_bandwidth", lambda *_: bench_trees.measure.Series(1e10, 1e10, 1e10))
 
 
+@pytest.mark.slow  # a stand-in of 0.5B with every tree
 def test_every_method_is_measured_over_one_target(eager, tmp_path):
     out = tmp_path / "models.jsonl"
     shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"

@@ -164,7 +164,7 @@ def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])])
 def test_one_graph_for_every_start(backend):
     """The used length is data: no start, nor a longer batch of them, may become a shape of the graph."""
     counter = CompileCounterWithBackend(backend)

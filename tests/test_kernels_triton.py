@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 import ops.cuda.layout  # noqa: E402
-from helpers import check_product_fits, run_in_interpreter  # noqa: E402
+from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
 from kernel_report import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
 from ops.cuda.products import MAX_SPLITS, choose_splits, minus_zero, plan_product, sum_kernel, unpack_asm  # noqa: E402
 
@@ -23,8 +23,15 @@ from ops.cuda.products import MAX_SPLITS, choose_splits, minus_zero, plan_produc
 
 
 def test_in_the_interpreter():
-    """All of interpreter_cases.py, in the process that it needs."""
-    run_in_interpreter("interpreter_cases.py", r"7\d passed")
+    """All of interpreter_cases.py but what is marked slow, in the process that it needs."""
+    run_in_interpreter("interpreter_cases.py", r"3\d passed")
+
+
+@pytest.mark.slow
+def test_in_the_interpreter_all(monkeypatch):
+    """The rest: more of the same branches."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-m slow")
+    run_in_interpreter("interpreter_cases.py", r"\d\d passed")
 
 
 # ------------------------------------------------------------------------------------------ compiled
@@ -42,8 +49,11 @@ def check(case: Case) -> None:
 
 # test_compiled_all takes every combination
 @pytest.mark.parametrize("target,form,M", [
-    ("80", "int4-128", 16), ("80", "int8", 32), ("80", "int4-128", 64), ("86", "int8", 64), ("89", "int4-128", 32),
-    ("90", "int8", 16), ("90", "int4-128", 32), ("90", "int8", 64),
+    ("80", "int8", 32), ("90", "int4-128", 32),
+    *slow([
+        ("80", "int4-128", 16), ("80", "int4-128", 64), ("86", "int8", 64), ("89", "int4-128", 32), ("90", "int8", 16),
+        ("90", "int8", 64),
+    ]),
 ])  # fmt: skip
 def test_compiled(_fresh_cache, target, form, M):
     check(Case(target, form, "bf16", M))
@@ -51,14 +61,16 @@ def test_compiled(_fresh_cache, target, form, M):
 
 @pytest.mark.parametrize("case", [
     Case("80", "int4-32", "bf16", 64),  # the one that spilled with 64 tokens to a block
-    Case("90", "int4-32", "bf16", 64),
-    Case("80", "int4-64", "fp16", 64),
     Case("90", "int8", "fp16", 16),
-    Case("90", "int4-128", "fp32", 16),
     Case("86", "int4-64", "bf16", 32, 4095),  # N tells the compiler nothing
-    Case("80", "int4-128-zeros", "bf16", 64),  # what takes most shared memory
-    Case("90", "int4-32-zeros", "fp16", 64),
     Case("90", "int4-128-zeros", "bf16", 16, gated=True),
+    *slow([
+        Case("90", "int4-32", "bf16", 64),
+        Case("80", "int4-64", "fp16", 64),
+        Case("90", "int4-128", "fp32", 16),
+        Case("80", "int4-128-zeros", "bf16", 64),  # what takes most shared memory
+        Case("90", "int4-32-zeros", "fp16", 64),
+    ]),
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
     check(case)

@@ -33,7 +33,7 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
+from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow
 from hf.weights import load_model
 from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer, rope_frequencies
 from ops.cpu import build
@@ -539,8 +539,11 @@ print(max(peak, anonymous()) - before, sum(t.nbytes for t in (*model.parameters(
 
 @OPERATORS
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
-@pytest.mark.parametrize("size", [(512, 6), pytest.param((1024, 8), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format, size",
+    [("int8", (512, 6)), *slow([("int4", (512, 6)), ("int8", (1024, 8)), ("int4", (1024, 8))])],
+    ids=str,
+)
 def test_loading_quantized_needs_little_more_than_the_result(tmp_path, format, size):
     """Experts are rounded one by one, so that no layer is ever there in float. size: width and layers."""
     directories = []

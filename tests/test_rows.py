@@ -29,7 +29,7 @@ from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.results import Results
 from generate import Result, generate, load, main, time_cycles
-from helpers import engine_for, golden_head, golden_target, noisy_copy, record
+from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
 from options import DEMO, GenerateConfig, in_order
 from runtime import Largest, leaves
 from sampling import Sampling
@@ -60,8 +60,10 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
 
 
 @needs_operators
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft, temperature", [
+    ("vanilla", 1.0), ("eagle", 0.0), ("auto", 1.0), ("ngram", 0.0),
+    *slow([("vanilla", 0.0), ("eagle", 1.0), ("auto", 0.0), ("ngram", 1.0)]),
+])  # fmt: skip
 def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
     """The prompts in chunks of 8 tokens, so that they are cached while other rows decode."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
@@ -78,8 +80,10 @@ def test_forty_prompts_through_eight_rows(draft, temperature):
     check_rows(held_out_prompts(), 8, 128, temperature, **DRAFTS[draft])
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle", "model"])
-@pytest.mark.parametrize("captured, lag", [(False, 0), (True, 1), (False, 3)])
+@pytest.mark.parametrize("drafter, captured, lag", [
+    ("none", True, 1), ("eagle", False, 0), ("eagle", True, 1), ("model", False, 3),
+    *slow([("none", False, 0), ("none", False, 3), ("eagle", False, 3), ("model", False, 0), ("model", True, 1)]),
+])  # fmt: skip
 def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
@@ -159,8 +163,10 @@ class Random(Largest):
         return self.ran[-1]
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle", "auto"])
-@pytest.mark.parametrize("captured, lag", [(False, 0), (True, 1)])
+@pytest.mark.parametrize("drafter, captured, lag", [
+    ("none", True, 1), ("eagle", False, 0), ("auto", True, 1),
+    *slow([("none", False, 0), ("eagle", True, 1), ("auto", False, 0)]),
+])  # fmt: skip
 def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monkeypatch):
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)

@@ -176,18 +176,23 @@ def test_extras_can_be_deleted(tmp_path):
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tmp_path / source.relative_to(ROOT))
 
-    def run(*argv: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "generate.py", *EAGER[2:], "--checkpoint", "checkpoints/demo", *argv]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    vanilla, eagle = run("--draft", "none"), run("--tree", "dynamic")
-    assert vanilla.returncode == eagle.returncode == 0, vanilla.stderr + eagle.stderr
-    texts = [done.stdout.splitlines()[:-1] for done in (vanilla, eagle)]
-    assert texts[0] == texts[1] and len("".join(texts[0])) > 60
-    for argv in ((), ("--draft", "ngram")):
-        failed = run(*argv)
-        assert failed.returncode == 2 and len(failed.stderr.splitlines()) == 1
-        assert "restore the folder extras/" in failed.stderr
+    common = [*EAGER[2:], "--checkpoint", "checkpoints/demo"]
+    runs = [["--draft", "none"], ["--tree", "dynamic"], [], ["--draft", "ngram"]]
+    code = f"""
+import generate
+for argv in {runs}:
+    try:
+        generate.main({common} + argv)
+    except SystemExit as stop:
+        print("status", stop.code)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == ["status 2"] * 2
+    assert len(done.stderr.splitlines()) == done.stderr.count("restore the folder extras/") == 2, done.stderr
+    vanilla, eagle = (lines[: len(lines) // 2 - 1], lines[len(lines) // 2 - 1 : -2])
+    assert vanilla[:-1] == eagle[:-1] and len("".join(vanilla)) > 60
 
 
 def test_steps_change_records_as_every_torch_compiles_it():

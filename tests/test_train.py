@@ -144,6 +144,7 @@ def test_batches_resume_where_they_were():
     assert not torch.equal(whole[0], whole[15])
 
 
+@pytest.mark.slow  # test_train3.py resumes a run every time
 def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatch):
     """Killed after a saved step and resumed, training ends where an unbroken run ends."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
