@@ -56,16 +56,16 @@ def is_gguf(path: Path) -> bool:
 
 
 @contextmanager
-def reading(
+def read_untrusted(
     file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
 ) -> Iterator[None]:
-    """Let a library read a file: as `refusing`, and what it prints is dropped, as a panic in Rust does."""
-    with refusing(file, remedy, fault), quiet():
+    """Let a library read a file: as `errors_as_value_error`, and what it prints is dropped, as a panic in Rust does."""
+    with errors_as_value_error(file, remedy, fault), silence_stderr():
         yield
 
 
 @contextmanager
-def refusing(
+def errors_as_value_error(
     file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
 ) -> Iterator[None]:
     """Turn what a library raises about a file into one ValueError with the file's name. For any thread.
@@ -92,7 +92,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Drop warnings, and what C++ and Rust print on standard error. One thread at a time: it is the whole process's."""
     with _of_the_process, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,7 +112,7 @@ def quiet() -> Iterator[None]:
             os.close(kept), os.close(nowhere)
 
 
-_of_the_process = threading.RLock()  # standard error, warnings and limits, while they are changed
+_of_the_process = threading.RLock()  # standard error, warnings and limits, while they are replace_fields
 
 
 class NotSupported(ValueError):
@@ -246,7 +246,7 @@ class Quantization:
         return self
 
 
-def others_quantization(raw: dict) -> Any:
+def foreign_quantization(raw: dict) -> Any:
     """What a config.json says about quantized weights that are not ours, whatever that is; None: nothing."""
     said = raw.get("quantization_config", raw.get("compression_config"))  # the older key of compressed-tensors
     return None if isinstance(said, dict) and said.get("quant_method") == METHOD else said
@@ -257,7 +257,7 @@ def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | No
 
     path: the directory, for the message
     """
-    others = others_quantization(raw)
+    others = foreign_quantization(raw)
     if others is not None:
         method = others.get("quant_method") if isinstance(others, dict) else others
         where = f"{path}: " if path else ""
@@ -350,19 +350,19 @@ class WeightFiles(TensorSource):
         raise ValueError(f"{self.path} has neither {names}; add the weights")
 
     def _open_safetensors(self, file: Path) -> None:
-        with reading(file):
+        with read_untrusted(file):
             handle = safe_open(file, framework="pt")
             names = list(handle.keys())
 
         def read(name: str) -> Tensor:
-            with reading(file):
+            with read_untrusted(file):
                 return handle.get_tensor(name)
 
         for name in names:
             self.readers[name] = partial(read, name)
 
     def _open_bin(self, file: Path) -> None:
-        with reading(file):
+        with read_untrusted(file):
             content = load_pickle(file, mmap=True)
         if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
             raise ValueError(f"{file} does not hold tensors by name; use a model's own weights")

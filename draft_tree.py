@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.library import on_cpu_operators
+from ops.library import on_cpp_device
 from ops.rows import Children, Expansion, Scores, ancestors
 from ops.tree import Candidates, Shared, next_level, rerank
 from tree_shapes import DynamicTree, StaticTree
 
 
-def changed(record: Any, **fields: Any) -> Any:
+def replace_fields(record: Any, **fields: Any) -> Any:
     """A NamedTuple with other values in some fields. (`_replace` gives an empty one when torch 2.11 compiles it.)"""
     return type(record)(*[fields.get(name, value) for name, value in zip(record._fields, record)])
 
@@ -77,7 +77,7 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Te
 
 def root_tree(text: Text) -> DraftTree:
     """The tree that is only its root: vanilla decoding."""
-    if on_cpu_operators(text.pos):
+    if on_cpp_device(text.pos):
         return DraftTree(*rerank((), (), 0, 0, text)[:5])
     tokens = text.root[:, None]
     zeros = torch.zeros_like(tokens)
@@ -198,4 +198,4 @@ def with_q(tree: DraftTree, q: list[Tensor], ran: list[Tensor], number: Tensor) 
     at = number.gather(1, torch.cat((root, *ran), 1) + 1)[:, :, None]  # [B, sum R, 1]
     every = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
     none = every.new_zeros(*tree.tokens.shape, every.shape[2])
-    return changed(tree, q=none.scatter(1, at.expand_as(every), every))
+    return replace_fields(tree, q=none.scatter(1, at.expand_as(every), every))

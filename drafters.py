@@ -26,8 +26,8 @@ from draft_tree import (
     Level,
     StaticTree,
     Text,
-    changed,
     grow,
+    replace_fields,
     root_tree,
 )
 from model import Layers, Transformer, Window
@@ -37,11 +37,11 @@ from ops.tree import Shared, place_rows
 LARGEST = 1 << 30  # past the last preset of any drafter
 
 
-class Rows(NamedTuple):
+class Confirmed(NamedTuple):
     """Rows that the target has computed and decided: feature f_j between the tokens x_j and x_{j+1}."""
 
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
-    features: Tensor  # [B, R, F], f_j; with the drafter's taps [B, R, (1 + taps) F]
+    features: Tensor  # [B, R, F], f_j; with the drafter's aux_layers [B, R, (1 + aux_layers) F]
     count: Tensor  # [B] int64, how many leading rows are real; the rest is padding
     slots: Tensor | None = None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none
 
@@ -64,8 +64,8 @@ class Drafter:
     smaller: tuple[Drafter, ...] = ()  # further presets over the same state, smallest tree first
     layers: Layers | None = None  # its transformer layers
     timed: bool = False  # whether the host chooses among the presets by their measured speed
-    taps: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
-    room: int = 0  # steps whose rows `extend` may leave to `take_in`, called before a tree; LARGEST: or may leave out
+    aux_layers: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
+    room: int = 0  # steps whose rows `extend` may leave to `catch_up`, called before a tree; LARGEST: or may leave out
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
@@ -83,7 +83,7 @@ class Drafter:
     def prefer(self, text: Text) -> Tensor | None:
         """The largest preset that makes sense for each row in the next cycle, [B] int64; None: any does."""
 
-    def facts(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         """What the options came to, under their names, for the record."""
         return {}
 
@@ -91,11 +91,11 @@ class Drafter:
         """An empty state for `batch` rows with `slots` target positions each."""
         return ()
 
-    def extend(self, state: Any, rows: Rows) -> Any:
+    def extend(self, state: Any, rows: Confirmed) -> Any:
         """Take in confirmed rows. Writes: the drafter's own cache."""
         return state
 
-    def take_in(self, state: Any, text: Text) -> Any:
+    def catch_up(self, state: Any, text: Text) -> Any:
         """Take in the rows that `extend` has left. Writes: the drafter's own cache."""
         return state
 
@@ -103,7 +103,7 @@ class Drafter:
         """Forget all but the first `length` rows ([B] int64); at least one row follows before the next draft."""
         return state
 
-    def draft(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree below the root. Writes: scratch slots of the drafter's cache."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class RootOnly(Drafter):
     depth, size, width = 0, 1, 0
     name = "none"
 
-    def draft(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, root: Root) -> DraftTree:
         return root_tree(root.text)
 
 
@@ -202,11 +202,11 @@ class TreeDrafter(Drafter):
     def name(self) -> str:
         return self.tree.name
 
-    def begin(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
         """The root's output, [B, 1, F], and the first scratch slot, which is the position of its children: [B]."""
         raise NotImplementedError
 
-    def step(self, state: Any, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+    def forward_nodes(self, state: Any, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
         """Run over the nodes of one level. Writes: the cache at `window.slots`.
 
         out: [B, R', F], outputs of the level before, `level.parent` of which is each node's parent
@@ -219,19 +219,19 @@ class TreeDrafter(Drafter):
         """Scores of the token after each output, of the tokens in `vocab`, here and below V of them: [B, R, V] fp32."""
         raise NotImplementedError
 
-    def facts(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         tree, dynamic = self.tree, isinstance(self.tree, DynamicTree)
         choice = {"tree": "dynamic" if dynamic else "chain" if tree.width == 1 else "static"}
         shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
         shape |= {} if self.vocab.ids is None else {"draft_vocab": self.vocab.kept}
-        looked_up = self.lookup.facts() if self.lookup else {}
+        looked_up = self.lookup.resolved_options() if self.lookup else {}
         return choice | shape | looked_up | {
             "tree_depth": tree.depth, "children": self.children, "sharpness": self.sharpness
         }  # fmt: skip
 
-    def draft(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, root: Root) -> DraftTree:
         """Propose a tree. Writes: scratch slots of the cache."""
-        out, free = self.begin(state, root)
+        out, free = self.root_output(state, root)
 
         def children(out: Tensor, level: int, k: int) -> tuple[Children | Scores, Shared | None]:
             if self.children == "sampled":
@@ -240,11 +240,11 @@ class TreeDrafter(Drafter):
 
         def run(level: Level, out: Tensor) -> Tensor:
             slots, _, positions = place_rows(free, level.depth - 1, level.tokens.shape[1], level.slot)
-            return self.step(state, level, out, positions, Window(slots, free, level.seen))
+            return self.forward_nodes(state, level, out, positions, Window(slots, free, level.seen))
 
         graft = Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text)) if self.lookup else None
         tree, places = grow(self.tree, root.text, out, children, run, graft)
-        return changed(tree, slots=places) if self.keeps_rows else tree
+        return replace_fields(tree, slots=places) if self.keeps_rows else tree
 
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """What the children are the best by. out: [B, R, F]."""

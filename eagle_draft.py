@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
-from draft_tree import DynamicTree, Level, StaticTree, changed
-from drafters import Root, Rows, TreeDrafter
+from draft_tree import DynamicTree, Level, StaticTree, replace_fields
+from drafters import Confirmed, Root, TreeDrafter
 from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
 from hf.weights import Storage, load_weights
 from model import (
@@ -49,7 +49,7 @@ from text_files import read_json
 class EagleHead(nn.Module):
     """Versions 1 and 2: fc(embedding, feature), then the layers."""
 
-    taps: tuple[int, ...] = ()  # see `Drafter`
+    aux_layers: tuple[int, ...] = ()  # see `Drafter`
     fused: FusedHead | None = None  # with --compile on a CPU, what runs in place of `forward`
 
     def __init__(self, config: EagleConfig):
@@ -60,11 +60,11 @@ class EagleHead(nn.Module):
         self.layers[0].attention_norm = NoNorm()
         self.norm, self.output_norm = NoNorm(), NoNorm()  # of every output; of what the LM head gets
         self.register_buffer("rope_freq", rope_frequencies(model), persistent=False)  # [E/2] fp32
-        if config.three is None:
+        if config.eagle3 is None:
             self.fc = Linear(2 * model.dim, model.dim, bias=config.fc_bias)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features as `forward` takes them: [B, T, (1 + taps) F] -> [B, T, F]."""
+        """The target's features as `forward` takes them: [B, T, (1 + aux_layers) F] -> [B, T, F]."""
         return features
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -90,30 +90,30 @@ class Eagle3Head(EagleHead):
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
-        model, three, attention = config.model, config.three, self.layers[0].attention
-        dim, eps, self.taps = model.dim, model.norm_eps, three.taps
-        fused = len(three.taps) * three.target_dim
+        model, eagle3, attention = config.model, config.eagle3, self.layers[0].attention
+        dim, eps, self.aux_layers = model.dim, model.norm_eps, eagle3.aux_layers
+        fused = len(eagle3.aux_layers) * eagle3.target_dim
         attention.wqkv = Linear(2 * dim, attention.wqkv.out_features, bias=model.qkv_bias)
         self.embedding_norm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
-        if three.last_norm != "none":
-            setattr(self, "norm" if three.last_norm == "fed" else "output_norm", RMSNorm(dim, eps))
-        self.input_norm = RMSNorm(fused, eps) if three.norm_before_fc else NoNorm()
-        self.fc_norm = nn.ModuleList(RMSNorm(three.target_dim, eps) for _ in three.taps if three.fc_norm)
-        self.fc = Linear(fused, dim, bias=config.fc_bias) if three.taps else NoNorm()
-        if three.embedding:
+        if eagle3.last_norm != "none":
+            setattr(self, "norm" if eagle3.last_norm == "fed" else "output_norm", RMSNorm(dim, eps))
+        self.input_norm = RMSNorm(fused, eps) if eagle3.norm_before_fc else NoNorm()
+        self.fc_norm = nn.ModuleList(RMSNorm(eagle3.target_dim, eps) for _ in eagle3.aux_layers if eagle3.fc_norm)
+        self.fc = Linear(fused, dim, bias=config.fc_bias) if eagle3.aux_layers else NoNorm()
+        if eagle3.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
-        self.lm_head = LMHead(dim, three.draft_vocab, bias=False) if three.lm_head else None
+        self.lm_head = LMHead(dim, eagle3.draft_vocab, bias=False) if eagle3.lm_head else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        three = self.config.three
-        x = self.input_norm(features[..., three.target_dim if three.taps else 0 :])  # [B, T, taps F], or [B, T, F]
-        if three.fc_norm:
-            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.chunk(len(three.taps), -1))], -1)
+        eagle3 = self.config.eagle3
+        x = self.input_norm(features[..., eagle3.target_dim if eagle3.aux_layers else 0 :])  # [B, T, aux_layers F], or [B, T, F]
+        if eagle3.fc_norm:
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.chunk(len(eagle3.aux_layers), -1))], -1)
         return self.fc(x)
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         normed = self.hidden_norm(features)
-        x = normed if self.config.three.norm_before_residual else features
+        x = normed if self.config.eagle3.norm_before_residual else features
         return x, torch.cat((self.embedding_norm(embedded), normed), dim=-1)  # [B, T, 2F]
 
 
@@ -128,7 +128,7 @@ def load_head(
     files, weight = HeadFiles(path, source or WeightFiles(path)), target.embedding.weight
     config = read_head(files, target.config)
     with torch.device("meta"):
-        head = Eagle3Head(config) if config.three else EagleHead(config)
+        head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
     head.vocab = draft_vocab(files, config, weight.device)
     storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config, path) or quant)
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
@@ -167,7 +167,7 @@ class EagleDrafter(TreeDrafter):
         options: children, sharpness and vocab (default: the head's own), and lookup, as for `TreeDrafter`
         """
         super().__init__(target, tree, rule, **{"sharpness": head.config.sharpness, "vocab": head.vocab} | options)
-        self.head, self.layers, self.taps = head, head.layers, head.taps
+        self.head, self.layers, self.aux_layers = head, head.layers, head.aux_layers
         self.embedding = head.embedding or target.embedding
         self.lm_head = lm_head or head.lm_head or target.lm_head
 
@@ -184,26 +184,26 @@ class EagleDrafter(TreeDrafter):
         whether = whether and fits(self.head.layers)
         self.head.fused = FusedHead(self.head, self.embedding.weight) if whether else None
 
-    def extend(self, state: EagleState, rows: Rows) -> EagleState:
+    def extend(self, state: EagleState, rows: Confirmed) -> EagleState:
         """Confirm `rows.count` rows. Writes: cache slots length .. length + R - 1 (padding included)."""
         if self.head.fused is not None:
             hidden, length = self.head.fused.extend(state, rows)
-            return changed(state, length=length, hidden=hidden)
+            return replace_fields(state, length=length, hidden=hidden)
         window = causal_window(state.length, rows.features.shape[1])
         embedded = self.embedding(rows.tokens[:, 1:])
         out = self.head(embedded, self.head.fuse(rows.features), window.slots, state.cache, window)
         last = (rows.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         hidden = torch.where(rows.count[:, None, None] > 0, out.gather(1, last), state.hidden)
-        return changed(state, length=state.length + rows.count, hidden=hidden)
+        return replace_fields(state, length=state.length + rows.count, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
         """Forget all but the first `length` rows."""
-        return changed(state, length=length)
+        return replace_fields(state, length=length)
 
-    def begin(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden, state.length
 
-    def step(self, state: EagleState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+    def forward_nodes(self, state: EagleState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
         if self.head.fused is not None:
             return self.head.fused.step(level, out, positions, state.cache, window)
         parents = out.gather(1, level.parent[:, :, None].expand(-1, -1, out.shape[2]))  # [B, R, F]

@@ -70,7 +70,7 @@ import torch
 import eagle_draft
 import tp
 from checkpoint import Quantization, saved_quantization
-from decode import PREFILL_WIDTHS, Engine, Session, choose, with_cycles
+from decode import PREFILL_WIDTHS, Engine, Session, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly
 from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
@@ -78,14 +78,14 @@ from hf.fetch import fetched
 from hf.tokenizer import Tokenizer, load_tokenizer
 from hf.weights import int4_group
 from model import DTYPES, Transformer
-from runtime import WARM_UPS, say_what_compiles, store, time_presets, use, why_not_compiled
+from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
 from stats import Stats, environment, rows_memory, stats_line, summary
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
 MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
 
 
-class Entry(NamedTuple):
+class Turn(NamedTuple):
     """One turn that was decoded."""
 
     index: tuple[int, int, int]  # (prompt, sample, turn)
@@ -94,10 +94,10 @@ class Entry(NamedTuple):
 
 
 Watcher = Callable[[list[list[int]]], Any]  # told the new tokens of every row, step by step
-Teller = Callable[[list[Entry]], Any]  # told the turns of a conversation that is over
+Teller = Callable[[list[Turn]], Any]  # told the turns of a conversation that is over
 
 
-def nobody(news: list) -> None:
+def nothing(news: list) -> None:
     """Is told, and does nothing."""
 
 
@@ -149,14 +149,14 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         config, target, drafter, context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
         tokenizer=tokenizer, template=template, load_s=time.perf_counter() - began,
-        choose=tp.choose if tp.place().world > 1 else choose, other_rule=other_rule(config),
+        pick_tokens=tp.pick_tokens if tp.this_rank().world_size > 1 else pick_tokens, accept_rule=accept_rule(config),
     )  # fmt: skip
     if config.batch_size > 1:
         print(f"note: {rows_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
 
 
-def other_rule(config: GenerateConfig) -> Callable | None:
+def accept_rule(config: GenerateConfig) -> Callable | None:
     """The rule of acceptance, where it is not the exact one."""
     if config.accept == "exact":
         return None
@@ -195,7 +195,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
                 added = head_extras(target, config)
             drafter = eagle_draft.load_drafter(target, config, **added)
-    if config.tree_shape == "auto" and tp.place().world > 1:
+    if config.tree_shape == "auto" and tp.this_rank().world_size > 1:
         print("note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ", file=sys.stderr)
     elif config.tree_shape == "auto":
         from extras.autosize import with_smaller_trees
@@ -210,7 +210,7 @@ def warm_up(engine: Engine) -> Engine:
     On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
     """
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
-    tp.check_alike(engine.config, compile=engine.config.compile and not reason, **engine.drafter.facts())
+    tp.check_same_on_all_ranks(engine.config, compile=engine.config.compile and not reason, **engine.drafter.resolved_options())
     if reason:
         print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
@@ -220,23 +220,23 @@ def warm_up(engine: Engine) -> Engine:
             short = replace(engine, config=replace(engine.config, max_new_tokens=1))  # prompts alone
             list(Session(short).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
         time_cycles(engine, say_what_compiles)
-    return with_chooser(replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0))
+    return with_tree_policy(replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0))
 
 
-def with_chooser(engine: Engine) -> Engine:
+def with_tree_policy(engine: Engine) -> Engine:
     """The engine with what chooses among its trees, if it has several. Only captured cycles are timed."""
     if not engine.drafter.timed:
         return engine
     from extras.autosize import sizer_of
 
-    return replace(engine, chooser=sizer_of(engine, time_cycles(engine) if engine.captured else ()))
+    return replace(engine, tree_policy=sizer_of(engine, time_cycles(engine) if engine.captured else ()))
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
     """Seconds of a cycle of every preset, with rows that decode behind some tokens. say: as `time_presets` takes it."""
     session, start = Session(engine), min(TIMED_BEHIND, engine.context // 2)
     session.state.pos.fill_(start), session.state.limit.fill_(engine.context - 1), session.state.done.fill_(False)
-    store(session.state.draft, engine.drafter.rewind(session.state.draft, session.state.pos))
+    copy_into(session.state.drafter_state, engine.drafter.rewind(session.state.drafter_state, session.state.pos))
     return time_presets(session.time_cycle, engine.drafter.presets, say)
 
 
@@ -266,7 +266,7 @@ class Batch:
     def __init__(self, engine: Engine, prompts: list[str | Conversation]):
         """Encode and check the first turns, before anything is decoded, so that nothing is lost."""
         self.engine, self.stats = engine, Stats()
-        self.entries: list[Entry] = []
+        self.entries: list[Turn] = []
         self.trace: list[dict] = []
         self.conversations = [[p] if isinstance(p, str) else list(p) for p in prompts]
         self.first = [first_ids(engine, c) for c in self.conversations]
@@ -274,17 +274,17 @@ class Batch:
         self.streams = [(p, s) for p in range(len(prompts)) for s in range(samples)]
         self.groups = [self.streams[first : first + size] for first in range(0, len(self.streams), size)]
 
-    def run(self, streams: list[tuple[int, int]], watch: Watcher = nobody, tell: Teller = nobody) -> None:
+    def run(self, streams: list[tuple[int, int]], watch: Watcher = nothing, tell: Teller = nothing) -> None:
         """Decode some of `streams`, in order: where a conversation is over, the next one takes its row."""
         session, coming, over = Session(self.engine), iter(streams), []
-        talks: list[list[Entry]] = [[] for _ in session.live]  # per row, the turns of its conversation
+        talks: list[list[Turn]] = [[] for _ in session.live]  # per row, the turns of its conversation
         while True:
             for row, talk in enumerate(talks):
-                if not session.busy(row) and not self._go_on(session, row, talk):
+                if not session.busy(row) and not self._next_turn(session, row, talk):
                     if talk:
                         over += talk
                         tell(talk)
-                    talks[row] = self._begin(session, row, next(coming, None))
+                    talks[row] = self._first_turn(session, row, next(coming, None))
             if not any(talks):
                 break
             new = session.step()
@@ -299,14 +299,14 @@ class Batch:
         self.entries += sorted(over)
         self.stats.add(session.stats)
 
-    def _begin(self, session: Session, row: int, stream: tuple[int, int] | None) -> list[Entry]:
+    def _first_turn(self, session: Session, row: int, stream: tuple[int, int] | None) -> list[Turn]:
         """Give a row the first turn of a conversation, if there is one. Returns: its turns."""
         if stream is None:
             return []
         session.admit(row, self.first[stream[0]], stream)
-        return [Entry((*stream, 0), self.first[stream[0]], [])]
+        return [Turn((*stream, 0), self.first[stream[0]], [])]
 
-    def _go_on(self, session: Session, row: int, talk: list[Entry]) -> bool:
+    def _next_turn(self, session: Session, row: int, talk: list[Turn]) -> bool:
         """Give a row its conversation's next turn. Returns: whether there is one. A turn that does not fit ends it."""
         turns = self.conversations[talk[0].index[0]] if talk else []
         if len(talk) == len(turns) or isinstance(turns[0], int):  # ids are a single turn
@@ -318,7 +318,7 @@ class Batch:
             print(f"note: {where} no longer fits the context of {self.engine.context} tokens", file=sys.stderr)
             return False
         session.admit(row, ids)
-        talk.append(Entry((prompt, sample, turn + 1), ids, []))
+        talk.append(Turn((prompt, sample, turn + 1), ids, []))
         return True
 
     def result(self) -> Result:
@@ -328,7 +328,7 @@ class Batch:
         return Result(**columns, stats=summary(self.engine, self.stats), trace=self.trace)
 
 
-def facts(engine: Engine, entry: Entry) -> dict[str, Any]:
+def facts(engine: Engine, entry: Turn) -> dict[str, Any]:
     """What a `Result` tells of a turn, in its first five fields."""
     told = (entry.index, entry.new, text_of(engine, entry.new), finish_reason(engine, entry.new), len(entry.prompt))
     return dict(zip([f.name for f in fields(Result)], told))
@@ -340,7 +340,7 @@ def text_of(engine: Engine, ids: list[int]) -> str:
 
 
 def generate(
-    engine: Engine, prompts: list[str | Conversation], watch: Watcher = nobody, tell: Teller = nobody, **options: Any
+    engine: Engine, prompts: list[str | Conversation], watch: Watcher = nothing, tell: Teller = nothing, **options: Any
 ) -> Result:
     """Decode prompts, `num_samples` times each: `batch_size` rows, each of which takes the next when it has ended.
 
@@ -361,7 +361,7 @@ def generate(
     return batch.result()
 
 
-def compare(drafted: Batch, tell: Teller = nobody) -> tuple[Result, dict[str, Any]]:
+def compare(drafted: Batch, tell: Teller = nothing) -> tuple[Result, dict[str, Any]]:
     """Decode every group of a batch without and with drafting, in turn, in this process.
 
     Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of equal sequences
@@ -369,11 +369,11 @@ def compare(drafted: Batch, tell: Teller = nobody) -> tuple[Result, dict[str, An
     """
     engine = drafted.engine
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    vanilla = replace(engine, drafter=RootOnly(), other_rule=None, config=config)
+    vanilla = replace(engine, drafter=RootOnly(), accept_rule=None, config=config)
     plain = Batch(warm_up(with_cycles(vanilla)), drafted.conversations)
     for number, group in enumerate(drafted.groups):
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
-            side.run(group, tell=tell if side is drafted else nobody)
+            side.run(group, tell=tell if side is drafted else nothing)
     a, b = plain.result(), drafted.result()
     same = [x == y for x, y in zip(a.tokens, b.tokens)]
     rate = a.stats["tokens_per_s"]
@@ -394,10 +394,10 @@ def stream(engine: Engine, prompt: str | list[int]) -> Iterator[str]:
     """Decode one prompt, a text or token ids, and yield its text as it is decided, never half a character."""
     if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
         raise ValueError("stream() takes one text or one list of token ids; use generate() for turns")
-    yield from pieces(Session(engine), first_ids(engine, [prompt] if isinstance(prompt, str) else prompt))
+    yield from stream_text(Session(engine), first_ids(engine, [prompt] if isinstance(prompt, str) else prompt))
 
 
-def pieces(session: Session, ids: list[int]) -> Iterator[str]:
+def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
     """The text that follows token ids on the first row, as it is decided. Raises: ValueError without a tokenizer."""
     engine = session.engine
     if engine.tokenizer is None:
@@ -427,7 +427,7 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
     gap = chain([""], repeat("\n"))  # between one and the next
     show = in_order(streams, lambda texts: print(next(gap) + "\n\n".join(texts), flush=True))
 
-    def tell(talk: list[Entry]) -> None:
+    def tell(talk: list[Turn]) -> None:
         turns = [facts(engine, entry) for entry in talk]
         if results:
             results.add(turns)
@@ -440,7 +440,7 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
             result.stats |= outcome
         else:
             watch = lambda new: print(decoder.push(new[0]), end="", flush=True)  # noqa: E731
-            batch.run(streams, watch if live else nobody, tell)
+            batch.run(streams, watch if live else nothing, tell)
             result = batch.result()
     if live:
         print(decoder.flush())
@@ -453,7 +453,7 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.trace, "\n".join(json.dumps(row) for row in result.trace))
     if config.json:
         document = {k: v for k, v in asdict(result).items() if k != "trace"}
-        ran = asdict(config) | {"context": engine.context} | engine.drafter.facts()  # what the defaults came to
+        ran = asdict(config) | {"context": engine.context} | engine.drafter.resolved_options()  # what the defaults came to
         write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(config.device)}))
 
 
@@ -461,12 +461,12 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """The command line. command: what `read_command` has returned already"""
     config, prompts = command or read_command(argv, tp.check)
     with one_line_errors("generate.py"):
-        engine = load(tp.join(config, prompts))
+        engine = load(tp.init_ranks(config, prompts))
         if not config.interactive:
             return run(engine, prompts)
         from extras.chat import chat
 
-        chat(engine, encode, pieces)
+        chat(engine, encode, stream_text)
 
 
 if __name__ == "__main__":

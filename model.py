@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from ops.attention import HeadNorms, compact, rope_angles, rotary, rotary_cache, tree_attention
 from ops.cpu.layers import FusedModel, fits
 from ops.experts import experts_linear, route
-from ops.library import on_cpu_operators
-from ops.linear import has_own_product, linear
+from ops.library import on_cpp_device
+from ops.linear import has_linear_kernel, linear
 from ops.rows import add, add_norm, rms_norm, swiglu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +58,7 @@ class ModelConfig:
     n_experts: int = 0  # num_local_experts or num_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
     expert_dim: int = 0  # moe_intermediate_size; 0: ffn_dim
-    norm_topk: bool = True  # norm_topk_prob: the chosen experts' shares add up to 1
+    norm_topk: bool = True  # norm_topk_prob: the chosen experts' routing weights add up to 1
     dense_layers: tuple[int, ...] = ()  # mlp_only_layers, decoder_sparse_step: layers without experts
     expert_names: str = "mixtral"  # (ours) what files call the experts' weights: a key of hf/weights.py's EXPERTS
     tie_embeddings: bool = False  # tie_word_embeddings
@@ -128,7 +128,7 @@ def causal_window(start: Tensor, rows: int, back: int = 0) -> Window:
 
     start: [B] int64; back: so many rows earlier, from slot 0 on
     """
-    if on_cpu_operators(start):
+    if on_cpp_device(start):
         return Window(*torch.ops.gpt_eagle.causal(start, rows, back))
     if back:
         start = (start - back).clamp(min=0)
@@ -199,26 +199,26 @@ class NoNorm(nn.Module):
 class Linear(nn.Linear):
     """A linear layer by the product that serves its dtype and device."""
 
-    wide = False  # outputs in fp32
+    fp32_out = False  # outputs in fp32
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        return linear(x, self.weight, self.bias, self.wide)
+        return linear(x, self.weight, self.bias, self.fp32_out)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
         """Weight, scale and bias, as ops/cpu/layers.py takes them."""
         return self.weight, None, self.bias
 
-    def partial(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+    def forward_split_k(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
         return self(x)
 
-    def gated(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+    def forward_swiglu(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
         return swiglu(self(x))
 
 
 class LMHead(Linear):
     """Scores of tokens, in fp32: of bf16 ones, the best two would often tie."""
 
-    wide = True
+    fp32_out = True
 
 
 class Attention(nn.Module):
@@ -253,7 +253,7 @@ class Attention(nn.Module):
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).flatten(2))
         q = rotary_cache(qkv, rope, *kv, window.slots, self.head_norms)  # [B, T, H, E]
-        return self.wo.partial(tree_attention(q, *kv, window.start, window.mask))
+        return self.wo.forward_split_k(tree_attention(q, *kv, window.start, window.mask))
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -270,7 +270,7 @@ class FeedForward(nn.Module):
         self.w2 = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> what `RMSNorm.add` takes
-        return self.w2.partial(self.w13.gated(x))
+        return self.w2.forward_split_k(self.w13.forward_swiglu(x))
 
 
 class Router(nn.Module):
@@ -282,12 +282,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        if has_own_product(x, self.weight):
-            return linear(x, self.weight, wide=True)
+        if has_linear_kernel(x, self.weight):
+            return linear(x, self.weight, fp32_out=True)
         return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns: the best experts in order, of equal ones the first, [..., J] int64; their shares, [..., J] fp32."""
+        """Returns: the best experts in order, of equal ones the first, [..., J] int64; their routing weights, [..., J] fp32."""
         score, expert = self.logits(x).sort(dim=-1, descending=True, stable=True)
         sharing = score[..., : self.chosen] if self.norm_topk else score
         return expert[..., : self.chosen], sharing.softmax(-1)[..., : self.chosen]
@@ -362,24 +362,24 @@ class Layers(nn.ModuleList):
         cache: KVCache | None = None,
         window: Window | None = None,
         run: Callable = call,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         h: Tensor | None = None,
     ) -> Tensor:
         """Run the blocks over T rows, and the norm behind them.
 
         run: calls a block; those of a kind have the same shapes, so a compiled call compiles once for each kind
-        taps: ascending layers whose inputs, the residual stream, are wanted too; len(self): the last one's output
+        aux_layers: ascending layers whose inputs, the residual stream, are wanted too; len(self): the last one's output
         h: what the first attention reads, where it is not the norm of x
-        Returns: [B, T, F], or with taps [B, T, (1 + taps) F]. Writes: the cache at `window.slots`.
+        Returns: [B, T, F], or with aux_layers [B, T, (1 + aux_layers) F]. Writes: the cache at `window.slots`.
         """
         h, kept = self[0].attention_norm(x) if h is None else h, []
         for i, block in enumerate(self):
-            kept += [x] if i in taps else []
+            kept += [x] if i in aux_layers else []
             after = self[i + 1].attention_norm if i + 1 < len(self) else norm
             kv = (cache.k[i], cache.v[i]) if cache is not None else None
             x, h = run(block, x, h, after, rope, kv, window)
-        kept += [x] if len(self) in taps else []
-        return torch.cat((h, *kept), -1) if taps else h
+        kept += [x] if len(self) in aux_layers else []
+        return torch.cat((h, *kept), -1) if aux_layers else h
 
 
 class Transformer(nn.Module):
@@ -410,26 +410,26 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         window: Window | None = None,
         run: Callable = call,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
         """Run the layers over T rows. Writes: the cache at `window.slots`.
 
-        Returns: features after the final norm, [B, T, F]; with taps, these layers' inputs behind them.
+        Returns: features after the final norm, [B, T, F]; with aux_layers, these layers' inputs behind them.
         """
         if self.fused is not None and cache is not None:
-            return self.fused(tokens, positions, cache, window, taps)
-        x, rope = run(self.begin, tokens, positions)
-        return self.layers(x, rope, self.norm, cache, window, run, taps)
+            return self.fused(tokens, positions, cache, window, aux_layers)
+        x, rope = run(self.embed, tokens, positions)
+        return self.layers(x, rope, self.norm, cache, window, run, aux_layers)
 
     def fuse(self, whether: bool) -> None:
         """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
         self.fused = FusedModel(self) if whether and fits(self.layers) else None
 
-    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""
         return self.embedding(tokens), rope_angles(self.rope_freq, positions, self.config.rope_factor)
 
-    def logits(self, features: Tensor) -> Tensor:  # [..., F], or with taps behind them -> [..., V] fp32
+    def logits(self, features: Tensor) -> Tensor:  # [..., F], or with aux_layers behind them -> [..., V] fp32
         if features.shape[-1] > self.config.dim:
             features = features[..., : self.config.dim]
         return self.lm_head(features)

@@ -53,14 +53,14 @@ class QuantLinear(nn.Module):
     file_dtype: ClassVar[torch.dtype]
     scale_dtype: ClassVar[torch.dtype]
 
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False):
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp32_out: bool = False):
         """codes: [N, K] int8; scale: as the format has it, on the same device
 
-        wide: outputs in fp32 (LM heads), never rounded
+        fp32_out: outputs in fp32 (LM heads), never rounded
         """
         super().__init__()
         self.out_features, self.in_features = codes.shape
-        self.wide = wide
+        self.fp32_out = fp32_out
         self.group_size = self.in_features // scale.shape[1] if scale.dim() > 1 else 0  # 0: one scale per output
         self.product = PRODUCTS[self.format, codes.device.type]
         packed, scale = self.product.pack(codes, scale)
@@ -118,23 +118,23 @@ class QuantLinear(nn.Module):
         return cls.file_shape(shape).numel() * cls.file_dtype.itemsize + scales
 
     @classmethod
-    def from_float(cls, weight: Tensor, bias: Tensor | None = None, group_size: int = 128, wide: bool = False):
+    def from_float(cls, weight: Tensor, bias: Tensor | None = None, group_size: int = 128, fp32_out: bool = False):
         """Make a layer of a weight, [N, K] float, on the weight's device."""
-        return cls(*cls.encode(weight, group_size), bias, wide)
+        return cls(*cls.encode(weight, group_size), bias, fp32_out)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        if self.product.partial and self.bias is not None and not self.wide:  # what adds the sums adds the bias
-            return add(self.bias, self.product.partial(x, self.packed, self.scale))
-        y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.wide)
+        if self.product.split_k and self.bias is not None and not self.fp32_out:  # what adds the sums adds the bias
+            return add(self.bias, self.product.split_k(x, self.packed, self.scale))
+        y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.fp32_out)
         return y if self.bias is None else y + self.bias
 
-    def partial(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
-        whole = self.product.partial is None or self.bias is not None
-        return self(x) if whole else self.product.partial(x, self.packed, self.scale)
+    def forward_split_k(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+        whole = self.product.split_k is None or self.bias is not None
+        return self(x) if whole else self.product.split_k(x, self.packed, self.scale)
 
-    def gated(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
-        apart = self.product.gated is None or self.bias is not None
-        return swiglu(self(x)) if apart else self.product.gated(x, self.packed, self.scale)
+    def forward_swiglu(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+        apart = self.product.swiglu is None or self.bias is not None
+        return swiglu(self(x)) if apart else self.product.swiglu(x, self.packed, self.scale)
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """The codes and scales that were packed."""
@@ -147,7 +147,7 @@ class QuantLinear(nn.Module):
     def rows(self, ids: Tensor) -> QuantLinear:
         """A layer with some of the outputs, and the codes and scales of this one. ids: [R] int64."""
         codes, scale = self.codes_and_scale()
-        return type(self)(codes[ids], scale[ids], None if self.bias is None else self.bias[ids], self.wide)
+        return type(self)(codes[ids], scale[ids], None if self.bias is None else self.bias[ids], self.fp32_out)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Packed codes, scale and bias, as ops/cpu/layers.py takes them."""
@@ -179,7 +179,7 @@ class Int4Linear(QuantLinear):
     format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, wide: bool = False, zero: Tensor | None = None
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp32_out: bool = False, zero: Tensor | None = None
     ):
         """Make a layer of the weight (codes - zero) * scale, in fp32: nothing is rounded.
 
@@ -194,7 +194,7 @@ class Int4Linear(QuantLinear):
             raise ValueError(f"{rule}; {scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8")
         if zero is not None or scale.dtype == torch.float16:
             scale = join_zeros(scale, zero)
-        super().__init__(codes, scale.repeat_interleave(group // sizes[-1], 1), bias, wide)
+        super().__init__(codes, scale.repeat_interleave(group // sizes[-1], 1), bias, fp32_out)
 
     @staticmethod
     def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:

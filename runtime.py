@@ -84,29 +84,29 @@ class Replay:
             print(f"note: cycles are not captured and are slower, since a capture failed: {reason}", file=sys.stderr)
 
 
-def leaves(record: Any) -> list[Tensor]:
+def tree_leaves(record: Any) -> list[Tensor]:
     """The tensors of nested tuples, in order; None has none."""
     if isinstance(record, Tensor):
         return [record]
-    return [leaf for part in record or () for leaf in leaves(part)]
+    return [leaf for part in record or () for leaf in tree_leaves(part)]
 
 
-def store(buffers: Any, values: Any) -> None:
+def copy_into(buffers: Any, values: Any) -> None:
     """Copy every tensor of `values` into its buffer. Writes: those that are not the buffer itself."""
-    old, new = leaves(buffers), leaves(values)
+    old, new = tree_leaves(buffers), tree_leaves(values)
     assert len(old) == len(new), (len(old), len(new))
     for buffer, value in zip(old, new):
         if buffer is not value:
             buffer.copy_(value)
 
 
-def row_of(record: Any, row: int) -> Any:
+def sequence_of(record: Any, row: int) -> Any:
     """One row of nested NamedTuples of tensors [B, ...], as views: [1, ...]. A cache says itself what its row is."""
     if hasattr(record, "row"):
         return record.row(row)
     if isinstance(record, Tensor):
         return record[row : row + 1]
-    return type(record)(*(row_of(part, row) for part in record))
+    return type(record)(*(sequence_of(part, row) for part in record))
 
 
 class HostCopy:
@@ -126,10 +126,10 @@ class HostCopy:
         return [x.tolist() for x in self.host]
 
 
-class Largest:
+class LargestTree:
     """Chooses the preset that the next cycle runs: the largest. extras/autosize.py has one that learns."""
 
-    reader = -1  # the preset that takes in prompts
+    prefill_tree = -1  # the preset that takes in prompts
 
     def next(self, limit: int) -> int:
         """Choose. limit: the largest preset that makes sense now."""

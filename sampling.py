@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.library import on_cpu_operators, served_in_cpp
+from ops.library import on_cpp_device, uses_cpp
 from options import Sampling
 
 MASK32 = 0xFFFFFFFF
@@ -72,7 +72,7 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
 
 def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CHOICE) -> Tensor:
     """Standard Gumbel noise of consecutive draws: [B, rows, vocab] fp32. first: [B] int64, the first draw of each."""
-    if on_cpu_operators(first):
+    if on_cpp_device(first):
         return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, first, rows, vocab, domain)
     draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
     return -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))  # log1p keeps the upper tail fine
@@ -84,7 +84,7 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     logits: [..., V] fp32
     Returns: [..., V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
-    if served_in_cpp(logits):
+    if uses_cpp(logits):
         return torch.ops.gpt_eagle.cut(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     z = logits / sampling.temperature
     if sampling.top_k <= 0 and sampling.top_p >= 1:

@@ -52,7 +52,7 @@ class Stats:
 
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     """The `stats` object of `--json`. engine: `decode.Engine`."""
-    stand_in, table = engine.target.config.stand_in, engine.chooser.table(stats.presets)
+    stand_in, table = engine.target.config.stand_in, engine.tree_policy.table(stats.presets)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
     return (
         ({"stand_in": stand_in} if stand_in else {})  # its numbers never go without its name
@@ -92,14 +92,14 @@ def stats_line(stats: dict[str, Any]) -> str:
     return line
 
 
-def trace_row(drawn: list[list], row: int, report: Any) -> dict[str, Any]:
+def trace_row(tree_trace: list[list], row: int, report: Any) -> dict[str, Any]:
     """One line of `--trace`.
 
-    drawn: of all rows, the tree's tokens, parents and depths, the accepted path, and the nodes' values if there are any
+    tree_trace: of all rows, the tree's tokens, parents and depths, the accepted path, and the nodes' values if there are any
     (a padded node's is null)
     report: `decode.Report` of the row
     """
-    tokens, parents, depths, path, *values = (x[row] for x in drawn)
+    tokens, parents, depths, path, *values = (x[row] for x in tree_trace)
     line = {
         "row": row,
         "pos": report.pos,

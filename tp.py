@@ -3,15 +3,15 @@
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of France is"
     torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
-1. A rank loads its `Share`, the heads and the columns of each feed-forward that are its own: cut first, then rounded.
+1. A rank loads its `ShardedFiles`, the heads and the columns of each feed-forward that are its own: cut first, then rounded.
    int4 has one device's codes; in int8 o and down get a scale per output and rank, so that tokens may be others.
-2. `Summed` adds the ranks' results behind attention and behind the feed-forward: on CPUs in fp32, in the order of the
+2. `RowParallel` adds the ranks' results behind attention and behind the feed-forward: on CPUs in fp32, in the order of the
    ranks; on CUDA as NCCL does, whose order may vary with the number of rows from 3 ranks on (near ties may differ).
-3. `Gathered` is an LM head of which a rank has some tokens' rows. The target's own tokens are the best of each rank's
+3. `VocabParallelHead` is an LM head of which a rank has some tokens' rows. The target's own tokens are the best of each rank's
    (`choose`, 16 bytes a node); who needs all scores gets them: top-k, top-p, the residual rule, some draft heads.
 4. The rest is on every rank, the draft and the noise that it reads too. All see the same bits and decide the same, so
    nothing else is sent; no tree is chosen by speed, as clocks differ.
-5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_alike` compares what they have.
+5. `ranks` lets rank 0 alone print, and ends all with one line when one fails; `check_same_on_all_ranks` compares what they have.
 
 Trade-off: a draft that is not split costs every rank its whole time. Not here: serving. CUDA and several machines
 follow the same path and were not run.
@@ -66,32 +66,32 @@ class RankLost(RuntimeError):
     """Another rank has ended, or cannot be reached."""
 
 
-class Place(NamedTuple):
+class Rank(NamedTuple):
     """Which of the processes this is."""
 
     rank: int = 0
-    world: int = 1  # processes
+    world_size: int = 1  # processes
     local: int = 0  # the rank on this machine
 
 
-def place() -> Place:
+def this_rank() -> Rank:
     """Where torchrun has put this process. Raises: ValueError where it has set a part of the environment only."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return Place()
+        return Rank()
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name, "")
         if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
             rule = f"WORLD_SIZE is set in the environment, and {name} is {value!r}"
             raise ValueError(f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE")
-    return Place(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    return Rank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def refuse_torchrun() -> None:
     """Check that torchrun has not started several of a program that splits nothing. Raises: ValueError, on rank 0."""
-    here = place()
+    here = this_rank()
     if here.rank:
         sys.exit(2)
-    if here.world > 1:
+    if here.world_size > 1:
         raise ValueError("torchrun splits what generate.py loads, and nothing else; start this program without it")
 
 
@@ -99,8 +99,8 @@ def refuse_torchrun() -> None:
 def ranks(program: str) -> Iterator[None]:
     """Let rank 0 alone print, and one rank say why all end. Without torchrun it does nothing."""
     with one_line_errors(program):
-        here = place()
-    if here.world == 1:
+        here = this_rank()
+    if here.world_size == 1:
         yield
         return
     said, silent = io.StringIO(), here.rank > 0
@@ -121,7 +121,7 @@ def ranks(program: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _says_why(here: Place) -> bool:
+def _says_why(here: Rank) -> bool:
     """Whether this rank, which fails, is to say why: rank 0 is where it fails soon too, else the first that asks."""
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
@@ -157,18 +157,18 @@ def check(config: GenerateConfig) -> None:
         ("--interactive", config.interactive, "there is one keyboard: use --prompt_file with turns"),
         (f"--prompt_file {file}", os.path.exists(file) and not os.path.isfile(file), "all ranks read it: use a file"),
     ):
-        if given and place().world > 1:
+        if given and this_rank().world_size > 1:
             raise ValueError(f"{flag} cannot go with torchrun: {reason}")
 
 
-def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
+def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
     """Meet the other ranks, if torchrun has started any.
 
     Returns: the options of this rank: with its device, and files for rank 0 only.
     Raises: ValueError where a rank has no device, or where they have different options, prompts or software.
     """
-    here = place()
-    if here.world == 1:
+    here = this_rank()
+    if here.world_size == 1:
         return config
     device, wait = _device(config, here), timedelta(seconds=TIMEOUT_S)
     with _with_the_others():
@@ -176,25 +176,25 @@ def join(config: GenerateConfig, prompts: list) -> GenerateConfig:
             store, *_ = next(dist.rendezvous("env://", timeout=wait))
             check_devices(store, torch.device(device).type, here)
             backend = "gloo" if device == "cpu" else "nccl"
-            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=wait)
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait)
     use(device)
     kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     kind = kind if device == "cpu" else torch.cuda.get_device_name()
     software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "processor": kind}
-    check_alike(config, prompts=prompts, **software)
+    check_same_on_all_ranks(config, prompts=prompts, **software)
     return replace(config, device=device, **(dict.fromkeys(FILES, "") if here.rank else {}))
 
 
-def check_devices(store: dist.Store, kind: str, here: Place) -> None:
+def check_devices(store: dist.Store, kind: str, here: Rank) -> None:
     """Check that all ranks have the same kind of device, before they need it to talk. Raises: ValueError."""
     store.set(f"gpt_eagle/device of {here.rank}", kind)
-    kinds = [store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world)]  # waits for each
+    kinds = [store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world_size)]  # waits for each
     check_same("device", kinds)
 
 
-def check_alike(config: GenerateConfig, **facts: Any) -> None:
+def check_same_on_all_ranks(config: GenerateConfig, **facts: Any) -> None:
     """Check that all ranks have the same options, and the same other facts. Raises: ValueError with what differs."""
-    world = place().world
+    world = this_rank().world_size
     if world == 1:
         return
     mine, theirs = asdict(config) | dict.fromkeys((*FILES, "device")) | facts, [{}] * world
@@ -212,7 +212,7 @@ def check_same(name: str, values: list) -> None:
             raise ValueError(f"all ranks need the same {name}; it is {both}: start them alike")
 
 
-def _device(config: GenerateConfig, here: Place) -> str:
+def _device(config: GenerateConfig, here: Rank) -> str:
     """The device of a rank. Raises: ValueError where there is none."""
     name = pick_device(config.device)
     if name == "cpu":
@@ -225,21 +225,21 @@ def _device(config: GenerateConfig, here: Place) -> str:
 # ------------------------------------------------------------------------------------------------ shares
 
 
-class Share(TensorSource):
+class ShardedFiles(TensorSource):
     """One rank's part of a checkpoint: the files of a smaller model.
 
     A part is a view of what is read. A weight that must be decoded (GGUF, others' codes) is whole in memory meanwhile.
     """
 
-    def __init__(self, files: TensorSource, here: Place):
+    def __init__(self, files: TensorSource, here: Rank):
         """Raises: ValueError where the model cannot be split into so many parts."""
         self.path, self.note, self.here = files.path, files.note, here
         config = self.whole = read_config(files.path, files.config)
-        check_parts(config, here.world, files.path)
-        self.kv_parts = min(here.world, config.n_kv_heads)
+        check_parts(config, here.world_size, files.path)
+        self.kv_parts = min(here.world_size, config.n_kv_heads)
         split = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
         split |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
-        self.config = files.config | {name: size // here.world for name, size in split.items()}
+        self.config = files.config | {name: size // here.world_size for name, size in split.items()}
         self.config |= {"num_key_value_heads": config.n_kv_heads // self.kv_parts, "head_dim": config.head_dim}
         self.readers = {name: lambda n=name, read=read: self._cut(n, read()) for name, read in files.readers.items()}
         self.quantized = {name: partial(self._codes, name, read) for name, read in files.quantized.items()}
@@ -247,12 +247,12 @@ class Share(TensorSource):
     def _codes(self, name: str, read: Callable[[], Codes]) -> Codes:
         codes, *scales = read()
         if name.split(".")[-2] in COLUMNS and scales[0].shape[-1] > 1 < scales[0].dim():  # groups; ours may be parts
-            check_parts(self.whole, self.here.world, self.path, codes.shape[1] // scales[0].shape[1])
+            check_parts(self.whole, self.here.world_size, self.path, codes.shape[1] // scales[0].shape[1])
         return Codes(self._cut(name, codes), *(t if t is None else self._cut(scale_name(name), t) for t in scales))
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part, of codes, scales and biases too. A wrong shape stays wrong, which the loader says."""
-        layer, parts, part = name.rpartition(".")[0].rpartition(".")[2], self.here.world, self.here.rank
+        layer, parts, part = name.rpartition(".")[0].rpartition(".")[2], self.here.world_size, self.here.rank
         dim = int(layer in COLUMNS)
         if layer not in (*ROWS, *COLUMNS) or whole.dim() <= dim or whole.shape[dim] == 1:  # a bias, scales of outputs
             return whole
@@ -294,26 +294,26 @@ def load_model(
     path: Path, dtype: torch.dtype | None, device: str, quant: Quantization | None, source: TensorSource | None
 ) -> Transformer:
     """`hf.weights.load_model`, of this rank's share where there are several. Raises: ValueError, as both do."""
-    here = place()
-    if here.world == 1:
+    here = this_rank()
+    if here.world_size == 1:
         return hf.weights.load_model(path, dtype, device, quant, source)
     if not dist.is_initialized():
         refuse_torchrun()
-    share = Share(source or open_source(path), here)
+    share = ShardedFiles(source or open_source(path), here)
     if quant is not None:  # the groups of one device
         sizes = (share.whole.dim, *split_inputs(share.whole))
         quant = fit_group(quant, {f"a layer with {size} inputs": size for size in sizes})
     form = saved_quantization(share.config) or quant
     if form is not None and form.format == "int4":
-        check_parts(share.whole, here.world, path, max(form.group_size, 1), not form.saved)
+        check_parts(share.whole, here.world_size, path, max(form.group_size, 1), not form.saved)
     model = hf.weights.load_model(path, dtype, device, quant, share)
     for block in model.layers:
         last = (block, "ffn") if isinstance(block.ffn, MoEFeedForward) else (block.ffn, "w2")
         for owner, name in ((block.attention, "wo"), last):
             part = getattr(owner, name)
             if owner is not block:  # one rank adds the bias
-                part.wide, part.bias = device == "cpu", None if here.rank else part.bias
-            setattr(owner, name, Summed(part))
+                part.fp32_out, part.bias = device == "cpu", None if here.rank else part.bias
+            setattr(owner, name, RowParallel(part))
     return model
 
 
@@ -322,9 +322,9 @@ def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
 
     Writes: `lm_head` of both; `timed` of the drafter, as ranks have different clocks. Returns: the drafter.
     """
-    if place().world > 1:
+    if this_rank().world_size > 1:
         drafter.timed = False
-        whole, target.lm_head = target.lm_head, Gathered(target.lm_head)
+        whole, target.lm_head = target.lm_head, VocabParallelHead(target.lm_head)
         for preset in drafter.presets:
             if getattr(preset, "lm_head", None) is whole:
                 preset.lm_head = target.lm_head
@@ -337,7 +337,7 @@ lib.define("gather_ranks(Tensor x) -> Tensor")  # [...] -> [N, ...], what every 
 lib.define("sum_ranks(Tensor x) -> Tensor")  # the sum of what they have, in x's dtype; the same bits on every rank
 
 
-class Summed(nn.Module):
+class RowParallel(nn.Module):
     """A layer, or a mixture of experts, of which each rank has some inputs: its outputs are summed over the ranks."""
 
     format = "split"  # which no call of all layers takes (ops/cpu/layers.py)
@@ -353,7 +353,7 @@ class Summed(nn.Module):
     partial = forward
 
 
-class Gathered(nn.Module):
+class VocabParallelHead(nn.Module):
     """An LM head of which each rank has some rows, as many as the others: the last row is repeated to fill up."""
 
     def __init__(self, whole: nn.Module):
@@ -384,8 +384,8 @@ class Gathered(nn.Module):
         return torch.stack((score.double(), self.ids[token].double()), -1)
 
 
-def choose(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
-    """`decode.choose` with a split LM head: the best of what the ranks would choose. Cuts need all scores."""
+def pick_tokens(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+    """`decode.pick_tokens` with a split LM head: the best of what the ranks would choose. Cuts need all scores."""
     if noise is not None and (rule.top_k > 0 or rule.top_p < 1):
         return best(sampling.process(target.logits(features), rule), noise, row)
     own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)

@@ -89,8 +89,8 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     node, rows = NODE[config.quant], config.batch_size
     node *= rows / (1 + (rows - 1) * node)  # a cycle without a tree has a node per row
     # prompts that are captured have to be read: each way is a graph of its own
-    rests = not engine.captured and drafter.presets[0].room == LARGEST
-    sizer = Autosizer(shapes, known, node, [preset.name for preset in drafter.presets], rests)
+    may_skip_prompts = not engine.captured and drafter.presets[0].room == LARGEST
+    sizer = Autosizer(shapes, known, node, [preset.name for preset in drafter.presets], may_skip_prompts)
     if file:
         weakref.finalize(sizer, _save, file, known, asdict(known))
     return sizer
@@ -185,14 +185,14 @@ class Autosizer:
     """Chooses among presets, numbered from the smallest tree, which is the root alone."""
 
     def __init__(
-        self, shapes: Sequence[TreeShape], known: Known, node: float, names: Sequence[str] = (), rests: bool = False
+        self, shapes: Sequence[TreeShape], known: Known, node: float, names: Sequence[str] = (), may_skip_prompts: bool = False
     ):
         """shapes, names: of the presets; known: what the choice starts from, which is kept up to date
 
         node: what a further node costs at first, relative to a cycle without a tree
-        rests: whether the smallest preset may leave out prompts
+        may_skip_prompts: whether the smallest preset may leave out prompts
         """
-        self.shapes, self.known, self.node, self.names, self.rests = shapes, known, node, names, rests
+        self.shapes, self.known, self.node, self.names, self.may_skip_prompts = shapes, known, node, names, may_skip_prompts
         self.accepted = [0.0] * len(shapes)  # fading means, the bonus not counted
         self.weights = [0.0] * len(shapes)  # cycles of a row that these stand for
         self.pace, self.cycles = 0.0, 0  # seconds of a cycle that costs 1; cycles that it was measured by
@@ -225,9 +225,9 @@ class Autosizer:
         return total / weight
 
     @property
-    def reader(self) -> int:
+    def prefill_tree(self) -> int:
         """The preset that takes in prompts: a drafter that rests need not read them."""
-        return 0 if self.rests and self.best == 0 else -1
+        return 0 if self.may_skip_prompts and self.best == 0 else -1
 
     def next(self, limit: int) -> int:
         """The preset of the next cycle. limit: the largest that makes sense now."""

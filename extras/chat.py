@@ -13,10 +13,10 @@ from options import check_ids
 from stats import Stats, stats_line, summary
 
 
-def chat(engine: Engine, encode: Callable[..., list[int]], pieces: Callable[..., Iterator[str]]) -> None:
+def chat(engine: Engine, encode: Callable[..., list[int]], stream_text: Callable[..., Iterator[str]]) -> None:
     """Talk until the end of input.
 
-    encode: token ids of (engine, turns, answers); pieces: the text of an answer as it is decided, of (session, ids)
+    encode: token ids of (engine, turns, answers); stream_text: the text of an answer as it is decided, of (session, ids)
     """
     session, turns, answers = Session(engine), [], []
     reserve = min(engine.config.max_new_tokens, engine.context // 2)
@@ -43,7 +43,7 @@ def chat(engine: Engine, encode: Callable[..., list[int]], pieces: Callable[...,
         turns, answers = said, past
         session.stats, answer = Stats(), ""
         try:
-            for piece in pieces(session, ids):
+            for piece in stream_text(session, ids):
                 answer += piece
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a tree, `Idle`, only
 keeps the target's features of the last rows, beside the drafter's own state, and the session hands them over before a
-tree (`Drafter.take_in`).
+tree (`Drafter.catch_up`).
 - Of a longer rest, and of a prompt that comes meanwhile, an EAGLE head skips all but those rows: its cache has a gap,
   and it attends to the text around it. (Where prompts are captured, on CUDA, it reads them.)
 - A draft model needs no features and has no gaps: it reads its rows before a prompt and when there is no room for more.
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, Text, changed
-from drafters import LARGEST, Drafter, Root, RootOnly, Rows, TreeDrafter
+from draft_tree import DraftTree, Text, replace_fields
+from drafters import LARGEST, Confirmed, Drafter, Root, RootOnly, TreeDrafter
 from model import Transformer
-from ops.library import on_cpu_operators
+from ops.library import on_cpp_device
 
 ROOM = 16  # rows that are kept
 
@@ -32,7 +32,7 @@ class Waiting(NamedTuple):
     """A drafter's state, and the rows that it has not taken in."""
 
     own: Any  # with its `length`, [B] int64, rows that it has read
-    features: Tensor  # [B, ROOM + 1, F], as in `Rows`; number i of those that wait is in place i % ROOM; one is spare
+    features: Tensor  # [B, ROOM + 1, F], as in `Confirmed`; number i of those that wait is in place i % ROOM; one is spare
     count: Tensor  # [B] int64, how many wait; only the last ROOM are kept
     passed: Tensor  # [B] int64, 0 until rows of the text went by, whether they were read, wait or were left out
 
@@ -49,7 +49,7 @@ class Deferred(Drafter):
         grower = grower or drafter
         self.drafter, self.grower, self.weight, self.smaller = drafter, grower, target.embedding.weight, (*smaller,)
         self.depth, self.size, self.width, self.fresh_rows = grower.depth, grower.size, grower.width, grower.fresh_rows
-        self.layers, self.taps = drafter.layers, drafter.taps
+        self.layers, self.aux_layers = drafter.layers, drafter.aux_layers
 
     @property
     def name(self) -> str:
@@ -62,16 +62,16 @@ class Deferred(Drafter):
         """What the drafter alone says: 0 for none, or a number past the last."""
         return self.drafter.prefer(text)
 
-    def facts(self) -> dict[str, Any]:
-        return self.drafter.facts() | {"tree": "auto", "trees": [preset.name for preset in self.presets]}
+    def resolved_options(self) -> dict[str, Any]:
+        return self.drafter.resolved_options() | {"tree": "auto", "trees": [preset.name for preset in self.presets]}
 
     def init(self, batch: int, slots: int) -> Waiting:
-        features = self.weight.new_zeros(batch, ROOM + 1, (1 + len(self.taps)) * self.weight.shape[1])
+        features = self.weight.new_zeros(batch, ROOM + 1, (1 + len(self.aux_layers)) * self.weight.shape[1])
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
         return Waiting(self.drafter.init(batch, slots), features, count, count.clone())
 
-    def extend(self, state: Waiting, rows: Rows) -> Waiting:
-        return changed(state, own=self.drafter.extend(state.own, rows), passed=state.passed + rows.count)
+    def extend(self, state: Waiting, rows: Confirmed) -> Waiting:
+        return replace_fields(state, own=self.drafter.extend(state.own, rows), passed=state.passed + rows.count)
 
     def rewind(self, state: Waiting, length: Tensor) -> Waiting:
         """As of any drafter; no row waits any more. Behind a gap it may keep some rows that the text no longer has.
@@ -82,12 +82,12 @@ class Deferred(Drafter):
         if not self.drafter.keeps_rows:  # a gap: fewer rows than the text
             own = torch.where(state.passed > 0, torch.minimum(length, state.own.length), length)
         count = torch.zeros_like(state.count)
-        return changed(state, own=self.drafter.rewind(state.own, own), count=count, passed=length)
+        return replace_fields(state, own=self.drafter.rewind(state.own, own), count=count, passed=length)
 
-    def draft(self, state: Waiting, root: Root) -> DraftTree:
+    def propose(self, state: Waiting, root: Root) -> DraftTree:
         return self.grower.draft(state.own, root)
 
-    def take_in(self, state: Waiting, text: Text) -> Waiting:
+    def catch_up(self, state: Waiting, text: Text) -> Waiting:
         """Hand over what is kept; to a drafter that keeps its own rows also the one before, which it may not have run.
 
         Writes: the drafter's own cache.
@@ -99,8 +99,8 @@ class Deferred(Drafter):
         places = ((state.count - kept)[:, None] + steps[:ROOM]) % ROOM
         features = state.features.gather(1, places[:, :, None].expand(-1, -1, state.features.shape[2]))
         own = self.drafter.rewind(state.own, state.own.length - again)
-        own = self.drafter.extend(own, Rows(tokens, features, kept + again))
-        return changed(state, own=own, count=torch.zeros_like(state.count))
+        own = self.drafter.extend(own, Confirmed(tokens, features, kept + again))
+        return replace_fields(state, own=own, count=torch.zeros_like(state.count))
 
 
 class Idle(Deferred):
@@ -110,14 +110,14 @@ class Idle(Deferred):
         super().__init__(drafter, target, grower=RootOnly())
         self.room = ROOM - 1 if drafter.keeps_rows else LARGEST  # with the row before, as many as are kept
 
-    def extend(self, state: Waiting, rows: Rows) -> Waiting:
+    def extend(self, state: Waiting, rows: Confirmed) -> Waiting:
         """Keep the last rows. Writes: the features that wait."""
-        if on_cpu_operators(state.count):
+        if on_cpp_device(state.count):
             facts = (rows.count, state.count, state.passed)
             count, passed = torch.ops.gpt_eagle.keep_rows(state.features, rows.features, *facts)
-            return changed(state, count=count, passed=passed)
+            return replace_fields(state, count=count, passed=passed)
         step = torch.arange(rows.features.shape[1], device=state.count.device)
         count, number = rows.count[:, None], state.count[:, None] + step  # [B, 1], [B, R]
         place = torch.where((step < count) & (step >= count - ROOM), number % ROOM, ROOM)
         state.features[torch.arange(len(place), device=place.device)[:, None], place] = rows.features
-        return changed(state, count=state.count + rows.count, passed=state.passed + len(step))
+        return replace_fields(state, count=state.count + rows.count, passed=state.passed + len(step))

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import WeightFiles, load_pickle, reading
+from checkpoint import WeightFiles, load_pickle, read_untrusted
 from drafters import DraftVocab
 from hf.heads import HeadFiles, draft_vocab, read_head
 from model import Transformer
@@ -62,7 +62,7 @@ def read_ranks(path: Path, size: int) -> list[int]:
     Raises: ValueError for a file with anything else than distinct ids below `size`.
     """
     if path.suffix == ".pt":
-        with reading(path, "make it again"):
+        with read_untrusted(path, "make it again"):
             ids = load_pickle(path, mmap=False)
             ids = ids.tolist() if isinstance(ids, Tensor) else ids
     else:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import Quantization, saved_quantization
-from draft_tree import DraftTree, DynamicTree, Level, StaticTree, Text, changed
-from drafters import LARGEST, Root, RootOnly, Rows, TreeDrafter
+from draft_tree import DraftTree, DynamicTree, Level, StaticTree, Text, replace_fields
+from drafters import LARGEST, Confirmed, Root, RootOnly, TreeDrafter
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
@@ -77,34 +77,34 @@ class ModelDrafter(TreeDrafter):
         cache = KVCache.empty(self.model.config, batch, slots, weight.dtype, str(weight.device))
         return ModelState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
-    def extend(self, state: ModelState, rows: Rows) -> ModelState:
+    def extend(self, state: ModelState, rows: Confirmed) -> ModelState:
         """Read the rows of a prompt; keep those of an accepted path. Writes: cache slots from length on."""
         if rows.slots is None:
             window = causal_window(state.length, rows.features.shape[1])
             self.model(rows.tokens[:, :-1], window.slots, state.cache, window)
         elif self.width > 1:  # a chain's rows lie where they belong
             state.cache.compact(state.length, rows.slots)
-        return changed(state, length=state.length + rows.count)
+        return replace_fields(state, length=state.length + rows.count)
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
         """Forget all but the first `length` rows."""
-        return changed(state, length=length)
+        return replace_fields(state, length=length)
 
-    def draft(self, state: ModelState, root: Root) -> DraftTree:
+    def propose(self, state: ModelState, root: Root) -> DraftTree:
         """Propose a tree, no deeper than the draft model's context. Writes: slots from length - 1 on."""
-        tree = super().draft(state, root)
+        tree = super().propose(state, root)
         if not self.shorter:
             return tree
         inside = root.text.pos[:, None] + tree.depths <= self.model.config.max_context  # a node's parent was read
-        return changed(tree, valid=tree.valid & (inside | (tree.depths == 0)))
+        return replace_fields(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
-    def begin(self, state: ModelState, root: Root) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: ModelState, root: Root) -> tuple[Tensor, Tensor]:
         window = causal_window(state.length, 2, back=1)  # only an idle row has length 0
         tokens = root.text.tokens.gather(1, window.slots)  # [B, 2]
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
         return out[:, 1:], state.length + 1
 
-    def step(self, state: ModelState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+    def forward_nodes(self, state: ModelState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
         return _pass(self.model, level.tokens, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draft_tree import DraftTree, Text
 from drafters import Drafter, Root, RootOnly
-from ops.library import on_cpu_operators
+from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
 from tree_shapes import MAX_NODES
@@ -60,14 +60,14 @@ class Ngram:
         """Nodes of the continuations, root included."""
         return self.tokens * self.branches + 1
 
-    def facts(self) -> dict[str, int]:
+    def resolved_options(self) -> dict[str, int]:
         """The options, under their names."""
         return {f"ngram_{name}": value for name, value in asdict(self).items()}
 
     def add(self, pool: Candidates, text: Text) -> Candidates:
         """Add the continuations to a pool, each before the next, and all before whatever scores below -K."""
         tokens, found = lookup(text, self)
-        if on_cpu_operators(tokens):
+        if on_cpp_device(tokens):
             return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, found))
         for k in range(self.branches):
             values = torch.where(found[:, k, None], -float(k), float("-inf")).expand(-1, self.tokens)  # [B, L]
@@ -95,7 +95,7 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
 
     Returns: tokens [B, K, L]; which of them are there, [B, K] bool.
     """
-    if on_cpu_operators(text.pos):
+    if on_cpp_device(text.pos):
         return torch.ops.gpt_eagle.lookup(*text, ngram.tokens, ngram.branches, ngram.min, ngram.max)
     S = text.tokens.shape[1]
     place = torch.arange(S, device=text.pos.device)
@@ -149,14 +149,14 @@ class NgramDrafter(Drafter):
 
     def prefer(self, text: Text) -> Tensor:
         """Preset 1, the tree, where something matches."""
-        if on_cpu_operators(text.pos):
+        if on_cpp_device(text.pos):
             return torch.ops.gpt_eagle.has_match(*text, self.ngram.min, self.ngram.max)
         return (match_lengths(text, self.ngram.max) >= self.ngram.min).any(1).long()
 
-    def facts(self) -> dict[str, Any]:
-        return self.ngram.facts()
+    def resolved_options(self) -> dict[str, Any]:
+        return self.ngram.resolved_options()
 
-    def draft(self, state: tuple, root: Root) -> DraftTree:
+    def propose(self, state: tuple, root: Root) -> DraftTree:
         pool = self.ngram.add(Candidates.none(root.text.pos), root.text)
         *nodes, values, _, _ = rerank([pool], (), self.size - 1, self.depth, root.text)
         return DraftTree(*nodes, values=values)

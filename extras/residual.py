@@ -20,7 +20,7 @@ from draft_tree import Accepted, DraftTree, compaction, path_to
 
 
 def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle) -> Accepted:
-    """Accept by the papers' rule; `Engine.other_rule`. logits: [B, N, V]; noise: [B, D+1, V]."""
+    """Accept by the papers' rule; `Engine.accept_rule`. logits: [B, N, V]; noise: [B, D+1, V]."""
     p = sampling.process(logits, cycle.rule).softmax(-1)  # [B, N, V]
     uniform = sampling.uniforms(state.key, state.draws[:, None], tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
     node, rest = residual_accept(tree, p, uniform, cycle.drafter.depth, cycle.drafter.width)

@@ -18,9 +18,9 @@ from checkpoint import (
     TensorSource,
     WeightFiles,
     about,
+    foreign_quantization,
     is_gguf,
     key,
-    others_quantization,
     positive,
     read_fields,
     saved_quantization,
@@ -145,7 +145,7 @@ def open_source(path: Path) -> TensorSource:
 
         return GgufFile(path)
     files = WeightFiles(path)
-    if others_quantization(files.config) is None:
+    if foreign_quantization(files.config) is None:
         return files
     from hf.quantized import QuantizedFiles
 
@@ -157,7 +157,7 @@ def read_raw(path: Path) -> dict:
     if is_gguf(path):
         return open_source(path).config
     raw = read_json(path / "config.json")
-    if others_quantization(raw) is None:
+    if foreign_quantization(raw) is None:
         return raw
     from hf.quantized import as_ours
 

@@ -14,7 +14,7 @@ import struct
 import sys
 from typing import Any
 
-from checkpoint import reading
+from checkpoint import read_untrusted
 from hf.gguf import Metadata
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token_type, sentencepiece's numbers
@@ -69,7 +69,7 @@ def read_bpe(metadata: Metadata) -> Any:
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids") from None
-    with reading(metadata.path, "use --prompt_ids"):
+    with read_untrusted(metadata.path, "use --prompt_ids"):
         tok = Tokenizer(model)
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
         first = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}

@@ -32,7 +32,7 @@ from checkpoint import (
     load_pickle,
     positive,
     read_fields,
-    reading,
+    read_untrusted,
     scale_name,
     whole,
 )
@@ -108,7 +108,7 @@ FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")  # vLLM's and
 class Eagle3:
     """What a head of version 3 has besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
 
-    taps: tuple[int, ...]  # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
+    aux_layers: tuple[int, ...]  # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
     target_dim: int  # their width
     draft_vocab: int  # N, tokens that it drafts
     norm_before_fc: bool = False  # a norm over all that fc fuses
@@ -126,7 +126,7 @@ class EagleConfig:
     model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layers
     fc_bias: bool = True  # key `bias`; absent means True in versions 1 and 2
     sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
-    three: Eagle3 | None = None  # None: version 1 or 2
+    eagle3: Eagle3 | None = None  # None: version 1 or 2
 
     @staticmethod
     def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
@@ -192,7 +192,7 @@ class HeadFiles(TensorSource):
 def _names_in(file: Path) -> list[str]:
     """Tensors of a .bin file that is not loaded; none if it cannot be read."""
     try:
-        with reading(file):
+        with read_untrusted(file):
             return [*map(str, load_pickle(file, mmap=True))]
     except ValueError:
         return []
@@ -200,21 +200,21 @@ def _names_in(file: Path) -> list[str]:
 
 def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     """Our parameter's name -> the official head's tensors."""
-    three, names = config.three, {}
-    if three is None or three.taps:
+    eagle3, names = config.eagle3, {}
+    if eagle3 is None or eagle3.aux_layers:
         names = {"fc.weight": ("fc.weight",)} | ({"fc.bias": ("fc.bias",)} if config.fc_bias else {})
     for i in range(config.model.n_layers):
-        theirs = "midlayer." if three and i == 0 else f"layers.{i}."
+        theirs = "midlayer." if eagle3 and i == 0 else f"layers.{i}."
         names |= layer_names(f"layers.{i}.", theirs, config.model)
     del names["layers.0.attention_norm.weight"]  # the first layer has no norm before its attention
-    if three is None:
+    if eagle3 is None:
         return names
     norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
-    norms |= {"fed": {"norm": "norm"}, "logits": {"output_norm": "norm"}, "none": {}}[three.last_norm]
-    norms |= {"input_norm": "input_norm"} if three.norm_before_fc else {}
-    norms |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(three.taps))} if three.fc_norm else {}
+    norms |= {"fed": {"norm": "norm"}, "logits": {"output_norm": "norm"}, "none": {}}[eagle3.last_norm]
+    norms |= {"input_norm": "input_norm"} if eagle3.norm_before_fc else {}
+    norms |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))} if eagle3.fc_norm else {}
     names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
-    own = {"embedding.weight": three.embedding, "lm_head.weight": three.lm_head}
+    own = {"embedding.weight": eagle3.embedding, "lm_head.weight": eagle3.lm_head}
     return names | {ours: (theirs,) for ours, theirs in own.items() if theirs}
 
 
@@ -222,7 +222,7 @@ def is_unused(name: str, config: EagleConfig) -> bool:
     """Whether a head's tensor may stay unused."""
     # official files of versions 1 and 2 repeat the target's embedding; t2d says which tokens d2t reaches; speculators
     # may hold the norm and the LM head of their target
-    named = ("verifier_norm.weight", "verifier_lm_head.weight") if config.three else ()
+    named = ("verifier_norm.weight", "verifier_lm_head.weight") if config.eagle3 else ()
     return name.endswith((*named, "d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq"))
 
 
@@ -237,15 +237,15 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     path = files.path
     config = EagleConfig.from_dir(path, files.config) if files.version < 3 else _read_eagle3(files, target.n_layers)
     check_layers(config.model, files)
-    dim, three = config.model.dim, config.three
-    width = three.target_dim if three else dim
+    dim, eagle3 = config.model.dim, config.eagle3
+    width = eagle3.target_dim if eagle3 else dim
     for what, ours, theirs in (
         ("hidden_size" if width == dim else "target_hidden_size", width, target.dim),
         ("vocab_size", config.model.vocab_size, target.vocab_size),
     ):
         if ours != theirs:
             raise ValueError(f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target")
-    if three and width != dim and not (three.embedding and three.lm_head and three.taps):
+    if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
         own = f"hidden_size is {dim}, the target's is {width}"
         raise ValueError(f"{path}: {own}; such a head needs its own embed_tokens, fc and lm_head: download it again")
     return config
@@ -255,7 +255,7 @@ def tell(files: HeadFiles, config: EagleConfig) -> None:
     """Print notes: which keys of config.json have no effect here, and what was made of `norm_output`."""
     raw, model = files.config, config.model
     parts: list[tuple[dict, tuple[type, ...]]] = [(raw, (Named, Said, Eagle2Said))]
-    if config.three:
+    if config.eagle3:
         layer, flags = (raw.get(f.name) for f in fields(Nested))
         top = (Named, Nested, Eagle3Said) if layer else (Named, Nested, Eagle3Said, Said)
         parts = [(raw, top), (layer or {}, (Named, Said)), (flags or {}, (Eagle3Said,))]
@@ -267,10 +267,10 @@ def tell(files: HeadFiles, config: EagleConfig) -> None:
     if unknown:
         listed = ", ".join(sorted(unknown))
         print(f"note: {files.path}: keys of config.json without effect here: {listed}", file=sys.stderr)
-    output = (raw | flags if config.three and flags else raw).get("norm_output")
-    if config.three and output is not None:
+    output = (raw | flags if config.eagle3 and flags else raw).get("norm_output")
+    if config.eagle3 and output is not None:
         taken = {"fed": "is fed back, normed", "logits": "is normed before the LM head only", "none": "is not normed"}
-        meaning = f"here the output {taken[config.three.last_norm]}"
+        meaning = f"here the output {taken[config.eagle3.last_norm]}"
         print(f"note: {files.path}: norm_output is {str(output).lower()}; {meaning}", file=sys.stderr)
 
 
@@ -299,8 +299,8 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     for name in norms if not said.use_aux_hidden_state else ():
         if norms[name]:
             raise ValueError(f"{path}: {name} norms what fc takes, and use_aux_hidden_state is false; correct one")
-    three = Eagle3(
-        taps=_taps(path, top, nested, layers) if said.use_aux_hidden_state else (),
+    eagle3 = Eagle3(
+        aux_layers=_aux_layers(path, top, nested, layers) if said.use_aux_hidden_state else (),
         target_dim=said.target_hidden_size or model.dim,
         draft_vocab=vocab,
         norm_before_residual=said.norm_before_residual,
@@ -309,7 +309,7 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
         lm_head="lm_head.weight" if "lm_head.weight" in has or not every else tied,
         **norms,
     )
-    return EagleConfig(model, "fc.bias" in has, said.draft_sharpness, three)
+    return EagleConfig(model, "fc.bias" in has, said.draft_sharpness, eagle3)
 
 
 def _last_norm(files: HeadFiles, output: bool | None, newer: bool) -> str:
@@ -324,7 +324,7 @@ def _last_norm(files: HeadFiles, output: bool | None, newer: bool) -> str:
     return "fed" if output and (newer or named or not files.midlayer) else "logits"
 
 
-def _taps(path: Path, top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple[int, ...]:
+def _aux_layers(path: Path, top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple[int, ...]:
     """Layers of the target whose inputs a head takes.
 
     Raises: ValueError for some that the target does not have, and for a list that does not ascend: vLLM puts the layers
@@ -338,15 +338,15 @@ def _taps(path: Path, top: Eagle3Said, nested: Eagle3Said, layers: int) -> tuple
     if len(found) > 1:
         twice = " and ".join(map(str, sorted(found)))
         raise ValueError(f"{path}: the target's layers are named twice, as inputs {twice}; keep one list")
-    taps = found.pop() if found else (2, layers // 2, layers - 3)
-    if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= layers:
+    aux_layers = found.pop() if found else (2, layers // 2, layers - 3)
+    if list(aux_layers) != sorted(set(aux_layers)) or not 0 <= aux_layers[0] <= aux_layers[-1] <= layers:
         which = "" if any(ids for ids, _ in said) else " (the default, since none are named)"
         raise ValueError(
-            f"{path}: the head takes the inputs of the target's layers {', '.join(map(str, taps))}{which}, which must "
+            f"{path}: the head takes the inputs of the target's layers {', '.join(map(str, aux_layers))}{which}, which must "
             f"ascend from 0 to {layers} ({layers}: the last one's output); use its own target, or name others in "
             "eagle_aux_hidden_state_layer_ids"
         )
-    return taps
+    return aux_layers
 
 
 def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> DraftVocab | None:
@@ -355,8 +355,8 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
     Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores the lowest one wins.
     """
-    three, size, path = config.three, config.model.vocab_size, files.path
-    count = three.draft_vocab if three else files.read("d2t").numel() if "d2t" in files.readers else size
+    eagle3, size, path = config.eagle3, config.model.vocab_size, files.path
+    count = eagle3.draft_vocab if eagle3 else files.read("d2t").numel() if "d2t" in files.readers else size
     if count == size:  # the official code drops d2t then
         return None
     differences = files.read("d2t")
@@ -372,7 +372,7 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     repeated = ids[1:][ids.diff() == 0]
     if len(repeated):
         raise ValueError(f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again")
-    own = {three.lm_head, scale_name(three.lm_head)} & set(files.readers) if three else ()
+    own = {eagle3.lm_head, scale_name(eagle3.lm_head)} & set(files.readers) if eagle3 else ()
     for name in own if (order.diff() < 0).any() else ():
         files.readers[name] = lambda read=files.readers[name]: read()[order]
     return DraftVocab(size, ids.to(device))
@@ -394,7 +394,7 @@ def draft_lm_head(model: nn.Module, quant: Quantization | None, ids: Tensor | No
         return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
     weight = own.dequantize() if rounded else own.weight
-    return FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+    return FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
 
 
 def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:

@@ -30,8 +30,8 @@ from checkpoint import (
     Rule,
     TensorSource,
     about,
+    foreign_quantization,
     key,
-    others_quantization,
     read_fields,
     whole,
 )
@@ -249,7 +249,7 @@ def read_recipe(raw: dict, path: Path) -> Recipe:
     Raises: ValueError that names what is missing, wrong or not supported.
     """
     with about(path / "config.json"):
-        said = others_quantization(raw)
+        said = foreign_quantization(raw)
         if not isinstance(said, dict):
             raise ValueError(f"quantization_config must be an object; it is {str(said)[:40]}")
         if said.get("quant_method") is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):

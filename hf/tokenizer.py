@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from checkpoint import FLAG, OBJECT, Rule, about, is_gguf, key, read_fields, reading, refusing
+from checkpoint import FLAG, OBJECT, Rule, about, errors_as_value_error, is_gguf, key, read_fields, read_untrusted
 from text_files import read_json
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
@@ -102,7 +102,7 @@ class Tokenizer:
         if model.is_file():
             added = _added_tokens(path, config)
             try:
-                with reading(model, "download it again, or use --prompt_ids", "is not a sentencepiece model"):
+                with read_untrusted(model, "download it again, or use --prompt_ids", "is not a sentencepiece model"):
                     sp = _open_sentencepiece(model.read_bytes())
             except ValueError as error:
                 if not fast.is_file():
@@ -112,7 +112,7 @@ class Tokenizer:
                 return SentencePieceTokenizer(sp, config, added)
         if fast.is_file():
             package = _need_tokenizers(fast)
-            with reading(fast, "download it again, or use --prompt_ids"):
+            with read_untrusted(fast, "download it again, or use --prompt_ids"):
                 tok = package.Tokenizer.from_file(str(fast))
             return JsonTokenizer(tok, config, fast)
         raise ValueError(
@@ -178,7 +178,7 @@ def _of_gguf(path: Path) -> Tokenizer:
         _need_tokenizers(path)
         return JsonTokenizer(read_bpe(metadata), config, path)
     model, added = read_sentencepiece(metadata)
-    with reading(path, "use --prompt_ids", "holds no sentencepiece model"):
+    with read_untrusted(path, "use --prompt_ids", "holds no sentencepiece model"):
         sp = _open_sentencepiece(model)
     return SentencePieceTokenizer(sp, config, {text: Added(i, False) for text, i in added.items()})
 
@@ -273,7 +273,7 @@ class JsonTokenizer(Tokenizer):
         """path: where it comes from, for error messages"""
         self._tok, self._path = tok, path
         names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
-        with reading(path, "use --prompt_ids"):
+        with read_untrusted(path, "use --prompt_ids"):
             tok.no_truncation()  # the file may hold the limits of the last training run
             tok.no_padding()
             tok.add_special_tokens([name for name in names if name and tok.token_to_id(name) is not None])
@@ -291,7 +291,7 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text: str, special: bool) -> list[int]:
         self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
         alone = threading.current_thread() is threading.main_thread()  # else others print, which must not be lost
-        with (reading if alone else refusing)(self._path, "use --prompt_ids"):
+        with (read_untrusted if alone else errors_as_value_error)(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             batch = _within(
                 SPLIT_S + len(text) / 10_000, lambda: self._tok.encode_batch([text], add_special_tokens=False)

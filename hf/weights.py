@@ -27,7 +27,7 @@ from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_qua
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
-from ops.library import cpu_operators_are_loaded, has_cpu_operators, our_threads_alone
+from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
@@ -124,7 +124,7 @@ def load_weights(
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
             raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}")
     loading, pages = _Loading(files, storage), HugePages() if stored_bytes >= REGION else None
-    with our_threads_alone(stored_bytes < SMALL and cpu_operators_are_loaded()):
+    with single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
         for ours, theirs in names.items():
             if ours in linear:
                 _set_quantized(model, ours, loading, theirs, pages)
@@ -141,7 +141,7 @@ def _set_quantized(
     """Put a quantized layer in the place of a linear one. Writes: `model`."""
     owner = ours.rpartition(".")[0]
     parent, _, child = owner.rpartition(".")
-    layer = loading.quantized(theirs, model.get_submodule(owner), wide=ours == "lm_head.weight")
+    layer = loading.quantized(theirs, model.get_submodule(owner), fp32_out=ours == "lm_head.weight")
     if pages and isinstance(layer, QuantLinear):  # experts are too much to be there twice
         pages.move(layer)
     setattr(model.get_submodule(parent), child, layer)
@@ -202,13 +202,13 @@ class _Loading:
         return value
 
     def quantized(
-        self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, wide: bool
+        self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, fp32_out: bool
     ) -> QuantLinear | QuantExperts:
-        """The layer that takes the place of `layer`. wide: its outputs are fp32."""
+        """The layer that takes the place of `layer`. fp32_out: its outputs are fp32."""
         kind, shape = FORMATS[self.storage.quant.format], layer.weight.shape
         if isinstance(layer, nn.Linear):
             codes, scale, *zero = self._codes(kind, names, shape)
-            return kind(codes, scale, layer.bias, wide, *zero)
+            return kind(codes, scale, layer.bias, fp32_out, *zero)
         parts = (self._codes(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
         return QuantExperts(kind, parts, shape[0])
 
@@ -316,7 +316,7 @@ def load_model(
         if quant is None or files.quantized:  # others leave the LM head in 16 bits
             model.lm_head.weight = weight
         else:
-            head = FORMATS[quant.format].from_float(weight, None, quant.group_size, wide=True)
+            head = FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
             model.lm_head = HugePages().move(head)
     model.rope_freq = rope_frequencies(config, device)
     if files.note:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_cpu_operators, has_triton, lib, served_in_cpp, triton_products
+from ops.library import has_cpu_operators, has_triton, lib, triton_products, uses_cpp
 from ops.rows import rms_norm
 
 HeadNorms = tuple[Tensor, Tensor, float]  # the norms of each query and of each key: weights, [E] each, and epsilon
@@ -35,7 +35,7 @@ lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor
 
 def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `rotate`, times a factor. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
-    if freq.dtype == torch.float32 and served_in_cpp(freq):
+    if freq.dtype == torch.float32 and uses_cpp(freq):
         return torch.ops.gpt_eagle.angles(freq, positions, factor)
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
@@ -63,7 +63,7 @@ def rotary(
         of_q, of_k, eps = norms
         q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
         qkv = torch.cat((rms_norm(q, of_q, eps), rms_norm(k, of_k, eps)), dim=2)  # [B, T, H + Hkv, E]
-    if served_in_cpp(qkv):
+    if uses_cpp(qkv):
         return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
     return rotary_reference(qkv, rope, heads, kv_heads)
 
@@ -129,7 +129,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
     mask: [B, T, W] bool, which of the slots start .. start+W-1 each row sees; at least one per row
     Returns: [B, T, H * E] in q's dtype.
     """
-    if served_in_cpp(q) and q.shape[3] % 16 == 0:
+    if uses_cpp(q) and q.shape[3] % 16 == 0:
         return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
     return torch.ops.gpt_eagle.tree_attention(q, k, v, start, mask)
 

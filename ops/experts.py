@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.library import has_triton, lib, triton_products
-from ops.linear import has_own_product
+from ops.linear import has_linear_kernel
 
 lib.define("expert_lists(Tensor expert, int experts) -> Tensor")
 lib.define("experts_linear(Tensor x, Tensor weight, Tensor routing) -> Tensor")
@@ -73,7 +73,7 @@ def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    if weight.is_contiguous() and has_own_product(x, weight):  # not so in a backward pass
+    if weight.is_contiguous() and has_linear_kernel(x, weight):  # not so in a backward pass
         return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in rows_by_expert(expert):

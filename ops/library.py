@@ -48,23 +48,23 @@ def triton_products() -> ModuleType:
     return products
 
 
-_there: list[bool] = []  # whether the C++ operators are, once somebody has asked; a step that is traced only reads it
+_cpp_available: list[bool] = []  # whether the C++ operators are, once somebody has asked; a step that is traced only reads it
 
 
 def has_cpu_operators() -> bool:
     """Whether the C++ operators are there; the first call builds them, and says once why it cannot."""
-    if not _there:
-        _there.append(not build.load_operators())
-    return _there[0]
+    if not _cpp_available:
+        _cpp_available.append(not build.load_operators())
+    return _cpp_available[0]
 
 
 def cpu_operators_are_loaded() -> bool:
     """Whether the C++ operators are there already; this builds nothing."""
-    return _there == [True]
+    return _cpp_available == [True]
 
 
 @contextmanager
-def our_threads_alone(whether: bool = True) -> Iterator[None]:
+def single_torch_thread(whether: bool = True) -> Iterator[None]:
     """Run PyTorch's own loops on one thread, those of the C++ operators on as many as before.
 
     After each of its loops PyTorch's threads (OpenMP's) spin for milliseconds, on cores that the operators' need.
@@ -83,12 +83,12 @@ def our_threads_alone(whether: bool = True) -> Iterator[None]:
         torch.ops.gpt_eagle.own_threads(0)
 
 
-def on_cpu_operators(x: Tensor) -> bool:
+def on_cpp_device(x: Tensor) -> bool:
     """Whether x is where the C++ operators are."""
     return x.device.type == "cpu" and has_cpu_operators()
 
 
-def served_in_cpp(x: Tensor) -> bool:
+def uses_cpp(x: Tensor) -> bool:
     """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
     known = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad  # the operators have no gradients
-    return known and on_cpu_operators(x)
+    return known and on_cpp_device(x)

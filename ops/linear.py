@@ -13,23 +13,23 @@ from torch import Tensor
 from ops.library import has_cpu_operators
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
     """Multiply rows by a weight, x W^T, and add a bias.
 
     x: [..., K]; weight: [N, K]; bias: [N]
-    wide: the result in fp32; without a GPU or our operators, or for training, it was rounded to x's dtype before
+    fp32_out: the result in fp32; without a GPU or our operators, or for training, it was rounded to x's dtype before
     Returns: [..., N] in x's dtype, or fp32.
     """
-    if has_own_product(x, weight):
-        return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, wide)
+    if has_linear_kernel(x, weight):
+        return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
     halves = x.dtype == weight.dtype != torch.float32
-    if wide and bias is None and x.is_cuda and halves and not torch.is_grad_enabled():
+    if fp32_out and bias is None and x.is_cuda and halves and not torch.is_grad_enabled():
         return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     y = F.linear(x, weight, bias)  # not an operator of ours, so that the compiler may fuse it
-    return y.float() if wide else y
+    return y.float() if fp32_out else y
 
 
-def has_own_product(x: Tensor, weight: Tensor) -> bool:
+def has_linear_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` is our own operator, whose rows do not depend on each other: bf16 on a CPU, no gradients."""
     if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.bfloat16:
         return False

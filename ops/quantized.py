@@ -33,8 +33,8 @@ from ops.library import has_cpu_operators, lib, triton_products
 
 BLOCK8 = 128  # values of K per activation scale of w8a8; w4a8 takes the weights' group
 
-lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str form) -> Tensor")
-lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str form) -> Tensor")
+lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
+lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
 
 
 class Product(NamedTuple):
@@ -42,11 +42,11 @@ class Product(NamedTuple):
 
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
-    # (x [..., K], packed, scale, n, wide, routing=None) -> x W^T, [..., n]; wide: the result in fp32
+    # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: the result in fp32
     multiply: Callable[..., Tensor]
     # (x, packed, scale) -> what `ops.rows.add` takes; SwiGLU of outputs with gate above up, [..., n / 2]. None: neither
-    partial: Callable[..., Tensor] | None = None
-    gated: Callable[..., Tensor] | None = None
+    split_k: Callable[..., Tensor] | None = None
+    swiglu: Callable[..., Tensor] | None = None
 
 
 # ------------------------------------------------------------------------------------------- zero points
@@ -78,22 +78,22 @@ def split_zeros(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------------------------------- CPU
 
 
-def _w4a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None) -> Tensor:
+def _w4a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None) -> Tensor:
     if not has_cpu_operators():
         return _plainly(
-            lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)), x, packed, scale, n, wide, expert
+            lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)), x, packed, scale, n, fp32_out, expert
         )
-    y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, wide, expert)
-    return y if wide else y.to(x.dtype)
+    y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, fp32_out, expert)
+    return y if fp32_out else y.to(x.dtype)
 
 
-def _w8a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None = None) -> Tensor:
+def _w8a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None) -> Tensor:
     if not has_cpu_operators():
         return _plainly(
-            lambda rows, w, s: w8a8_reference(rows, unpack_int8_strips(w, n), s), x, packed, scale, n, wide, expert
+            lambda rows, w, s: w8a8_reference(rows, unpack_int8_strips(w, n), s), x, packed, scale, n, fp32_out, expert
         )
-    y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, wide, expert)
-    return y if wide else y.to(x.dtype)
+    y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, fp32_out, expert)
+    return y if fp32_out else y.to(x.dtype)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ def _readable(x: Tensor) -> Tensor:
 
 def _plainly(
     reference: Callable[[Tensor, Tensor, Tensor], Tensor],
-    x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool, expert: Tensor | None,
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """By a reference, for machines without a compiler; eager only, as everything is there."""
     rows = x.reshape(-1, x.shape[-1])
-    y = rows.new_empty(len(rows), n, dtype=torch.float32 if wide else x.dtype)
+    y = rows.new_empty(len(rows), n, dtype=torch.float32 if fp32_out else x.dtype)
     if expert is None:
         y.copy_(reference(rows, packed, scale))
     else:
@@ -153,33 +153,33 @@ def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
         raise ValueError(f"w{bits}a16 takes scales as {'pack_scales' if bits == 4 else '[N] float32'} lays them out")
 
 
-def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, form: str = "narrow") -> Tensor:
+def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none") -> Tensor:
     """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed, scale: from `pack_int4_planes` and `pack_scales`
-    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the form is "narrow"
-    form: "narrow", "wide", "partial" or "gated", see `ops.cuda.products.run_product`
-    Returns: [..., N] in x's dtype, or what the form says.
+    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the epilogue is "none"
+    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.products.run_product`
+    Returns: [..., N] in x's dtype, or what the epilogue says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
     _check(x, packed, 4, scale.dtype in (torch.int32, torch.float32) and scale.shape[:-1] == packed.shape[:-1])
-    return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, form)
+    return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, epilogue)
 
 
-def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, form: str = "narrow") -> Tensor:
+def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none") -> Tensor:
     """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed: from `pack_int8_planes`; scale: [N] float32
-    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the form is "narrow"
-    form: "narrow", "wide", "partial" or "gated", see `ops.cuda.products.run_product`
-    Returns: [..., N] in x's dtype, or what the form says.
+    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the epilogue is "none"
+    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.products.run_product`
+    Returns: [..., N] in x's dtype, or what the epilogue says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
     stacked = packed.shape[:-3] + packed.shape[-2:-1]
     _check(x, packed, 8, scale.dtype == torch.float32 and scale.shape == stacked)
-    return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists, form)
+    return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists, epilogue)
 
 
 def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
@@ -195,25 +195,25 @@ def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return (x.float() @ w.T).to(x.dtype)
 
 
-def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, form: str) -> Tensor:
+def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str) -> Tensor:
     products = triton_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):
         if lists is None:
-            return products.matmul(x, packed, scale, device, form)
+            return products.matmul(x, packed, scale, device, epilogue)
         import ops.cuda.experts
 
         return ops.cuda.experts.experts_product(x, packed, scale, lists, device)
 
 
-def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, form: str) -> Tensor:
+def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str) -> Tensor:
     shape, dtype = [*x.shape[:-1], packed.shape[-2]], x.dtype
-    if form == "gated":
+    if epilogue == "swiglu":
         shape[-1] //= 2
-    if form == "partial":
+    if epilogue == "split_k":
         products = triton_products()
-        shape.insert(0, products.plan_of(x, packed, scale, products.device_of(x.device.index), form).splits)
-    return x.new_empty(shape, dtype=torch.float32 if form in ("wide", "partial") else dtype)
+        shape.insert(0, products.plan_of(x, packed, scale, products.device_of(x.device.index), epilogue).splits)
+    return x.new_empty(shape, dtype=torch.float32 if epilogue in ("fp32_out", "split_k") else dtype)
 
 
 for _name in ("w4a16", "w8a16"):
@@ -227,11 +227,11 @@ for _name in ("w4a16", "w8a16"):
 def _on_cuda(product: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
     """A CUDA product as `Product` has it."""
     return {
-        "multiply": lambda x, packed, scale, n, wide, lists=None: product(
-            x, packed, scale, lists, "wide" if wide else "narrow"
+        "multiply": lambda x, packed, scale, n, fp32_out, lists=None: product(
+            x, packed, scale, lists, "fp32_out" if fp32_out else "none"
         ),
-        "partial": lambda x, packed, scale: product(x, packed, scale, form="partial"),
-        "gated": lambda x, packed, scale: product(x, packed, scale, form="gated"),
+        "split_k": lambda x, packed, scale: product(x, packed, scale, epilogue="split_k"),
+        "swiglu": lambda x, packed, scale: product(x, packed, scale, epilogue="swiglu"),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_triton, lib, served_in_cpp, triton_products
+from ops.library import has_triton, lib, triton_products, uses_cpp
 
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [..., F]; weight: [F]
     Returns: [..., F].
     """
-    if x.dtype == weight.dtype == torch.bfloat16 and not _trained(x, weight) and served_in_cpp(x):
+    if x.dtype == weight.dtype == torch.bfloat16 and not _trained(x, weight) and uses_cpp(x):
         return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
     if x.is_cuda and x.dtype == weight.dtype and not _trained(x, weight):
         return torch.ops.gpt_eagle.norm(x, weight, eps)
@@ -83,7 +83,7 @@ def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None)
     noise: [B, R, V] fp32, of which row [B, N] int64 is added to each node's scores; None: nothing is
     Returns: [B, N] int64.
     """
-    if served_in_cpp(scores):
+    if uses_cpp(scores):
         return torch.ops.gpt_eagle.best(scores, noise, row)
     return best_reference(scores, noise, row)
 
@@ -107,7 +107,7 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them")
     if scores.is_cuda:
         return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
-    if served_in_cpp(scores):
+    if uses_cpp(scores):
         return torch.ops.gpt_eagle.topk(scores, k)
     return topk_logsumexp_reference(scores, k)  # plain operations: the compiler fuses them with what made the scores
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.library import on_cpu_operators, served_in_cpp
+from ops.library import on_cpp_device, uses_cpp
 from ops.rows import Children, Expansion, Frontier, Scores, best_nodes, grow_level, relate
 
 
@@ -62,7 +62,7 @@ def next_level(
     begin: flat index of the level's first candidate; slots: W, scratch slots of the whole tree
     Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
     """
-    if isinstance(found, Scores) and served_in_cpp(found.logits):
+    if isinstance(found, Scores) and uses_cpp(found.logits):
         noise = (shared.noise, shared.level, shared.temperature) if shared else (None, 0, 0.0)
         above = (front.index, front.front.values, front.front.seen) if front else (None, None, None)
         place = (step.places, step.k, step.count, (begin, step.slot, slots), step.by_value)
@@ -119,7 +119,7 @@ def rerank(
     depth: a bound on the depth of any node; text: tokens [B, S+1], and the index of the root in them, [B]
     """
     fixed, count = (nodes, nodes.shape[1]) if isinstance(nodes, Tensor) else (None, nodes)
-    if on_cpu_operators(text[1]):
+    if on_cpp_device(text[1]):
         columns = [list(column) for column in zip(*levels)] or [[], [], []]
         return Chosen(*torch.ops.gpt_eagle.rerank(*columns, list(ran), fixed, count, *text))
     return rerank_reference(levels, ran, nodes, depth, text)
@@ -154,7 +154,7 @@ def place_rows(
     Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
     """
     one = isinstance(depths, int)
-    if on_cpu_operators(pos):
+    if on_cpp_device(pos):
         return torch.ops.gpt_eagle.place_rows(pos, done, None if one else depths, rows, slot, depths if one else 0)
     slots = pos[:, None] + slot + torch.arange(rows, device=pos.device)  # [B, T]
     positions = (pos[:, None] + depths).expand(-1, rows)

@@ -36,7 +36,7 @@ from tqdm import tqdm
 import _path
 from bench_report import write_report
 from decode import Engine
-from generate import Batch, Entry, encode, load
+from generate import Batch, Turn, encode, load
 from measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path, with_config
 from options import DEMO, GenerateConfig, one_line_errors, option, parse, pick_device
 from stats import Stats, peak_memory_bytes
@@ -191,7 +191,7 @@ def _flag(method: str, piece: str) -> str:
 
 
 def repeated(tokens: list[int], n: int = 8) -> float:
-    """Share of n-grams that have occurred before in the same output."""
+    """ShardedFiles of n-grams that have occurred before in the same output."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -223,7 +223,7 @@ def traced(engine: Engine, prompts: list[list[str]]) -> list[list[float]]:
     return calibration(batch.trace)
 
 
-def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Entry]]:
+def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
     """Decode one group of prompts. Returns: what happened; the decoded turns."""
     batch.stats, known = Stats(), len(batch.entries)
     batch.run(batch.groups[number])
@@ -306,7 +306,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
         "identical": sum(same) / len(same) if same else None,
         "repeated": statistics.mean(x for one in first for x in one["repeated"]),
         "verify_of_ceiling": pass_bytes(engine.target, 0) / pass_s / ceiling if pass_s else None,
-        "draft": engine.drafter.facts(), "nodes": engine.drafter.size,
+        "draft": engine.drafter.resolved_options(), "nodes": engine.drafter.size,
         "compiled": engine.config.compile, "compile_s": engine.compile_s, "load_s": engine.load_s,
         "peak_memory_bytes": peak_memory_bytes(engine.config.device),
     }  # fmt: skip

@@ -68,11 +68,11 @@ def pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1), scale_and_zero
 
 
-def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, x.shape[-1] // scale.shape[0], scale)
 
 
-def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, wide: bool) -> Tensor:
+def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
     return torch.ops.aten._weight_int8pack_mm(x, codes, scale)
 
 

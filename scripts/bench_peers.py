@@ -218,7 +218,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
 
     plain = engine.drafter.size == 1
-    return Contestant(run, logits, verify if plain else None, engine.chooser.table)
+    return Contestant(run, logits, verify if plain else None, engine.tree_policy.table)
 
 
 def in_batches(contestant: Contestant, size: int) -> Contestant:

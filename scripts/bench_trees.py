@@ -83,7 +83,7 @@ class Always(NamedTuple):
     """Chooses one preset, or the largest below it that makes sense."""
 
     preset: int
-    reader: int = -1  # as `runtime.Largest`
+    reader: int = -1  # as `runtime.LargestTree`
 
     def next(self, limit: int) -> int:
         return min(self.preset, limit)
@@ -120,7 +120,7 @@ def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine
         made: dict[str, Callable[[], Engine]] = {"vanilla": lambda: engine}
     else:
         names = ["vanilla" if preset.name == "none" else preset.name for preset in presets]
-        made = {name: partial(replace, engine, chooser=Always(number)) for number, name in enumerate(names)}
+        made = {name: partial(replace, engine, tree_policy=Always(number)) for number, name in enumerate(names)}
         made["auto"] = lambda: engine
     if config.tree:
         depth, topk, size = map(int, config.tree.split("/"))
@@ -138,7 +138,7 @@ def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
     next(decoding)
     while session.waiting:  # chunks of the prompt
         next(decoding)
-    preset = engine.chooser.next(len(engine.cycles) - 1)
+    preset = engine.tree_policy.next(len(engine.cycles) - 1)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
     saved, first = [x.clone() for x in leaves(session.state)], []
@@ -153,7 +153,7 @@ def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
     return int(different)
 
 
-def row_of(engine: Engine, method: str, done: Batch, vanilla: list[list[int]], bandwidth: float) -> dict[str, Any]:
+def sequence_of(engine: Engine, method: str, done: Batch, vanilla: list[list[int]], bandwidth: float) -> dict[str, Any]:
     """What one method measured, over all prompts."""
     stats = done.stats
     cycles = len(stats.live_rows)
@@ -172,7 +172,7 @@ def row_of(engine: Engine, method: str, done: Batch, vanilla: list[list[int]], b
         "at_tau_4.65": PUBLISHED_TAU * cycles / stats.decode_s if method != "vanilla" else None,
     }
     if method == "auto":
-        row["tree_auto"] = engine.chooser.table(stats.presets)
+        row["tree_auto"] = engine.tree_policy.table(stats.presets)
     return row
 
 
@@ -261,7 +261,7 @@ def bench(config: TreesConfig) -> None:
             seconds[name].append((done.stats.decode_s - before.decode_s) / (done.stats.tokens - before.tokens))
     vanilla = [entry.new for entry in methods["vanilla"][1].entries]
     for name, (each, done) in methods.items():
-        row = row_of(each, name, done, vanilla, bandwidth)
+        row = sequence_of(each, name, done, vanilla, bandwidth)
         ratios = [plain / ours for plain, ours in zip(seconds["vanilla"], seconds[name])]
         log.add(row | {"speedup": measure.Series.quartiles(ratios)})
     look_closer(methods, config, log)

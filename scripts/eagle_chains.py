@@ -43,7 +43,7 @@ class Chains:
         self.head, self.target, self.tokens, self.kind = head, target, tokens, kind
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
-        self.features = target(tokens, steps[None], taps=head.taps)
+        self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
         self.embedding, self.lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
         self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
         self.dtype = head.layers[0].attention.wo.weight.dtype  # the target's may be another
@@ -66,7 +66,7 @@ class Chains:
         x = self.tokens
         R = x.shape[1] - 1 - ALPHAS  # starts whose whole chain has a truth
         features, drafted, before, ok, logits = self.features[:, :R], x[:, 1 : R + 1], x[:, :R], [], []
-        if self.head.taps:
+        if self.head.aux_layers:
             features = self.head.fuse(features.to(self.dtype))
         for s in range(ALPHAS):
             features = self.step(s, features, drafted, before)

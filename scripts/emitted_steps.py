@@ -275,7 +275,7 @@ def quantized(linear: nn.Linear, format: str) -> nn.Module:
     kind, shape = FORMATS[format], linear.weight.shape
     codes = torch.empty(shape, dtype=torch.int8)
     scale = torch.empty(kind.scale_shape(shape, GROUP), dtype=kind.scale_dtype)
-    return kind(codes, scale, linear.bias, wide=getattr(linear, "wide", False))
+    return kind(codes, scale, linear.bias, fp32_out=getattr(linear, "fp32_out", False))
 
 
 def quantize_all(model: nn.Module, format: str) -> None:
@@ -314,13 +314,13 @@ def make_engine(case: Case) -> Any:
 def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
     """Write the code of a cycle, and count. Returns: a row of the report."""
     import ops.cuda.attention
-    from decode import Workspace
+    from decode import Buffers
 
     recorder.steps.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with torch.device("cuda"):
             engine = make_engine(case)
-        work = Workspace(engine)
+        work = Buffers(engine)
         ops.cuda.attention.counters(0)  # made once in a process, not in a cycle
         work.replay(engine, 0)  # writes code
         with recorder.start():

@@ -1,6 +1,6 @@
 """The target's features of training batches: computed as they come, or kept in a file after the first time.
 
-The file holds one epoch in the dtype of training, batch by batch: [batches, B, T, (1 + taps) F], with the taps of a new
+The file holds one epoch in the dtype of training, batch by batch: [batches, B, T, (1 + aux_layers) F], with the aux_layers of a new
 head of version 3, so that both versions can read it. The first epoch writes it, later ones read it; so do later runs on
 the same data. FILE.json says what it was made of.
 Trade-off: later epochs have the batches of the first, in another order; without a file, each has batches of its own.
@@ -20,32 +20,32 @@ import torch
 from torch import Tensor
 
 import _path  # noqa: F401  (finds the project)
-from head_training import default_taps
+from head_training import default_aux_layers
 from model import DTYPES, Transformer
 from text_files import read_json, write_text
 
 
 class Features:
-    """The target's features of every batch, with the head's taps, from the file if there is one."""
+    """The target's features of every batch, with the head's aux_layers, from the file if there is one."""
 
-    def __init__(self, config: Any, target: Transformer, taps: tuple[int, ...], tokens: Tensor):
-        """config: train_eagle.TrainConfig; taps: the head's; tokens: [M] int64, an epoch
+    def __init__(self, config: Any, target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor):
+        """config: train_eagle.TrainConfig; aux_layers: the head's; tokens: [M] int64, an epoch
 
         Raises: ValueError for features that cannot be kept, or a file with those of other data.
         """
-        self.width, kept_taps = (1 + len(taps)) * target.config.dim, taps
+        self.width, kept_aux_layers = (1 + len(aux_layers)) * target.config.dim, aux_layers
         self.steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
-        self.kept = None  # [count, B, T, (1 + taps) F]; batches that were not computed yet are 0
+        self.kept = None  # [count, B, T, (1 + aux_layers) F]; batches that were not computed yet are 0
         if config.features:
-            kept_taps = default_taps(target.config.n_layers)
-            if taps not in ((), kept_taps):
-                rule = f"--features keeps the inputs of layers {kept_taps}; --init takes those of {taps}"
+            kept_aux_layers = default_aux_layers(target.config.n_layers)
+            if aux_layers not in ((), kept_aux_layers):
+                rule = f"--features keeps the inputs of layers {kept_aux_layers}; --init takes those of {aux_layers}"
                 raise ValueError(f"{rule}; leave it out")
-            shape = (len(tokens) // self.steps.numel(), *self.steps.shape, (1 + len(kept_taps)) * target.config.dim)
-            made_of = {"shape": shape, "dtype": config.dtype, "taps": kept_taps, "checkpoint": config.checkpoint}
+            shape = (len(tokens) // self.steps.numel(), *self.steps.shape, (1 + len(kept_aux_layers)) * target.config.dim)
+            made_of = {"shape": shape, "dtype": config.dtype, "aux_layers": kept_aux_layers, "checkpoint": config.checkpoint}
             made_of["tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
             self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
-        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, taps=kept_taps))
+        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, aux_layers=kept_aux_layers))
 
     @staticmethod
     def _open(file: Path, made_of: dict) -> Tensor:
@@ -62,7 +62,7 @@ class Features:
 
     @torch.no_grad()
     def of(self, tokens: Tensor, number: int) -> Tensor:
-        """tokens: [B, T], batch `number` of its epoch. Writes: the file. Returns: [B, T, (1 + taps) F]."""
+        """tokens: [B, T], batch `number` of its epoch. Writes: the file. Returns: [B, T, (1 + aux_layers) F]."""
         if self.kept is None:
             return self.look(tokens, self.steps)
         if not self.has(number):

@@ -264,7 +264,7 @@ class Check:
 
     def __init__(self, config: CheckConfig, parts: list[str]):
         self.config, self.parts, self.out = config, parts, Path(config.out).resolve()
-        self.ends = time.monotonic() + 60 * config.minutes
+        self.eos_tensor = time.monotonic() + 60 * config.minutes
         self.lines: list[str] = []  # of the summary
         self.failed: list[str] = []  # steps
 
@@ -274,7 +274,7 @@ class Check:
 
     def limit_s(self, step: Step, later: list[Step]) -> float:
         """A step's time: its share, as long again where time is left, and no more than that."""
-        left = self.ends - time.monotonic()
+        left = self.eos_tensor - time.monotonic()
         spare = left - sum(other.share_s for other in later)
         return min(max(step.share_s, min(2 * step.share_s, spare)), left)
 

@@ -136,11 +136,11 @@ def product(case: Case, name: str, form: str, rows: int, count: int) -> list[Ker
     if form == "bf16":
         us = max(2 * N * K / c.vendor_tb_s, 2 * N * K * rows / c.tensor_tflops) / 1e6
         return [Kernel(label, us + c.vendor_ramp_us, count)]
-    kind = {"w13": "gated", "wo": "partial", "w2": "partial", "fc": "partial"}.get(name) if case.design.fused else None
-    kind = None if case.ranks > 1 and kind == "partial" else kind  # NCCL takes one sum
-    us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, kind or "narrow")
+    kind = {"w13": "swiglu", "wo": "split_k", "w2": "split_k", "fc": "split_k"}.get(name) if case.design.fused else None
+    kind = None if case.ranks > 1 and kind == "split_k" else kind  # NCCL takes one sum
+    us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, kind or "none")
     sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
-    summed = [Kernel(f"sum {label}", sum_us, count, ours=True)] * (splits > 1 and kind != "partial")
+    summed = [Kernel(f"sum {label}", sum_us, count, ours=True)] * (splits > 1 and kind != "split_k")
     return [Kernel(label, us, count, ours=True), *summed]
 
 

@@ -117,13 +117,13 @@ def fluid(steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: in
     return time + c.epilogue_us
 
 
-def product_us(rows: int, N: int, K: int, bits: int, gpu: Gpu, form: str = "narrow") -> tuple[float, int]:
+def product_us(rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none") -> tuple[float, int]:
     """An int4 (groups of 128) or int8 product, without the sum of its splits. Returns: microseconds, splits.
 
-    form: of the result, see `ops.cuda.products.run_product`
+    epilogue: of the result, see `ops.cuda.products.run_product`
     """
     (device, c), step = gpu, 16 // bits * 64  # inputs
-    cut = plan_product(rows, N, K, bits, 128 if bits == 4 else 0, torch.bfloat16, device, form)
+    cut = plan_product(rows, N, K, bits, 128 if bits == 4 else 0, torch.bfloat16, device, epilogue)
     words = cut.rows * 64 * 2 + (cut.rows * step // 64 if bits == 4 else 0)  # bytes, scales included
     x = step * min(rows, cut.tokens) * 2  # bytes; rows beyond the last are not read
     clocks = max((words + x) / 64, INSTRUCTIONS[bits][cut.tokens] * cut.rows * step / 128)  # port: 64 bytes; 4 warps

@@ -1,7 +1,7 @@
 """The losses of draft heads, unrolled over the steps of a chain; their draft vocabulary; a new head of version 3.
 
 1. A head is unrolled over some steps: EAGLE's own loss is one step, EAGLE-3's training-time test has seven, HASS has
-   three with heads of version 1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0
+   eagle3 with heads of version 1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0
    the target's features f_t, fused by version 3, with noise in version 1), and sits at position t+s.
 2. It sees the keys of step 0 up to row t, and its own keys of the later steps: what the nodes of a chain see that is
    drafted from row t. So each later step adds a diagonal to the causal mask of step 0.
@@ -97,16 +97,16 @@ def unrolled_losses(
     """The losses of every step, sums over the rows that count: version 1 divides them by the number of rows that are
     marked, version 3 by all B T.
 
-    batch: tokens [B, T]; mask [B, T] bool; target features, for version 3 with its taps, [B, T, (1 + taps) F]
+    batch: tokens [B, T]; mask [B, T] bool; target features, for version 3 with its aux_layers, [B, T, (1 + aux_layers) F]
     noise: [B, T, F], added to the features of version 1
     Returns: the cross-entropy of each step; in version 1 the SmoothL1 of each behind them.
     """
     tokens, mask, features = batch
-    steps, T, three = recipe.steps, tokens.shape[1], head.config.three is not None
+    steps, T, eagle3 = recipe.steps, tokens.shape[1], head.config.eagle3 is not None
     vocab = head.vocab or DraftVocab(target.config.vocab_size)
     with torch.no_grad():  # past the end there is no truth, and nothing counts
         known = torch.ones_like(tokens, dtype=torch.bool)
-        if three:
+        if eagle3:
             z = target.logits(features)  # [B, T, V]
             drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()  # [V], the official t2d
             known, z = drafted[z.argmax(-1)], vocab.columns(z)
@@ -116,16 +116,16 @@ def unrolled_losses(
         p = F.pad(z.float().softmax(-1), (0, 0, 0, steps))  # [B, T + steps, N]
         truth = F.pad(features, (0, 0, 0, steps))
         mask, rows = F.pad(mask, (0, steps)), recipe.embedding(F.pad(tokens, (0, steps)))
-    hidden, entropies, regressions = head.fuse(features) if three else features + noise, [], []
+    hidden, entropies, regressions = head.fuse(features) if eagle3 else features + noise, [], []
     past = Past(*(tuple([] for _ in head.layers) for _ in range(2)))
     for s in range(steps):
         here, ahead = slice(s, s + T), slice(1 + s, 1 + s + T)
         hidden = unrolled_step(head, *row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here]), s, past)
         log_q = recipe.lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
         counts = mask[:, here] & known[:, ahead]
-        total = tokens.numel() if three else counts.sum() + 1e-5
+        total = tokens.numel() if eagle3 else counts.sum() + 1e-5
         entropies.append((-(p[:, ahead] * log_q).sum(-1) * counts).sum() / total)
-        if not three:
+        if not eagle3:
             far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(-1)  # [B, T]
             regressions.append((far * counts).sum() / total)
     return (*entropies, *regressions)
@@ -159,7 +159,7 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
 
     A target's features have channels far larger than its embeddings (SmolLM2's last ones: 2 and 0.14 as a root mean
     square, a single channel of its layers 1,000). Updates of one size would hardly use the token ahead.
-    embedded: [B, T, F]; features: [B, T, (1 + taps) F]; a batch. Writes: head.fc, until `plain_copy`.
+    embedded: [B, T, F]; features: [B, T, (1 + aux_layers) F]; a batch. Writes: head.fc, until `plain_copy`.
     """
     if isinstance(head.fc, nn.Linear):
         seen: list[Tensor] = []
@@ -192,8 +192,8 @@ def frequent_tokens(ids: Tensor, size: int, kept: int) -> DraftVocab | None:
     return DraftVocab(size, order[:kept].sort().values)
 
 
-def default_taps(layers: int) -> tuple[int, ...]:
-    """Layers of the target whose inputs a new head takes: the official three, as far as the target has them."""
+def default_aux_layers(layers: int) -> tuple[int, ...]:
+    """Layers of the target whose inputs a new head takes: the official eagle3, as far as the target has them."""
     return tuple(sorted({tap for tap in (2, layers // 2, layers - 3) if 0 <= tap <= layers}))
 
 
@@ -202,9 +202,9 @@ def new_head(model: ModelConfig, target: Transformer, vocab: DraftVocab | None, 
 
     from_target: start with `fc` near the identity on the last tap, and with the target's last norm and LM head
     """
-    taps, dim = default_taps(target.config.n_layers), target.config.dim
+    aux_layers, dim = default_aux_layers(target.config.n_layers), target.config.dim
     kept = vocab.kept if vocab else model.vocab_size
-    head = Eagle3Head(EagleConfig(model, fc_bias=False, three=Eagle3(taps, dim, kept, lm_head="lm_head.weight")))
+    head = Eagle3Head(EagleConfig(model, fc_bias=False, eagle3=Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")))
     head.vocab = vocab
     if from_target:
         own = target.lm_head
@@ -228,15 +228,15 @@ def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
 
 def keys_of(head: Eagle3Head) -> dict:
     """What the official layout says of version 3 besides, in config.json."""
-    three = head.config.three
-    keys = {"draft_vocab_size": three.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(three.taps)}
+    eagle3 = head.config.eagle3
+    keys = {"draft_vocab_size": eagle3.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers)}
     said = {
-        "use_aux_hidden_state": (bool(three.taps), True), "norm_output": (three.last_norm == "logits", True),
-        "norm_before_residual": (three.norm_before_residual, False), "fc_norm": (three.fc_norm, False),
-        "norm_before_fc": (three.norm_before_fc, False),
-        "target_hidden_size": (three.target_dim, head.config.model.dim),
+        "use_aux_hidden_state": (bool(eagle3.aux_layers), True), "norm_output": (eagle3.last_norm == "logits", True),
+        "norm_before_residual": (eagle3.norm_before_residual, False), "fc_norm": (eagle3.fc_norm, False),
+        "norm_before_fc": (eagle3.norm_before_fc, False),
+        "target_hidden_size": (eagle3.target_dim, head.config.model.dim),
     }  # fmt: skip
     keys |= {key: value for key, (value, default) in said.items() if value != default}
-    if not three.taps:
+    if not eagle3.aux_layers:
         del keys["eagle_aux_hidden_state_layer_ids"]
     return keys

@@ -132,8 +132,8 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     """A product, as its launcher would cut it on the target."""
     bits, group = bits_and_group(case.form)
     facts = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
-    form, zeros = "gated" if case.gated else "narrow", case.form.endswith("zeros")
-    cut = plan_experts(*facts, case.experts, zeros) if case.experts else plan_product(*facts, form, zeros)
+    epilogue, zeros = "swiglu" if case.gated else "none", case.form.endswith("zeros")
+    cut = plan_experts(*facts, case.experts, zeros) if case.experts else plan_product(*facts, epilogue, zeros)
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,

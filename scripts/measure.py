@@ -31,7 +31,7 @@ from tqdm import tqdm
 import _path
 import stats
 from decode import Engine, Session, with_cycles
-from generate import Batch, make_drafter, other_rule, warm_up
+from generate import Batch, accept_rule, make_drafter, warm_up
 from hf.config import resolve_draft
 from model import MoEFeedForward, Transformer
 from options import GenerateConfig
@@ -77,10 +77,10 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     if engine.config.quant != "none":  # as it was loaded
         config = replace(config, quant=engine.config.quant)
     config = resolve_draft(config, Path(config.checkpoint))
-    drafter, rule = make_drafter(engine.target, config), other_rule(config)
+    drafter, rule = make_drafter(engine.target, config), accept_rule(config)
     if config.quant == "int4":  # the target's; the draft has its own by now
         config = replace(config, group_size=engine.config.group_size)
-    return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, other_rule=rule)))
+    return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, accept_rule=rule)))
 
 
 class Outcome(NamedTuple):

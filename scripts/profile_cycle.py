@@ -263,7 +263,7 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
     next(decoding)
     while session.waiting:  # chunks of the prompt
         next(decoding)
-    preset = engine.chooser.next(len(engine.cycles) - 1)
+    preset = engine.tree_policy.next(len(engine.cycles) - 1)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
     for _ in range(2):  # the first profile in a process is slow
@@ -353,13 +353,13 @@ def run(config: ProfileConfig) -> None:
     print(
         ", ".join(f"{key} {value}" for key, value in environment(config.device).items()),
         f"{config.dtype}, quant {config.quant}, T = {config.temperature}, B = {config.batch_size}, "
-        + ", ".join(f"{key} {value}" for key, value in ({"draft": config.draft} | engine.drafter.facts()).items()),
+        + ", ".join(f"{key} {value}" for key, value in ({"draft": config.draft} | engine.drafter.resolved_options()).items()),
         table(found),
         sep="\n\n",
         file=sys.stderr if config.json == "-" else sys.stdout,
     )
     if config.json:
-        ran = asdict(config) | {"context": engine.context} | engine.drafter.facts()
+        ran = asdict(config) | {"context": engine.context} | engine.drafter.resolved_options()
         ran |= {name: shown_path(ran[name]) for name in ("checkpoint", "eagle", "draft_checkpoint", "json")}
         write_text(config.json, json.dumps(found | {"config": ran, "environment": environment(config.device)}))
 

@@ -127,7 +127,7 @@ def as_float(layer: QuantLinear | QuantExperts, dtype: torch.dtype) -> nn.Module
         experts = ExpertLinear(len(layer.packed), layer.in_features, layer.out_features)
         experts.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
         return experts
-    kind = LMHead if layer.wide else Linear
+    kind = LMHead if layer.fp32_out else Linear
     linear = kind(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
     linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
     linear.bias = layer.bias

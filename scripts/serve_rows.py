@@ -50,7 +50,7 @@ class Answer:
 
     def __init__(self, decoder: Any, stops: list[str], ends: list[int]):
         """decoder: hf.tokenizer.StreamDecoder; ends: token ids"""
-        self.decoder, self.stops, self.ends = decoder, stops, ends
+        self.decoder, self.stops, self.eos_tensor = decoder, stops, ends
         self.held, self.tokens = "", 0  # text that may begin a stop string; how many tokens came
         self.over = self.stopped = False  # whether no more may come; whether it ended by itself
 
@@ -58,7 +58,7 @@ class Answer:
         """Add a token. Returns: the text that is certain by now."""
         self.tokens += 1
         self.held += self.decoder.push([id])
-        if id in self.ends:
+        if id in self.eos_tensor:
             self.stopped = True
             return self.close()
         return self._take(False)

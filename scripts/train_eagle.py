@@ -328,22 +328,22 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
 def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
     """The head in `config.init`. Raises: ValueError for one of the other version, or that has no official layout."""
     head = load_head(Path(config.init), target).float()
-    three = head.config.three
-    version = 3 if three else 1
+    eagle3 = head.config.eagle3
+    version = 3 if eagle3 else 1
     if version != config.version:
         raise ValueError(f"--init: {config.init} is a head of version {version}; train it with --version {version}")
     if config.draft_vocab:
         raise ValueError(f"--draft_vocab: {config.init} has a draft vocabulary already; leave it out")
-    if three and three.last_norm == "fed":
+    if eagle3 and eagle3.last_norm == "fed":
         raise ValueError(f"--init: {config.init} feeds back its normed output, which the official layout cannot say")
     head.requires_grad_(True)
-    if three:  # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
-        names = {"lm_head": "lm_head.weight" if three.lm_head else ""}
+    if eagle3:  # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
+        names = {"lm_head": "lm_head.weight" if eagle3.lm_head else ""}
         if head.embedding is None:  # it is the target's
             names["embedding"] = ""
         else:
             head.embedding.requires_grad_(False)
-        head.config = replace(head.config, three=replace(three, **names))
+        head.config = replace(head.config, eagle3=replace(eagle3, **names))
     return head
 
 
@@ -352,7 +352,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     out, c = Path(config.out), head.config.model
     tensors = export_weights(head_training.plain_copy(head), head_names(head.config), c, DTYPES[config.dtype])
     tensors |= head_training.vocab_layout(head)
-    further = head_training.keys_of(head) if head.config.three else {"draft_inputs": config.inputs}
+    further = head_training.keys_of(head) if head.config.eagle3 else {"draft_inputs": config.inputs}
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "num_hidden_layers": c.n_layers,
@@ -451,7 +451,7 @@ def train(config: TrainConfig) -> None:
     target = load_model(Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device)
     examples, sequences = prepare(config, target)
     head = make_head(config, target, examples)
-    features = Features(config, target, head.taps, laid_out(examples, 0)[0])
+    features = Features(config, target, head.aux_layers, laid_out(examples, 0)[0])
     tokens, _, number = next(batches(examples, config, 0))
     tokens = tokens.to(config.device)
     head_training.scale_inputs(head, target.embedding(tokens).float(), features.of(tokens, number).float())

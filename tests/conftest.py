@@ -71,7 +71,7 @@ def plain(monkeypatch):
 
     def call(function, *inputs):
         with monkeypatch.context() as patch:
-            patch.setattr("ops.library._there", [False])
+            patch.setattr("ops.library._cpp_available", [False])
             return function(*inputs)
 
     return call

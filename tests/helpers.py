@@ -28,7 +28,7 @@ from decode import Cycle, Engine, Session, with_cycles
 from draft_tree import StaticTree, Text
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
-from generate import other_rule
+from generate import accept_rule
 from hf.weights import load_model
 from model import Transformer
 from ops.attention import HeadNorms
@@ -49,7 +49,7 @@ def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids, other_rule=other_rule(config)))
+    return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids, accept_rule=accept_rule(config)))
 
 
 def compiled_as_on_cuda(engine: Engine) -> Engine:

@@ -19,11 +19,11 @@ FORMATS = ["int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
 TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: tokens per block; 70 makes two blocks
 
 
-def run(x, weights, splits=1, form="narrow"):
+def run(x, weights, splits=1, epilogue="none"):
     """The product, cut as it would be for 16-bit activations."""
     tokens = TOKENS[x.shape[0]]
     cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return ops.cuda.products.run_product(x, weights.packed, weights.scale, cut, DEVICE, form)
+    return ops.cuda.products.run_product(x, weights.packed, weights.scale, cut, DEVICE, epilogue)
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +86,10 @@ def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
     """135 outputs, which no block of threads divides."""
     weights = quantized(form, 135, 896)
     x, stream, scale = torch.randn(5, 896), torch.randn(5, 135), torch.rand(135)
-    parts = run(x, weights, splits, "partial")
+    parts = run(x, weights, splits, "split_k")
     assert parts.shape == (splits, 5, 135)
     whole = run(x, weights, splits)
-    assert torch.equal(run(x, weights, splits, "wide"), whole)  # fp32 in any case here
+    assert torch.equal(run(x, weights, splits, "fp32"), whole)  # fp32 in any case here
     for delta in (parts, whole):
         total, y = ops.cuda.rows.add_norm(stream, delta, scale, 1e-5, DEVICE)
         wanted = ops.rows.add_norm_reference(stream, weights.reference(x), scale, 1e-5)
@@ -108,7 +108,7 @@ def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
 def test_swiglu_behind_a_product(form, rows):
     weights = quantized(form, 2 * 67, 640)  # 67 gates above 67 ups
     x = torch.randn(rows, 640)
-    y = run(x, weights, form="gated")
+    y = run(x, weights, epilogue="swiglu")
     torch.testing.assert_close(y, ops.rows.swiglu(weights.reference(x)), atol=1e-2, rtol=2e-4)
 
 

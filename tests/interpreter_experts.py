@@ -30,7 +30,7 @@ ROUTINGS = {  # how rows may be spread over eight experts
 }
 
 
-def product(x, weight, scale, lists=None, form="narrow"):
+def product(x, weight, scale, lists=None, epilogue="none"):
     return ops.cuda.experts.experts_product(x, weight, scale, lists, DEVICE)
 
 

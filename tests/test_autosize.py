@@ -358,8 +358,8 @@ def told(engine: Engine) -> list[list[int]]:
 
 def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     engine = demo()
-    assert not trees.exists() and engine.chooser.next(3) == 0
-    tokens, known = told(engine), engine.chooser.known
+    assert not trees.exists() and engine.tree_policy.next(3) == 0
+    tokens, known = told(engine), engine.tree_policy.known
     del engine
     gc.collect()
     (file,) = trees.iterdir()
@@ -367,9 +367,9 @@ def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     assert file.stat().st_size < 2000
     again = demo()
     ratios = [cost / known.costs[0] for cost in known.costs]
-    assert again.chooser.known.costs == pytest.approx(ratios)
-    assert again.chooser.known.miss == known.miss
-    assert max(again.chooser.known.seen) <= 8
+    assert again.tree_policy.known.costs == pytest.approx(ratios)
+    assert again.tree_policy.known.miss == known.miss
+    assert max(again.tree_policy.known.seen) <= 8
     before = file.stat().st_mtime_ns
     assert told(again) == tokens
     del again
@@ -596,9 +596,9 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
     (tmp_path / "training.json").write_bytes(b"\xff{")
     assert trained_miss(str(tmp_path)) is None
     assert trained_miss(str(tmp_path / "nothing")) is None and trained_miss("") is None
-    known = demo().chooser.known
+    known = demo().tree_policy.known
     assert known.miss == pytest.approx(trained_miss(demo().config.eagle)) and known.miss < 0.2
-    assert demo(draft="ngram").chooser.known.miss == MISS
+    assert demo(draft="ngram").tree_policy.known.miss == MISS
 
 
 # ------------------------------------------------------------------------------- switching between trees
@@ -620,7 +620,7 @@ class Script:
         pass
 
 
-ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * 35 + [1] + [0] * 5}
+ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long may_skip_prompts": [2] + [0] * 35 + [1] + [0] * 5}
 
 
 @pairwise(kind=["eagle", "model"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True], order=list(ORDERS))
@@ -629,9 +629,9 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
     engine = engine_for(golden_target(), drafter_of(kind, Sampling(temperature)), **options)
     assert [p.name for p in engine.drafter.presets] == ["none", "chain 3", "dynamic 4/5/20"]
-    for lag in (0, 1):
+    for host_lag in (0, 1):
         script = Script(ORDERS[order])
-        session = Session(replace(engine, chooser=script, captured=captured), [(i, 0) for i in range(batch)], lag)
+        session = Session(replace(engine, tree_policy=script, captured=captured), [(i, 0) for i in range(batch)], host_lag)
         list(session.run(PROMPTS[:batch]))
         assert session.history == plain.history
         assert set(script.ran) == {0, 1, 2}
@@ -648,7 +648,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
     def launched(session, preset):
         seen.append((bool(session.state.done.any()), int(session.state.pos.min())))
-        session_rows.append(session.state.draft.own.length.min())
+        session_rows.append(session.state.drafter_state.own.length.min())
         return launch(session, preset)
 
     monkeypatch.setattr(Session, "_launch", launched)
@@ -659,7 +659,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """What the drafter would propose now, with its largest tree."""
-    session.work.take_in(engine, -1)
+    session.work.catch_up(engine, -1)
     tree, _ = Cycle(engine, engine.drafter.presets[-1]).draft(session.state)
     return tree
 
@@ -677,14 +677,14 @@ def test_while_idle_no_row_is_lost(kind, order):
     drafter = drafter_of(kind, Sampling(), noise=1e-4)  # a draft model whose last node is often accepted
     options = {"max_new_tokens": 400, "ignore_eos": True, "batch_size": 2}
     engine = engine_for(golden_target(TARGETS[kind == "eagle 3"]), drafter, **options)
-    session = Session(replace(engine, chooser=Script(order)), [(0, 0)])
+    session = Session(replace(engine, tree_policy=Script(order)), [(0, 0)])
     session.admit(0, PROMPTS[0])
     while len(session.stats.presets) < len(order):
         session.step()
         if len(session.stats.presets) == 1 and not session.busy(1):
             session.admit(1, PROMPTS[1], (1, 0))
     assert [preset for preset, _ in session.stats.presets] == order
-    assert session.state.draft.count.max() <= ROOM and (session.work.waits > 0) == (order[-1] == 0 and len(order) > 1)
+    assert session.state.drafter_state.count.max() <= ROOM and (session.work.waits > 0) == (order[-1] == 0 and len(order) > 1)
     for added in ([], [3, 4, 5]):
         if added:
             next(session.run([history + added for history in session.history]))
@@ -702,33 +702,33 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     """Also in a row that was done before."""
     target = golden_target(TARGETS[1])
     engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True, batch_size=2)
-    session = Session(replace(engine, chooser=Script([0])))
+    session = Session(replace(engine, tree_policy=Script([0])))
     session.admit(0, PROMPTS[0], most=ROOM + 5)
     session.admit(1, PROMPTS[1])
     while len(session.stats.presets) < 2 * ROOM + 5:
         session.step()
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.work.take_in(engine, -1)
+    session.work.catch_up(engine, -1)
     ((_, _, rows),) = [call.args for call in calls]
     assert rows.count.tolist() == [ROOM, ROOM] and session.live == [False, True]
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
-        features = target(history, torch.arange(history.shape[1])[None], taps=engine.drafter.taps)
+        features = target(history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers)
         assert torch.equal(rows.tokens[row], history[0, -ROOM - 1 :])
         torch.testing.assert_close(rows.features[row], features[0, -ROOM - 1 : -1], rtol=1e-4, atol=1e-4)
     read = [len(prompt) + ROOM for prompt in PROMPTS]
-    assert session.state.draft.own.length.tolist() == read and session.state.draft.count.tolist() == [0, 0]
+    assert session.state.drafter_state.own.length.tolist() == read and session.state.drafter_state.count.tolist() == [0, 0]
     session.admit(1, [*session.history[1], 3, 4, 5])  # the root, these, and the row before the root again
     session.step()
-    assert session.state.draft.own.length.tolist() == [read[0], read[1] + 5], "the gap stays"
+    assert session.state.drafter_state.own.length.tolist() == [read[0], read[1] + 5], "the gap stays"
 
 
-@pytest.mark.parametrize("then", [0, -1], ids=["rests on", "wakes within the prompt"])
+@pytest.mark.parametrize("then", [0, -1], ids=["may_skip_prompts on", "wakes within the prompt"])
 def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     """But for the last rows of the whole; who wakes before that reads the chunks that are left."""
     target, prompt = golden_target(TARGETS[1]), [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)]
     options = {"max_new_tokens": 8, "ignore_eos": True}
     engine, script = engine_for(target, drafter_of("eagle 3", Sampling()), **options), Script([0])
-    session, script.reader = Session(replace(engine, chooser=script)), 0
+    session, script.reader = Session(replace(engine, tree_policy=script)), 0
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.admit(0, prompt, (0, 0))
     session.step()
@@ -736,12 +736,12 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     script.reader = then
     while len(session.stats.presets) < 3:
         session.step()
-    session.work.take_in(engine, -1)
+    session.work.catch_up(engine, -1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
     (history,) = torch.tensor(session.history)
     ends = [len(history) - 1] if then == 0 else [len(prompt), len(history) - 1]  # the root is in no row
     assert [int(rows.count) for rows in given] == ([ROOM] if then == 0 else [44, 3])
-    features = target(history[None], torch.arange(len(history))[None], taps=engine.drafter.taps)[0]
+    features = target(history[None], torch.arange(len(history))[None], aux_layers=engine.drafter.aux_layers)[0]
     for rows, end in zip(given, ends):
         count = int(rows.count)
         assert torch.equal(rows.tokens[0, : count + 1], history[end - count : end + 1])
@@ -755,21 +755,21 @@ def test_what_was_left_out_stays_out(monkeypatch):
     """Two rows, at rest, in two turns: the head has read nothing, and is given the last rows of the second prompts."""
     target, script = golden_target(TARGETS[1]), Script([0])
     engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=5, ignore_eos=True, batch_size=2)
-    session, script.reader = Session(replace(engine, chooser=script)), 0
+    session, script.reader = Session(replace(engine, tree_policy=script)), 0
     list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
     second = [history + [3 + i for i in range(20 - 15 * row)] for row, history in enumerate(session.history)]
     next(session.run(second))
-    assert session.state.draft.own.length.tolist() == [0, 0] and session.live == [True, True]
+    assert session.state.drafter_state.own.length.tolist() == [0, 0] and session.live == [True, True]
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.work.take_in(engine, -1)
+    session.work.catch_up(engine, -1)
     ((_, _, rows),) = [call.args for call in calls]
     assert rows.count.tolist() == [ROOM, 7], "of the second turn: its tokens, the root and the row before them"
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
         count = int(rows.count[row])
-        features = target(history, torch.arange(history.shape[1])[None], taps=engine.drafter.taps)
+        features = target(history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers)
         assert torch.equal(rows.tokens[row, : count + 1], history[0, -count - 1 :])
         torch.testing.assert_close(rows.features[row, :count], features[0, -count - 1 : -1], rtol=1e-4, atol=1e-4)
-    assert session.state.draft.own.length.tolist() == [ROOM, 7]
+    assert session.state.drafter_state.own.length.tolist() == [ROOM, 7]
 
 
 @pytest.mark.usefixtures("either")
@@ -782,19 +782,19 @@ def test_switching_compiles_nothing():
     plain = engine_for(golden_target(), RootOnly(), max_new_tokens=40, ignore_eos=True)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
         for captured, prompt in itertools.product((False, True), PROMPTS):
-            scripted = replace(engine, captured=captured, chooser=Script([0, 1, 2]), pool=[])
+            scripted = replace(engine, captured=captured, tree_policy=Script([0, 1, 2]), pool=[])
             assert decode(scripted, prompt).history == decode(plain, prompt).history
 
 
 def test_by_default_a_head_is_sized_and_says_so():
     engine = load(checkpoint=DEMO, max_new_tokens=64, device="cpu")
-    assert engine.config.tree == "" and engine.drafter.facts()["tree"] == "auto"
+    assert engine.config.tree == "" and engine.drafter.resolved_options()["tree"] == "auto"
     for _ in range(2):  # the second run counts its own cycles only
         session = Session(engine, [(0, 0)])
         list(session.run([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
         stats = summary(engine, session.stats)
         rows = stats["tree_auto"]
-        assert [row["tree"] for row in rows] == engine.drafter.facts()["trees"]
+        assert [row["tree"] for row in rows] == engine.drafter.resolved_options()["trees"]
         assert sum(row["cycles"] for row in rows) == stats["cycles"]
         assert all(row["predicted_ms"] > 0 for row in rows)
         assert all((row["measured_ms"] is None) == (row["cycles"] == 0) for row in rows)
@@ -812,7 +812,7 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
 
     shapes = [shape_of(preset) for preset in engine.drafter.presets]
     sizer = Steady(shapes, unknown(shapes), 0.03)
-    session = Session(replace(engine, chooser=sizer), [(0, 0)])
+    session = Session(replace(engine, tree_policy=sizer), [(0, 0)])
     list(session.run([PROMPTS[1] * 6]))
     assert sizer.accepted[1] < 0.5, "the case is what it is meant to be"
     ran = [preset for preset, _ in session.stats.presets]

@@ -131,7 +131,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     session = decode(engine, *prompts)
     assert session.history == want
     assert any(line["path"] not in ([], [1], [1, 2]) for line in session.trace), "nothing moved"
-    caches = (session.work.cache, session.state.draft.cache)
+    caches = (session.work.cache, session.state.drafter_state.cache)
     assert set(moved) == {tuple(cache.addresses.tolist()) for cache in caches}
 
 
@@ -235,7 +235,7 @@ def test_what_the_caller_does_is_not_decoding():
 
 def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
-    session = Session(engine_for(golden_target(), RootOnly()), [(0, 0)], lag=1)
+    session = Session(engine_for(golden_target(), RootOnly()), [(0, 0)], host_lag=1)
     launched = SimpleNamespace(began=time.perf_counter() - 2)
     assert 2 <= session._seconds(launched, SimpleNamespace(times=[0, 0, 0, 0])) < 60
     assert session._seconds(launched, SimpleNamespace(times=[5, 0, 0, 10**9 + 5])) == 1
@@ -264,7 +264,7 @@ def test_compiling_by_layer_changes_no_token(version):
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPT]))
     compiled = compiled_as_on_cuda(engine)
-    again = Session(compiled, [(0, 0)], lag=1)
+    again = Session(compiled, [(0, 0)], host_lag=1)
     list(again.run([PROMPT]))
     assert again.history == session.history
     state, _ = compiled.cycles[-1](again.work.cache, again.state)

@@ -34,7 +34,7 @@ TREES = {
     "whole": DynamicTree(3, 3, 9, rerank=False),
     "static": StaticTree(EAGLE1_PATHS),
 }
-EAGLES = ("2", "3", "3 normed twice", "3 fed", "3 without taps")  # of HEADS
+EAGLES = ("2", "3", "3 normed twice", "3 fed", "3 without aux_layers")  # of HEADS
 RULES = {"greedy": {}, "sampled": {"temperature": 1.0}, "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9}}
 LOOP = [5, 6, 7, 8, 9] * 3
 

@@ -128,7 +128,7 @@ def test_trimming_and_rounding_combine(held, quant):
     """Trimmed and rounded, in whatever order: the codes are rows of the whole copy's."""
     target = load_model(GOLDEN / "models/target_llama_mha", quant=held)
     trimmed, whole = (draft_lm_head(target, quant, ids) for ids in (KEPT, None))
-    assert trimmed.format == quant.format and trimmed.wide
+    assert trimmed.format == quant.format and trimmed.fp32_out
     for some, all in zip(trimmed.codes_and_scale(), whole.codes_and_scale()):
         assert torch.equal(some, all[KEPT])
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))

@@ -157,8 +157,8 @@ def test_a_row_with_a_match_is_enough():
 def test_a_late_host_picks_late_and_changes_nothing():
     engine = engine_for(golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), max_new_tokens=60, ignore_eos=True)
     plain = decode(engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True), LOOP)
-    for lag in (0, 1, 3):
-        session = Session(engine, [(0, 0)], lag)
+    for host_lag in (0, 1, 3):
+        session = Session(engine, [(0, 0)], host_lag)
         list(session.run([LOOP]))
         assert session.history == plain.history
 

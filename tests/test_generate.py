@@ -280,7 +280,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
     modules, _ = run(capsys, *IDS, "--json", "-")
-    monkeypatch.setattr("ops.library._there", [False])
+    monkeypatch.setattr("ops.library._cpp_available", [False])
     out, err = run(capsys, *IDS, "--compile", "--json", "-")
     assert err.startswith("note: --compile does not work here (it needs the CPU operators); running without it\n")
     assert json.loads(out)["tokens"] == json.loads(modules)["tokens"] and len(json.loads(out)["tokens"][0]) == 20
@@ -297,7 +297,7 @@ def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
 
 def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
     """A machine with a GPU may have no C++ compiler, and need none."""
-    monkeypatch.setattr("ops.library._there", [])
+    monkeypatch.setattr("ops.library._cpp_available", [])
     monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("built the CPU operators"))
     assert callable(runtime.compiled(lambda x: x))
 

@@ -316,8 +316,8 @@ def swapped_inputs(monkeypatch):
 def slots_as_positions(monkeypatch):
     forward = model.Transformer.forward
 
-    def wrong(self, tokens, positions, cache, window, *options, **taps):
-        return forward(self, tokens, window.slots, cache, window, *options, **taps)
+    def wrong(self, tokens, positions, cache, window, *options, **aux_layers):
+        return forward(self, tokens, window.slots, cache, window, *options, **aux_layers)
 
     monkeypatch.setattr(model.Transformer, "forward", wrong)
 

@@ -366,9 +366,9 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     w = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
 
     def layer() -> tuple[torch.Tensor, ...]:
-        total, y = ops.rows.add_norm(stream, w(x, *narrow[1:3], form="partial"), scale, 1e-5)
-        gated = w(y, *wide[1:3], form="gated")
-        return total, y, gated, w(gated, *narrow[1:3], form="wide")
+        total, y = ops.rows.add_norm(stream, w(x, *narrow[1:3], epilogue="split_k"), scale, 1e-5)
+        gated = w(y, *wide[1:3], epilogue="swiglu")
+        return total, y, gated, w(gated, *narrow[1:3], epilogue="fp32")
 
     got = layer()
     want = ops.rows.add_norm_reference(stream, narrow.reference(x.float()), scale, 1e-5)
@@ -569,7 +569,7 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling), target)
     engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
-    assert engine.captured and isinstance(engine.chooser, Autosizer)
+    assert engine.captured and isinstance(engine.tree_policy, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])
@@ -577,7 +577,7 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
         next(decoding)
         for preset in range(len(engine.cycles)):
             for _ in range(1 + WARM_UPS):
-                session.time_cycle(preset)  # captured by now, whichever the chooser preferred
+                session.time_cycle(preset)  # captured by now, whichever the tree policy preferred
         del session, decoding  # the next session takes over the buffers
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))

@@ -77,9 +77,9 @@ def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return out, lm_head(head.output_norm(out))
 
 
-def inputs(width: int = 64, taps: int = 3) -> tuple[Tensor, Tensor]:
+def inputs(width: int = 64, aux_layers: int = 3) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
-    return torch.randn(1, 6, (1 + taps) * width, generator=g), torch.randint(0, 128, (1, 6), generator=g)
+    return torch.randn(1, 6, (1 + aux_layers) * width, generator=g), torch.randint(0, 128, (1, 6), generator=g)
 
 
 def notes(capsys, path: Path) -> list[str]:
@@ -137,7 +137,7 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
 def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     config, tensors, binary = layouts()[name]
     plain, head = load_head(HEAD, target()), load_head(write(tmp_path / "head", config, tensors, binary), target())
-    assert head.taps == plain.taps == (2, 4, 5) and torch.equal(head.vocab.ids, plain.vocab.ids)
+    assert head.aux_layers == plain.aux_layers == (2, 4, 5) and torch.equal(head.vocab.ids, plain.vocab.ids)
     assert head.embedding is None, "an embedding like the target's is the target's"
     assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
     note = f"note: {tmp_path / 'head'}: norm_output is false; here the output is normed before the LM head only"
@@ -151,7 +151,7 @@ def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
     names = head_names(plain.config)
     assert {theirs for parts in names.values() for theirs in parts} == set(tensors) - {"d2t", "t2d"}
     assert names["layers.0.attention.wqkv.weight"][0] == "midlayer.self_attn.q_proj.weight"
-    assert plain.config == EagleConfig(plain.config.model, False, three=Eagle3((2, 4, 5), 64, 80))
+    assert plain.config == EagleConfig(plain.config.model, False, eagle3=Eagle3((2, 4, 5), 64, 80))
 
 
 def test_draft_tokens_in_any_order(tmp_path):
@@ -239,7 +239,7 @@ FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, what the refer
     "own whole LM head": ({"draft_vocab_size": 128}, WHOLE | {"lm_head.weight": fresh(128, 64)}, {}),
     "own embedding": ({}, {"embed_tokens.weight": fresh(128, 64)}, {}),
     "norms of q and k": ({}, QK, {}),
-    "five taps": (
+    "five aux_layers": (
         {"target_layer_ids": [0, 1, 3, 5, 7], "draft_vocab_size": None},
         WHOLE | QK | {"fc.weight": fresh(64, 320), "lm_head.weight": fresh(128, 64)}, {},
     ),
@@ -252,7 +252,7 @@ def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
     changes, weights, told = FLAGS[name]
     tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
     head = load_head(write(tmp_path / "head", merged(config, changes), tensors), target())
-    given = inputs(taps=len(head.taps))
+    given = inputs(aux_layers=len(head.aux_layers))
     want = reference(tensors, *given, **{"normed_residual": False, "last": "logits", **told})
     torch.testing.assert_close(run(head, *given), want, atol=2e-4, rtol=1e-4)
     said = notes(capsys, tmp_path)
@@ -300,9 +300,9 @@ def test_the_reference_sees_every_flag():
     tensors, seen = official()[1], []
     for _, weights, told in FLAGS.values():
         changed = {n: t for n, t in (tensors | weights).items() if t is not None}
-        taps = changed["fc.weight"].shape[1] // 64 if "fc.weight" in changed else 0
+        aux_layers = changed["fc.weight"].shape[1] // 64 if "fc.weight" in changed else 0
         told = {"normed_residual": False, "last": "logits", **told}
-        seen.append(reference(changed, *inputs(taps=taps), **told)[1].sum().item())
+        seen.append(reference(changed, *inputs(aux_layers=aux_layers), **told)[1].sum().item())
     assert len(set(seen)) == len(FLAGS)
 
 
@@ -396,7 +396,7 @@ def test_every_pair_of_choices_meets():
 
 
 def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
-    """Features and taps of a prefill in pieces, and what the head makes of them."""
+    """Features and aux_layers of a prefill in pieces, and what the head makes of them."""
     prompt = [(7 * i + i * i) % 128 for i in range(50)]
     model, head = target(), load_head(HEAD, target())
     rows = []
@@ -505,9 +505,9 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
     torch.save(older, tmp_path / "head" / "pytorch_model.bin")
     assert "model.safetensors and pytorch_model.bin hold two heads" in failure(capsys, tmp_path / "head")
     torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
-    assert load_head(tmp_path / "head", target()).taps == (2, 4, 5)
+    assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5)
     (tmp_path / "head" / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert load_head(tmp_path / "head", target()).taps == (2, 4, 5), "what cannot be read says nothing"
+    assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5), "what cannot be read says nothing"
 
 
 def test_default_layers_of_a_small_target(tmp_path, capsys):
@@ -525,7 +525,7 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
     assert "layers 2, 2, 2 (the default, since none are named), which must ascend" in message
     no_fc = {n: t for n, t in tensors.items() if n != "fc.weight"}
     write(tmp_path / "no_fc", config | {"use_aux_hidden_state": False}, no_fc)
-    assert load_head(tmp_path / "no_fc", load_model(tmp_path / "small")).taps == ()
+    assert load_head(tmp_path / "no_fc", load_model(tmp_path / "small")).aux_layers == ()
 
 
 def test_what_cannot_go_with_such_a_head(capsys):

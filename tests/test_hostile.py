@@ -39,7 +39,17 @@ import checkpoint
 import generate
 import hf.tokenizer
 import text_files
-from checkpoint import FLAG, key, limited_memory, load_pickle, positive, quiet, read_fields, reading, whole
+from checkpoint import (
+    FLAG,
+    key,
+    limited_memory,
+    load_pickle,
+    positive,
+    read_fields,
+    read_untrusted,
+    silence_stderr,
+    whole,
+)
 from helpers import GOLDEN
 from hf.config import config_from, read_config
 from hf.tokenizer import Tokenizer
@@ -711,16 +721,16 @@ def test_what_a_library_does_is_one_line(tmp_path, capfd):
     file = tmp_path / "file.bin"
     errors = (Panic("a\nb"), KeyError("x"), RecursionError("deep"), ValueError("\x1b[31m" + "x" * 5000))
     for error in errors:
-        with pytest.raises(ValueError) as caught, reading(file, "make it again"):
+        with pytest.raises(ValueError) as caught, read_untrusted(file, "make it again"):
             os.write(2, b"thread panicked at lib.rs\n")
             warnings.warn("this will change", stacklevel=1)
             raise error
         assert re.fullmatch(rf"{file} is corrupt, .* \([^\n\x1b]{{1,350}}\); make it again", str(caught.value))
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(ValueError, match="file.bin needs more memory than there is; free some"), reading(file):
+        with pytest.raises(ValueError, match="file.bin needs more memory than there is; free some"), read_untrusted(file):
             raise error
     for error in (KeyboardInterrupt(), ValueError(f"{file} is too small; use another")):
-        with pytest.raises(type(error)) as caught, reading(file):
+        with pytest.raises(type(error)) as caught, read_untrusted(file):
             raise error
         assert caught.value is error
     os.write(2, b"heard again")
@@ -730,7 +740,7 @@ def test_what_a_library_does_is_one_line(tmp_path, capfd):
 def test_without_a_standard_error(tmp_path, monkeypatch):
     """`2>&-`: Python has none, and 2 may be any file of ours."""
     monkeypatch.setattr(sys, "stderr", None)
-    with pytest.raises(ValueError, match="x is corrupt, .*deep"), reading(tmp_path / "x"):
+    with pytest.raises(ValueError, match="x is corrupt, .*deep"), read_untrusted(tmp_path / "x"):
         raise RecursionError("deep")
     assert read_config(DENSE).n_layers and Tokenizer.load(Path(DEMO)).encode("a")
 
@@ -776,7 +786,7 @@ def test_threads_leave_standard_error_and_the_limits_as_they_were(capfd):
 
     def work() -> None:
         for _ in range(50):
-            with quiet(), limited_memory(10**9):
+            with silence_stderr(), limited_memory(10**9):
                 os.write(2, b"noise")
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -830,7 +840,7 @@ def test_a_pickle_takes_no_memory(tmp_path, call):
     """weights_only lets it make any of these."""
     torch.save({"x": Evil(call, 10**9)}, tmp_path / "x.pt")
     before = peak_bytes(reset=True)
-    with pytest.raises(ValueError, match="x.pt is corrupt"), reading(tmp_path / "x.pt"):
+    with pytest.raises(ValueError, match="x.pt is corrupt"), read_untrusted(tmp_path / "x.pt"):
         load_pickle(tmp_path / "x.pt", mmap=True)
     assert peak_bytes() - before < LIMIT_BYTES
     torch.save({"x": torch.arange(3)}, tmp_path / "x.pt")

@@ -168,7 +168,7 @@ def exact_sums(monkeypatch):
     """Products that do not depend on the order in which a library or a processor adds their terms."""
     monkeypatch.setattr(F, "linear", in_fp64(F.linear))
     monkeypatch.setattr(F, "scaled_dot_product_attention", in_fp64(F.scaled_dot_product_attention))
-    monkeypatch.setattr("ops.library._there", [False])
+    monkeypatch.setattr("ops.library._cpp_available", [False])
 
 
 class InBf16(NamedTuple):

@@ -52,11 +52,11 @@ class Case:
             ops.cpu.layout.pack_int4_strips(codes, scale) if self.group else ops.cpu.layout.pack_int8_strips(codes)
         )
 
-    def operator(self, x: Tensor, wide: bool = False, namespace: str = "gpt_eagle") -> Tensor:
+    def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
         if self.group:
-            return operators.w4a8(x, self.packed, len(self.codes), wide)
-        return operators.w8a8(x, self.packed, self.scale, wide)
+            return operators.w4a8(x, self.packed, len(self.codes), fp32_out)
+        return operators.w8a8(x, self.packed, self.scale, fp32_out)
 
     def reference(self, x: Tensor) -> Tensor:
         form = ops.quantized.w4a8_reference if self.group else ops.quantized.w8a8_reference
@@ -128,7 +128,7 @@ def test_real_shapes(kind, shape):
     want, exact = case.reference(x), x.double() @ case.weight.double().T
     rounding, codes = case.rounding(x), case.code_error(x)
     for rows in ROWS:
-        got = case.operator(x[:rows], wide=True)
+        got = case.operator(x[:rows], fp32_out=True)
         assert got.shape == (rows, shape[0]) and got.dtype == torch.float32
         assert_within(got, want[:rows], rounding[:rows])
         assert_within(got, exact[:rows], (rounding + codes)[:rows])
@@ -141,7 +141,7 @@ def test_a_wrong_code_is_seen(kind):
     case, x = make_case(kind, 77, 256), random(5, 256)
     case.codes[70, 200] += 1 if case.codes[70, 200] < 7 else -1
     with pytest.raises(AssertionError, match="outputs are off"):
-        assert_within(case.operator(x, wide=True), case.reference(x), case.rounding(x))
+        assert_within(case.operator(x, fp32_out=True), case.reference(x), case.rounding(x))
 
 
 @pytest.mark.parametrize("kind", [("int8", 0), ("int4", 128)], ids=str)
@@ -196,7 +196,7 @@ def test_threads_do_not_matter(kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_narrow_outputs_are_the_wide_ones_rounded(kind):
     case, x = make_case(kind, 77, 256), random(26, 256).bfloat16()
-    wide = case.operator(x, wide=True)
+    wide = case.operator(x, fp32_out=True)
     assert wide.dtype == torch.float32
     assert torch.equal(case.operator(x), wide.bfloat16())
     assert torch.equal(case.operator(x.float()), wide)  # what bf16 holds, fp32 holds
@@ -214,7 +214,7 @@ def test_numbers_at_the_edges(kind, dtype):
     x[4] *= 1e30
     x[5] *= 1e-38  # below what the codes distinguish from 0
     x[6] *= 1e-25
-    y = case.operator(x, wide=True)
+    y = case.operator(x, fp32_out=True)
     assert (y[0] == 0).all()
     assert y[1:4].isnan().all(), "NaN and infinity are never turned into numbers"
     assert y[5].abs().max() < 1e-30
@@ -223,7 +223,7 @@ def test_numbers_at_the_edges(kind, dtype):
         exact = rows.double() @ case.weight.double().T
         assert_within(y[row : row + 1] / size, exact, (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6))
     clean = [0, 4, 5, 6, 7]
-    assert torch.equal(y[clean], case.operator(x[clean].contiguous(), wide=True))
+    assert torch.equal(y[clean], case.operator(x[clean].contiguous(), fp32_out=True))
     assert torch.equal(case.reference(x).isnan(), y.isnan())
 
 
@@ -258,7 +258,7 @@ def test_packing_is_undone(kind, n):
         codes = ops.cpu.layout.unpack_int8_strips(case.packed, n)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)
-    assert_within(case.operator(x, wide=True), case.reference(x), case.rounding(x))
+    assert_within(case.operator(x, fp32_out=True), case.reference(x), case.rounding(x))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -454,25 +454,25 @@ def test_bf16_variants_agree(march):
 def test_linear_takes_our_product_where_it_can(monkeypatch):
     weight, x, bias = weights_bf16(33, 64), random(5, 64).bfloat16(), random(33).bfloat16()
     ours = linear(x, weight, bias)
-    assert torch.equal(ops.linear.linear(x, weight, bias, wide=True), ours)
+    assert torch.equal(ops.linear.linear(x, weight, bias, fp32_out=True), ours)
     assert torch.equal(ops.linear.linear(x, weight, bias), ours.bfloat16())
     step = torch.compile(ops.linear.linear, fullgraph=True, dynamic=False, backend="aot_eager")
     assert torch.equal(step(x, weight, bias, True), ours)
     experts = torch.stack((weight, weight * 2))
     chosen = ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
     assert torch.equal(chosen[[0, 2, 3]], ops.linear.linear(x[[0, 2, 3]], weight))
-    monkeypatch.setattr("ops.library._there", [False])
-    assert not ops.linear.has_own_product(x, weight)
+    monkeypatch.setattr("ops.library._cpp_available", [False])
+    assert not ops.linear.has_linear_kernel(x, weight)
     theirs = F.linear(x, weight, bias)
     assert torch.equal(ops.linear.linear(x, weight, bias), theirs)
-    assert torch.equal(ops.linear.linear(x, weight, bias, wide=True), theirs.float())
+    assert torch.equal(ops.linear.linear(x, weight, bias, fp32_out=True), theirs.float())
     torch.testing.assert_close(ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_linear_in_other_dtypes_is_pytorchs(dtype):
     weight, x = random(33, 64).to(dtype), random(5, 64).to(dtype)
-    assert not ops.linear.has_own_product(x, weight)
+    assert not ops.linear.has_linear_kernel(x, weight)
     assert torch.equal(ops.linear.linear(x, weight), F.linear(x, weight))
 
 
@@ -484,14 +484,14 @@ def test_linear_has_gradients(compiled):
         x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
         x.requires_grad_(learns != "weight"), weight.requires_grad_(learns != "x")
         grads = []
-        for linear_of in (product, lambda x, w, b, wide: F.linear(x, w).float()):
+        for linear_of in (product, lambda x, w, b, fp32_out: F.linear(x, w).float()):
             linear_of(x, weight, None, True).square().sum().backward()
             grads.append([t.grad for t in (x, weight)])
             x.grad = weight.grad = None
         for ours, theirs in zip(*grads):
             assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
         with torch.no_grad():
-            assert ops.linear.has_own_product(x, weight)
+            assert ops.linear.has_linear_kernel(x, weight)
     x, weight = random(5, 64), random(33, 64).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = product(x, weight)

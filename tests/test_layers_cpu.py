@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ops.attention
 from draft_tree import Level, StaticTree
-from drafters import DraftVocab, RootOnly, Rows
+from drafters import Confirmed, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
@@ -178,19 +178,19 @@ def test_a_target_and_a_head_decode_by_them(monkeypatch):
 def test_taps_in_one_call_are_those_of_the_loop(config, quant):
     """Bit for bit, and a tap is the output of a model that ends there."""
     target, window = model(config, quant), causal_window(torch.tensor([0, 0]), 7)
-    tokens, taps = torch.arange(14).view(2, 7), (0, 2, 3)  # 3: the last layer's output
+    tokens, aux_layers = torch.arange(14).view(2, 7), (0, 2, 3)  # 3: the last layer's output
 
-    def run(taps: tuple[int, ...]) -> Tensor:
-        return target(tokens, window.slots, empty_cache(config, 2), window, taps=taps)
+    def run(aux_layers: tuple[int, ...]) -> Tensor:
+        return target(tokens, window.slots, empty_cache(config, 2), window, aux_layers=aux_layers)
 
     def until(last: int) -> Tensor:
         layers, rope = Layers(list(target.layers)[:last]), rope_angles(target.rope_freq, window.slots)
         return layers(target.embedding(tokens), rope, NoNorm(), empty_cache(replace(config, n_layers=last), 2), window)
 
-    looped, plain = run(taps), run(())
+    looped, plain = run(aux_layers), run(())
     assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))
     fused(target)
-    assert torch.equal(run(taps), looped) and torch.equal(run(()), plain)
+    assert torch.equal(run(aux_layers), looped) and torch.equal(run(()), plain)
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
@@ -252,8 +252,8 @@ def test_wrong_operands():
     target = fused(model())
     tokens, window = torch.arange(5)[None], tree_window([0])
 
-    def run(tokens=tokens, positions=window.slots, cache=CONFIG, window=window, taps=()) -> Tensor:
-        return target(tokens, positions, empty_cache(cache, 1), window, taps=taps)
+    def run(tokens=tokens, positions=window.slots, cache=CONFIG, window=window, aux_layers=()) -> Tensor:
+        return target(tokens, positions, empty_cache(cache, 1), window, aux_layers=aux_layers)
 
     assert run().isfinite().all()
     for token in (-1, 50):
@@ -266,9 +266,9 @@ def test_wrong_operands():
         run(cache=BIASED)
     with pytest.raises(RuntimeError, match="a position and a slot per row"):
         run(positions=window.slots[:, :2])
-    for taps in ((4,), (1, 0), (-1,)):
-        with pytest.raises(RuntimeError, match="taps must ascend, from 0 to 3"):
-            run(taps=taps)
+    for aux_layers in ((4,), (1, 0), (-1,)):
+        with pytest.raises(RuntimeError, match="aux_layers must ascend, from 0 to 3"):
+            run(aux_layers=aux_layers)
     with pytest.raises(RuntimeError, match="13 tensors"):
         torch.ops.gpt_eagle.prepare_layers([tokens] * 13, 4, [96], 0, True, 1e-5)
 
@@ -279,21 +279,21 @@ HEAD = ModelConfig(64, 2, 4, 2, 16, 96, 50)
 HEADS = {  # every option of a head once off and once on, and together
     "2": EagleConfig(HEAD),
     "2 without a bias": EagleConfig(HEAD, fc_bias=False),
-    "3": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40)),
-    "3 of another width": EagleConfig(HEAD, True, three=Eagle3((0, 2, 3), 96, 40)),
-    "3 normed as a whole": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, norm_before_fc=True)),
-    "3 normed in parts": EagleConfig(HEAD, False, three=Eagle3((0, 1, 2), 96, 40, fc_norm=True)),
-    "3 normed twice": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, norm_before_fc=True, fc_norm=True)),
-    "3 fed": EagleConfig(HEAD, False, three=Eagle3((1,), 64, 40, norm_before_residual=True, last_norm="fed")),
-    "3 without a last norm": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, last_norm="none")),
-    "3 with its own embedding": EagleConfig(HEAD, False, three=Eagle3((0, 1), 64, 40, embedding="e", lm_head="")),
-    "3 without taps": EagleConfig(HEAD, False, three=Eagle3((), 64, 40)),
-    "3 without taps, normed": EagleConfig(HEAD, False, three=Eagle3((), 64, 40, norm_before_residual=True)),
+    "3": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40)),
+    "3 of another width": EagleConfig(HEAD, True, eagle3=Eagle3((0, 2, 3), 96, 40)),
+    "3 normed as a whole": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True)),
+    "3 normed in parts": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1, 2), 96, 40, fc_norm=True)),
+    "3 normed twice": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True, fc_norm=True)),
+    "3 fed": EagleConfig(HEAD, False, eagle3=Eagle3((1,), 64, 40, norm_before_residual=True, last_norm="fed")),
+    "3 without a last norm": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, last_norm="none")),
+    "3 with its own embedding": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, embedding="e", lm_head="")),
+    "3 without aux_layers": EagleConfig(HEAD, False, eagle3=Eagle3((), 64, 40)),
+    "3 without aux_layers, normed": EagleConfig(HEAD, False, eagle3=Eagle3((), 64, 40, norm_before_residual=True)),
 }
 
 
 def drafter_of(config: EagleConfig, quant: str | None = None) -> EagleDrafter:
-    head = fill((Eagle3Head if config.three else EagleHead)(config), quant)
+    head = fill((Eagle3Head if config.eagle3 else EagleHead)(config), quant)
     if head.lm_head is not None:
         head.vocab = DraftVocab(50, torch.arange(5, 45))
     return EagleDrafter(head, model(), StaticTree(((0,), (1,), (0, 0))), Sampling())
@@ -302,13 +302,13 @@ def drafter_of(config: EagleConfig, quant: str | None = None) -> EagleDrafter:
 def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:
     """Rows that are confirmed, some and none, and two levels of nodes. Returns: all outputs, and the cache."""
     generator, config = torch.Generator().manual_seed(4), drafter.head.config
-    three = config.three
-    width = 64 if three is None else three.target_dim * (1 + len(three.taps))
+    eagle3 = config.eagle3
+    width = 64 if eagle3 is None else eagle3.target_dim * (1 + len(eagle3.aux_layers))
     state, found = drafter.init(batch, 40), []
     for counts in ([5, 2, 4], [3, 0, 1], [0, 0, 0], [1, 3, 2]):
         tokens = torch.randint(50, (batch, 6), generator=generator)
         features = torch.randn(batch, 5, width, generator=generator).to(BF16)
-        state = drafter.extend(state, Rows(tokens, features, torch.tensor(counts[:batch])))
+        state = drafter.extend(state, Confirmed(tokens, features, torch.tensor(counts[:batch])))
         found += [state.hidden, state.length]
     out, begin = state.hidden, 0
     for rows, parents in ((2, [0, 0]), (3, [1, 0, 1])):
@@ -353,7 +353,7 @@ def test_a_head_refuses_wrong_operands():
     drafter.fuse(True)
     head, state = drafter.head.fused, drafter.init(2, 20)  # 20 + 1 slots
     tokens, rows = torch.arange(12).view(2, 6), torch.zeros(2, 5, 192, dtype=BF16)
-    good = Rows(tokens, rows, torch.tensor([5, 0]))
+    good = Confirmed(tokens, rows, torch.tensor([5, 0]))
     assert head.extend(state, good)[0].shape == (2, 1, 64)
     wrong = {
         "count 6": (state, good._replace(count=torch.tensor([6, 0]))),

@@ -24,7 +24,7 @@ import ops.cpu.build
 import sampling
 from decode import Session, with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
-from drafters import Drafter, DraftVocab, Root, RootOnly, Rows
+from drafters import Confirmed, Drafter, DraftVocab, Root, RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
@@ -45,7 +45,7 @@ from helpers import (
 from hf.heads import draft_lm_head
 from model import ModelConfig, Router, Transformer, rope_frequencies
 from options import DEMO
-from runtime import Largest, compiled
+from runtime import LargestTree, compiled
 from sampling import Sampling
 from tree_shapes import EAGLE1_PATHS
 
@@ -254,10 +254,10 @@ def check_compiled(model: str, name: str, temperature: float, batch: int, accept
     rule, children = Sampling(temperature), "sampled" if accept == "residual" else "noise"
     engine = engine_for(golden_target(MODELS[model][0]), make(name, rule, children, model), accept=accept, **options)
     compiled = compiled_as_on_cuda(engine)
-    list(Session(replace(compiled, chooser=InTurn())).run([LOOP] * batch))  # every preset runs
+    list(Session(replace(compiled, tree_policy=InTurn())).run([LOOP] * batch))  # every preset runs
     for number, prompts in enumerate((PROMPTS[:batch], [[3]], [PROMPTS[1] * 9])):
         with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
-            ours, plain = (decode(replace(e, chooser=InTurn()), *prompts) for e in (compiled, engine))
+            ours, plain = (decode(replace(e, tree_policy=InTurn()), *prompts) for e in (compiled, engine))
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
             assert len(want) == 30, number
@@ -266,7 +266,7 @@ def check_compiled(model: str, name: str, temperature: float, batch: int, accept
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-class InTurn(Largest):
+class InTurn(LargestTree):
     """Takes every preset that makes sense, one after the other."""
 
     def __init__(self):
@@ -331,7 +331,7 @@ def test_traced_steps_are_the_eager_ones_and_never_recompile(
 ):
     """Of every drafter and shape of tree; the next test compiles a few, and slow ones compile many."""
     if not operators:
-        monkeypatch.setattr("ops.library._there", [False])
+        monkeypatch.setattr("ops.library._cpp_available", [False])
     check_compiled(model, name, temperature, batch, accept)
 
 
@@ -339,7 +339,7 @@ def test_traced_steps_are_the_eager_ones_and_never_recompile(
     "model, name, batch", [("llama", "model:short chain", 1), *slow([("mixtral", "eagle+ngram:trimmed:tiny", 2)])]
 )
 def test_compiled_steps_are_the_eager_ones_and_never_recompile(monkeypatch, model, name, batch):
-    monkeypatch.setattr("ops.library._there", [False])
+    monkeypatch.setattr("ops.library._cpp_available", [False])
     check_compiled(model, name, 1.0, batch)
 
 
@@ -405,13 +405,13 @@ class Scripted(Drafter):
     def init(self, batch: int, slots: int):
         return torch.zeros(batch, dtype=torch.long)
 
-    def extend(self, state, rows: Rows):
+    def extend(self, state, rows: Confirmed):
         return state + rows.count
 
     def rewind(self, state, length):
         return length
 
-    def draft(self, state, root: Root) -> DraftTree:
+    def propose(self, state, root: Root) -> DraftTree:
         index = (state - self.start)[:, None] + 1 + torch.arange(self.depth)
         drafted = self.script[index.clamp(0, len(self.script) - 1)]
         tokens = torch.cat((root.text.root[:, None], drafted), 1)
@@ -419,10 +419,10 @@ class Scripted(Drafter):
         return build_tree(tokens, parents, torch.ones_like(tokens).bool(), self.depth)
 
 
-def scripted_run(script, depth=4, lag=None, **options):
+def scripted_run(script, depth=4, host_lag=None, **options):
     prompt = PROMPTS[0]
     engine = engine_for(golden_target(), Scripted(script, depth, len(prompt)), **{"ignore_eos": True, **options})
-    session = Session(engine, [(0, 0)], lag)
+    session = Session(engine, [(0, 0)], host_lag)
     cycles = list(session.run([prompt]))
     return session, cycles, new_tokens(session, 0, prompt)
 
@@ -498,8 +498,8 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
 
 
 def test_a_late_host_changes_nothing(truth):
-    for lag in (0, 1, 3):
-        session, cycles, new = scripted_run(truth, max_new_tokens=13, lag=lag)
+    for host_lag in (0, 1, 3):
+        session, cycles, new = scripted_run(truth, max_new_tokens=13, host_lag=host_lag)
         assert new == truth[:13]
         assert session.stats.accept_lengths == [4, 4, 4]
         assert len(session.trace) == 3

@@ -169,7 +169,7 @@ OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_o
 
 def without_operators(monkeypatch) -> None:
     """As on a machine on which nothing can be built."""
-    monkeypatch.setattr("ops.library._there", [False])
+    monkeypatch.setattr("ops.library._cpp_available", [False])
 
 
 @pytest.fixture(params=[pytest.param("operators", marks=OPERATORS), "references"])
@@ -348,7 +348,7 @@ def test_saved_and_on_load_are_the_same_bits(saved, quant, dtype):
     assert_same_bits(load_head(head_path, ours), load_head(Path(DEMO + "-eagle"), theirs, quant))
     linears = [m for m in ours.modules() if isinstance(m, torch.nn.Linear | quantize.QuantLinear)]
     assert len(linears) == 8 * 4 + 1 and {type(m) for m in linears} == {FORMATS[quant.format]}, "all of them, no more"
-    assert ours.lm_head.wide and not ours.layers[0].ffn.w2.wide
+    assert ours.lm_head.fp32_out and not ours.layers[0].ffn.w2.fp32_out
     ids = torch.arange(40)[None] + 100
     logits = ours.logits(ours(ids, torch.arange(40)[None]))
     assert logits.dtype == torch.float32
@@ -464,7 +464,7 @@ def test_the_drafts_lm_head(target, draft, own):
     assert (drafter.lm_head is not engine.target.lm_head) == own
     assert isinstance(drafter.head.fc, torch.nn.Linear if draft == "none" else FORMATS[draft])
     if own:
-        assert type(drafter.lm_head) is FORMATS[draft] and drafter.lm_head.wide
+        assert type(drafter.lm_head) is FORMATS[draft] and drafter.lm_head.fp32_out
         original = load_model(TARGET).lm_head.weight
         if target == "int8":
             original = FORMATS["int8"].decode(*FORMATS["int8"].encode(original, 0))
@@ -534,7 +534,7 @@ def test_a_saved_head_on_a_float_target(tmp_path):
 @each(QUANTS)
 def test_some_rows_are_the_same_codes_and_products(products, quant):
     ids, bias = torch.tensor([3, 4, 90, 199, 0]), random(200, seed=2)
-    whole = FORMATS[quant.format].from_float(random(200, 256).bfloat16(), bias, quant.group_size, wide=True)
+    whole = FORMATS[quant.format].from_float(random(200, 256).bfloat16(), bias, quant.group_size, fp32_out=True)
     rows = whole.rows(ids)
     for some, all in zip(rows.codes_and_scale(), whole.codes_and_scale()):
         assert some.dtype == all.dtype and torch.equal(some, all[ids])
@@ -555,7 +555,7 @@ def test_lm_head_in_groups_of_another_size():
     own = target.lm_head
     assert own.group_size == 32 and draft_lm_head(target, Quantization("int4", 32)) is own
     copy = draft_lm_head(target, Quantization("int4", 64))
-    assert copy.group_size == 64 and copy.wide and copy.codes_and_scale()[1].shape == (own.out_features, 1)
+    assert copy.group_size == 64 and copy.fp32_out and copy.codes_and_scale()[1].shape == (own.out_features, 1)
     target = load_model(TARGET, quant=Quantization("int8"))
     assert target.lm_head.group_size == 0 and draft_lm_head(target, Quantization("int8", 32)) is target.lm_head
 
@@ -765,7 +765,7 @@ def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, 
     for name, value in (environment | {"XDG_CACHE_HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(build, "load_operators", functools.cache(build._load.__wrapped__))
-    monkeypatch.setattr("ops.library._there", [])
+    monkeypatch.setattr("ops.library._cpp_available", [])
     got, said = run(capsys, main, *argv)
     notes = [line for line in said.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1 and "no C++ compiler" in notes[0]

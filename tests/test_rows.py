@@ -31,7 +31,7 @@ from extras.results import Results
 from generate import Result, generate, load, main, time_cycles
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
 from options import DEMO, GenerateConfig, in_order
-from runtime import Largest, leaves
+from runtime import LargestTree, leaves
 from sampling import Sampling
 from stats import check_memory, rows_memory
 from test_lossless import assert_same, held_out_prompts, needs_operators
@@ -80,15 +80,15 @@ def test_forty_prompts_through_eight_rows(draft, temperature):
     check_rows(held_out_prompts(), 8, 128, temperature, **DRAFTS[draft])
 
 
-@pytest.mark.parametrize("drafter, captured, lag", [
+@pytest.mark.parametrize("drafter, captured, host_lag", [
     ("none", True, 1), ("eagle", False, 0), ("eagle", True, 1), ("model", False, 3),
     *slow([("none", False, 0), ("none", False, 3), ("eagle", False, 3), ("model", False, 0), ("model", True, 1)]),
 ])  # fmt: skip
-def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, lag, monkeypatch):
+def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
-    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, lag=lag))
+    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
     target, rule, tree = golden_target(), Sampling(1.0), DynamicTree(depth=3, topk=4, size=12)
     made = {
         "none": RootOnly(),
@@ -148,7 +148,7 @@ def test_a_row_that_is_released_is_free_at_once():
     assert session.history[1][len(IDS[1]) :] == want[1][:5] and session.history[0][len(IDS[2]) :] == want[2][:3]
 
 
-class Random(Largest):
+class Random(LargestTree):
     """Any preset at any time; prompts are read or left out."""
 
     def __init__(self):
@@ -163,11 +163,11 @@ class Random(Largest):
         return self.ran[-1]
 
 
-@pytest.mark.parametrize("drafter, captured, lag", [
+@pytest.mark.parametrize("drafter, captured, host_lag", [
     ("none", True, 1), ("eagle", False, 0), ("auto", True, 1),
     *slow([("none", False, 0), ("eagle", True, 1), ("auto", False, 0)]),
 ])  # fmt: skip
-def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monkeypatch):
+def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag, monkeypatch):
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
@@ -178,9 +178,9 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monk
     vanilla = engine_for(target, RootOnly(), **options)
     want = generate(vanilla, IDS, num_samples=2)
     alone = dict(zip((index[:2] for index in want.index), want.tokens))
-    chooser = Random() if drafter == "auto" else Largest()
-    engine = replace(engine_for(target, made, batch_size=3, **options), captured=captured, chooser=chooser)
-    session = Session(engine, lag=lag)
+    tree_policy = Random() if drafter == "auto" else LargestTree()
+    engine = replace(engine_for(target, made, batch_size=3, **options), captured=captured, tree_policy=tree_policy)
+    session = Session(engine, host_lag=host_lag)
     rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
     for _ in range(200):
         for row, key in enumerate(rows):
@@ -193,8 +193,8 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, lag, monk
                 unread += len(session.pending)
                 session.admit(row, IDS[key[0]], key)
         session.step()
-    assert len(found) > 8 and (unread > 5) == (lag > 0)
-    assert drafter != "auto" or set(chooser.ran) == {0, 1, 2}
+    assert len(found) > 8 and (unread > 5) == (host_lag > 0)
+    assert drafter != "auto" or set(tree_policy.ran) == {0, 1, 2}
 
 
 def test_long_prompts_let_the_others_decode(monkeypatch):

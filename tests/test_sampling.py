@@ -127,7 +127,7 @@ def test_extreme_words(monkeypatch):
         return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
 
     monkeypatch.setattr(sampling, "philox4x32", extreme)
-    monkeypatch.setattr("ops.library._there", [False])  # the plain operations; C++ is compared with them elsewhere
+    monkeypatch.setattr("ops.library._cpp_available", [False])  # the plain operations; C++ is compared with them elsewhere
     first = torch.zeros(1, dtype=torch.long)
     u, noise = uniforms(noise_key(), first[:, None], 8)[0, 0], gumbel(noise_key(), first, 1, 8)[0, 0]
     assert ((u > 0) & (u < 1)).all()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import is_gguf
-from decode import Largest
+from decode import LargestTree
 from generate import Batch, compare, generate, load
 from helpers import slow
 from options import DEFAULT, GenerateConfig
@@ -44,7 +44,7 @@ def test_a_system_message_changes_the_answer(smollm2):
 def test_drafting_changes_no_token(smollm2, quant, temperature):
     """20 prompts of every kind: benchmarks/LOG.md."""
     engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=48, compile=True)
-    engine = replace(engine, chooser=Largest())  # drafts, whether it pays or not
+    engine = replace(engine, tree_policy=LargestTree())  # drafts, whether it pays or not
     drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
     assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0
     assert max(drafted.stats["accept_lengths"]) > 0

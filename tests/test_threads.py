@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decode import Workspace
-from ops.library import has_cpu_operators, our_threads_alone
+from decode import Buffers
+from ops.library import has_cpu_operators, single_torch_thread
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
@@ -35,7 +35,7 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
             engine = SimpleNamespace(captured=False, target=SimpleNamespace(fused=fused))
-            assert Workspace._replay(None, engine, "", torch.get_num_threads) == threads
+            assert Buffers._replay(None, engine, "", torch.get_num_threads) == threads
     finally:
         torch.set_num_threads(1)
 
@@ -46,14 +46,14 @@ def test_our_loops_keep_their_threads_where_others_have_one():
     x, weight = torch.randn(60, 512).bfloat16(), torch.randn(1000, 512).bfloat16()
     product = lambda: torch.ops.gpt_eagle.linear_bf16(x, weight, None, False)  # noqa: E731
     want = product()
-    with our_threads_alone():
+    with single_torch_thread():
         assert torch.get_num_threads() == 1, "which the suite sets: there is nothing to keep"
     try:
         torch.set_num_threads(9)
         before = workers()
-        with our_threads_alone(False):
+        with single_torch_thread(False):
             assert torch.get_num_threads() == 9
-        with pytest.raises(KeyError), our_threads_alone():
+        with pytest.raises(KeyError), single_torch_thread():
             assert torch.get_num_threads() == 1
             assert torch.equal(product(), want)
             raise KeyError

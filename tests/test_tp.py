@@ -33,7 +33,7 @@ from quantize import quantize_directory
 from sampling import Sampling
 from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
-from tp import Place, Share
+from tp import Place, ShardedFiles
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parent
@@ -225,16 +225,16 @@ def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature)
     features = torch.randint(-1, 2, (2, 300, config.dim)).float()
     row = torch.randint(0, 3, (2, 300))
     noise = torch.randint(0, 3, (2, 3, vocab)).float() if temperature else None
-    want = decode.choose(target, features, rule, noise, row)
+    want = decode.pick_tokens(target, features, rule, noise, row)
     every = []
     monkeypatch.setattr(tp.dist, "get_world_size", lambda: world)
     for rank in range(world):
         monkeypatch.setattr(tp.dist, "get_rank", lambda rank=rank: rank)
-        every.append(tp.Gathered(whole))
+        every.append(tp.VocabParallelHead(whole))
     own = torch.stack([head.best(features, rule, noise, row) for head in every])
     monkeypatch.setattr(torch.ops.gpt_eagle, "gather_ranks", lambda x: own)
     target.lm_head = every[0]
-    assert torch.equal(tp.choose(target, features, rule, noise, row), want)
+    assert torch.equal(tp.pick_tokens(target, features, rule, noise, row), want)
     scores = whole(features) / (temperature or 1) + (
         noise.gather(1, row[..., None].expand(-1, -1, vocab)) if temperature else 0
     )
@@ -258,8 +258,8 @@ def test_what_ranks_refuse(quick):
 # ------------------------------------------------------------------------------------------------ shares
 
 
-def parts_of(path: str, world: int) -> list[Share]:
-    return [Share(open_source(Path(path)), Place(rank, world, rank)) for rank in range(world)]
+def parts_of(path: str, world: int) -> list[ShardedFiles]:
+    return [ShardedFiles(open_source(Path(path)), Place(rank, world, rank)) for rank in range(world)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -353,14 +353,14 @@ def test_ranks_that_are_not_alike(monkeypatch, joined):
     asked = []
     monkeypatch.setattr(tp.dist, "all_gather_object", lambda out, mine: (asked.append(mine), out.__setitem__(0, asked[0]),
                                                                          out.__setitem__(1, mine)))  # fmt: skip
-    tp.check_alike(GenerateConfig(json="out.json"), compile=True)
-    tp.check_alike(GenerateConfig(device="cuda:1"), compile=True)
+    tp.check_same_on_all_ranks(GenerateConfig(json="out.json"), compile=True)
+    tp.check_same_on_all_ranks(GenerateConfig(device="cuda:1"), compile=True)
     for facts, rule in (
         ({"compile": False}, "compile; it is True on rank 0 and False on rank 1: start them alike"),
         ({"compile": True, "tree_paths": ((0,),)}, r"tree_paths; it is None on rank 0 and \(\(0,\),\) on rank 1"),
     ):
         with pytest.raises(ValueError, match=f"^all ranks need the same {rule}"):
-            tp.check_alike(GenerateConfig(), **facts)
+            tp.check_same_on_all_ranks(GenerateConfig(), **facts)
 
 
 def test_ranks_on_different_devices():

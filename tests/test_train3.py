@@ -21,7 +21,7 @@ from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
 from eagle_chains import evaluate
 from eagle_draft import EagleDrafter, load_drafter, load_head
-from head_training import DECAY, STEPS, Recipe, default_taps, frequent_tokens, unrolled_losses
+from head_training import DECAY, STEPS, Recipe, default_aux_layers, frequent_tokens, unrolled_losses
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.heads import rows_of
 from model import KVCache, RMSNorm, causal_window
@@ -41,7 +41,7 @@ def target():
 @torch.no_grad()
 def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
     """What the head says at the nodes of a chain from row t that drafts the text itself, one token at a time, as in
-    decoding: [F] for every step. features: [1, T, (1 + taps) F]; tokens: [1, T].
+    decoding: [F] for every step. features: [1, T, (1 + aux_layers) F]; tokens: [1, T].
     """
     cache, outs = KVCache.empty(head.config.model, 1, t + 1 + UNROLLED, torch.float32, "cpu"), []
     fused = head.fuse(features)
@@ -72,7 +72,7 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
             weight.data += torch.linspace(-0.5, 0.5, len(weight)) * (-1) ** i
     g, V = torch.Generator().manual_seed(0), target.config.vocab_size
     tokens, mask = torch.randint(0, V, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
-    features = target(tokens, torch.arange(T).expand(2, -1), taps=head.taps)
+    features = target(tokens, torch.arange(T).expand(2, -1), aux_layers=head.aux_layers)
     if version == 1:
         head.vocab = DraftVocab(V, torch.arange(3, V, 2))
     drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
@@ -112,8 +112,8 @@ def test_the_draft_vocabulary_is_what_is_trained_on_most():
 
 
 def test_taps_of_a_new_head():
-    assert default_taps(32) == (2, 16, 29) and default_taps(8) == (2, 4, 5)
-    assert default_taps(6) == (2, 3) and default_taps(2) == (1, 2), "a small target has fewer"
+    assert default_aux_layers(32) == (2, 16, 29) and default_aux_layers(8) == (2, 4, 5)
+    assert default_aux_layers(6) == (2, 3) and default_aux_layers(2) == (1, 2), "a small target has fewer"
 
 
 # -------------------------------------------------------------------------------------------- training
@@ -164,7 +164,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     assert torch.equal(torch.arange(100) + tensors["d2t"], tensors["t2d"].nonzero().flatten())
     assert raw["draft_vocab_size"] == 100 and (tmp_path / "curve.png").is_file()
     head = load_head(tmp_path, target())
-    assert head.taps == (2, 4, 5) and head.vocab.kept == 100 and head.config.sharpness >= 1
+    assert head.aux_layers == (2, 4, 5) and head.vocab.kept == 100 and head.config.sharpness >= 1
     tau = evaluate(head, target(), written()[1], config.inputs)["tau"]
     assert tau == pytest.approx(last["tau"], abs=1e-3)
     drafter = EagleDrafter(head, target(), StaticTree.chain(5), Sampling())
@@ -259,7 +259,7 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
     """Those of both versions, in every epoch and for every seed."""
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
     ids, head = train_eagle.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
-    kept = {taps: features.Features(config, target(), taps, ids) for taps in (head.taps, ())}
+    kept = {aux_layers: features.Features(config, target(), aux_layers, ids) for aux_layers in (head.aux_layers, ())}
     feeds = [train_eagle.batches(written()[0], replace(config, seed=seed), 0) for seed in (0, 1)]
     seen: dict[int, Tensor] = {}
     for feed in feeds:
@@ -268,8 +268,8 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(8)) and orders[0] != orders[1]
         for tokens, _, number in (*epochs[0], *epochs[1]):
             assert torch.equal(tokens, seen.setdefault(number, tokens))
-            computed = target()(tokens, torch.arange(24).expand(4, -1), taps=head.taps)
-            assert torch.equal(kept[head.taps].of(tokens, number), computed)
+            computed = target()(tokens, torch.arange(24).expand(4, -1), aux_layers=head.aux_layers)
+            assert torch.equal(kept[head.aux_layers].of(tokens, number), computed)
             assert torch.equal(kept[()].of(tokens, number), computed[..., :64])
     with pytest.raises(ValueError, match="has features of other data, or is cut short; name another file"):
         features.Features(config, target(), (), ids.flip(0))

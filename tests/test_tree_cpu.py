@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from decode import DecodeState, Report, advance, advance_fused
-from draft_tree import Accepted, Text, accept, accept_fused, build_tree, changed
-from drafters import Rows
+from draft_tree import Accepted, Text, accept, accept_fused, build_tree, replace_fields
+from drafters import Confirmed
 from extras.deferred import ROOM, Idle, Waiting
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import not_refused
@@ -301,7 +301,7 @@ def test_advance(dtype, size, batch):
     for prefers, keeps in itertools.product((None, whole(3, batch)), (False, True)):
         for _ in range(20):
             tree = tree_of(batch, size)
-            tree = changed(tree, slots=whole(5, batch, size)) if keeps else tree
+            tree = replace_fields(tree, slots=whole(5, batch, size)) if keeps else tree
             accepted = accept(tree, whole(3, batch, size), size)
             pos = whole(8, batch)
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
@@ -312,7 +312,7 @@ def test_advance(dtype, size, batch):
             )
             old = state_of(batch, 30, pos, limit, done)
             inputs = tree, accepted, features, cycle
-            ours, theirs = (changed(old, tokens=old.tokens.clone()) for _ in range(2))
+            ours, theirs = (replace_fields(old, tokens=old.tokens.clone()) for _ in range(2))
             (ours, *rest), (theirs, *others) = advance_fused(ours, *inputs), advance(theirs, *inputs)
             assert_equal(rest, others)
             assert_equal(ours[1:5], theirs[1:5])
@@ -419,7 +419,7 @@ def test_rows_that_wait(plain, dtype, rows):
         facts, count = (whole(60, 3), whole(9, 3)), whole(rows + 1, 3)
         features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
         kept = torch.randn(3, ROOM + 1, 6).to(dtype)
-        new = Rows(whole(9, 3, rows + 1), features, count)
+        new = Confirmed(whole(9, 3, rows + 1), features, count)
         ours, theirs = (
             call(Idle.extend, None, Waiting((), kept.clone(), *facts), new) for call in (lambda f, *x: f(*x), plain)
         )
@@ -461,7 +461,7 @@ def test_lookup(plain, batch, ngram):
             assert_equal(lookup(text, ngram), plain(lookup, text, ngram))
             levels, _ = pool_of(batch, [3, 6], [2], True)
             distinct = Candidates.join(levels)
-            distinct = changed(distinct, tokens=torch.arange(9).expand(batch, 9).clone())  # siblings differ
+            distinct = replace_fields(distinct, tokens=torch.arange(9).expand(batch, 9).clone())  # siblings differ
             for pool in (Candidates.none(text.pos), distinct):
                 assert_equal(ngram.add(pool, text), plain(ngram.add, pool, text))
 

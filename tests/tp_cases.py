@@ -43,7 +43,7 @@ def case(options: dict[str, Any]) -> dict[str, Any]:
     prompts, own = options.pop("prompts"), options.pop("rank 1", {})
     config = GenerateConfig(**options, device="cpu")
     tp.check(config)
-    config = tp.join(config, prompts)
+    config = tp.init_ranks(config, prompts)
     config = replace(config, **own) if dist.get_rank() == 1 else config
     engine, gathered = load(config), []
     engine.target.lm_head.register_forward_hook(lambda *_: gathered.append(1))

@@ -84,7 +84,7 @@ def test_what_follows_a_product(form, rows):
     weights, x = quantized(form, 70, K), torch.randn(rows, K, dtype=BF16)
     product = weights.reference(x.float())
     stream, scale = torch.randn(rows, 70, dtype=BF16), torch.rand(70, dtype=BF16)
-    parts = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "partial")
+    parts = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "split_k")
     assert len(parts) > 1
     got = ops.cuda.rows.add_norm(stream, parts, scale, 1e-5, early)
     want = ops.rows.add_norm_reference(stream, product[None], scale, 1e-5)
@@ -92,9 +92,9 @@ def test_what_follows_a_product(form, rows):
     close(got[1], want[1], BF16, sums=1e-2)  # where x rounds the other way
     one = ops.cuda.rows.add_norm(stream[:1], parts[:, :1], scale, 1e-5, early)
     assert torch.equal(one[0], got[0][:1]) and torch.equal(one[1], got[1][:1])
-    wide = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "wide")
+    wide = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "fp32")
     torch.testing.assert_close(wide, product, rtol=1e-4, atol=1e-3 * product.abs().max().item())
-    gated = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "gated")
+    gated = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "swiglu")
     close(gated, ops.rows.swiglu(product), BF16)
 
 

@@ -38,8 +38,8 @@ HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
 
 
-def _rows_of(x: Tensor, n: int, wide: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if wide else x.dtype)
+def _rows_of(x: Tensor, n: int, fp32_out: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if fp32_out else x.dtype)
 
 
 def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,12 +72,12 @@ def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
 
 # schema -> what its results look like, for the compiler; None: it is never compiled
 OPERATORS: dict[str, Callable | None] = {
-    "w4a8(Tensor x, Tensor packed, int n, bool wide, Tensor? expert=None) -> Tensor":
-        lambda x, packed, n, wide, expert=None: _rows_of(x, n, wide),
-    "w8a8(Tensor x, Tensor packed, Tensor scale, bool wide, Tensor? expert=None) -> Tensor":
-        lambda x, packed, scale, wide, expert=None: _rows_of(x, scale.shape[-1], wide),
-    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool wide, Tensor? expert=None) -> Tensor":
-        lambda x, weight, bias, wide, expert=None: _rows_of(x, weight.shape[-2], wide),
+    "w4a8(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor":
+        lambda x, packed, n, fp32_out, expert=None: _rows_of(x, n, fp32_out),
+    "w8a8(Tensor x, Tensor packed, Tensor scale, bool fp32_out, Tensor? expert=None) -> Tensor":
+        lambda x, packed, scale, fp32_out, expert=None: _rows_of(x, scale.shape[-1], fp32_out),
+    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool fp32_out, Tensor? expert=None) -> Tensor":
+        lambda x, weight, bias, fp32_out, expert=None: _rows_of(x, weight.shape[-2], fp32_out),
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor":
         lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3]),
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
@@ -95,7 +95,7 @@ OPERATORS: dict[str, Callable | None] = {
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
     "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) -> Tensor": None,
     "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, Tensor freq, Tensor norm, float factor, "
-    "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] taps) -> Tensor": None,
+    "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor": None,
     "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, Tensor?[] parts, "
     "float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) "
     "-> Tensor": None,

@@ -58,12 +58,12 @@ class FusedModel:
         weights = (model.embedding.weight, model.rope_freq, model.norm.weight)
         self.parts = (*(weight.detach() for weight in weights), model.config.rope_factor)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Any, window: Any, taps: tuple[int, ...]) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, cache: Any, window: Any, aux_layers: tuple[int, ...]) -> Tensor:
         """Run over T rows. Arguments as for `Transformer.forward`. Writes: the cache at `window.slots`.
 
-        Returns: [B, T, (1 + taps) F].
+        Returns: [B, T, (1 + aux_layers) F].
         """
-        return torch.ops.gpt_eagle.model(tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, taps)
+        return torch.ops.gpt_eagle.model(tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, aux_layers)
 
 
 class FusedHead:
@@ -76,7 +76,7 @@ class FusedHead:
         of_taps = [norm.weight for norm in getattr(head, "fc_norm", ())]
         weights = [getattr(getattr(head, name, None), "weight", None) for name in norms]
         weights = [embedding, head.rope_freq, *weights, *fc, *of_taps]  # in the order of `Part` in layers.cpp
-        three = head.config.three
+        three = head.config.eagle3
         self.prepared = prepare(head.layers)
         self.parts = [None if weight is None else weight.detach() for weight in weights]
         self.kind = (head.config.model.rope_factor, bool(three and three.norm_before_residual))

@@ -8,7 +8,7 @@ From a single token to a tree of 64 the product is bound by reading the weights,
 3. Dot products of a scale group are taken over the codes, then scaled in fp32: nothing is rounded before.
 4. Narrow layers cut K into splits, so that every multiprocessor has work. Each split writes fp32 partial sums, which
    are added in a fixed order: no atomics, equal runs give equal bits.
-5. What comes behind a product is done where it costs no launch (`FORMS`): partial sums are added by the norm that takes
+5. What comes behind a product is done where it costs no launch (`EPILOGUES`): partial sums are added by the norm that takes
    them (rows.py), and a block that has the gate and the up rows of the same outputs applies SwiGLU.
 6. The first weights are fetched before the kernel in front is over (launch.py).
 
@@ -33,7 +33,7 @@ from ops.cuda.layout import COLUMNS, group_of
 __all__ = ["Device", "device_of"]  # for who has this module at hand
 
 MAX_SPLITS = 8
-FORMS = ("narrow", "wide", "partial", "gated")  # of a result, see `run_product`
+EPILOGUES = ("none", "fp32", "split_k", "swiglu")  # of a result, see `run_product`
 
 
 class ProductPlan(NamedTuple):
@@ -80,7 +80,7 @@ def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device,
 
 @cache
 def plan_product(
-    M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, form: str = "narrow",
+    M: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, epilogue: str = "none",
     zeros: bool = False,
 ) -> ProductPlan:  # fmt: skip
     """Choose tiles, splits and stages for M rows. zeros: whether int4 has zero points
@@ -93,8 +93,8 @@ def plan_product(
     weights once per 64 rows; from a few hundred rows on, unpacking them for cuBLAS would be faster. fp32 has no tensor
     cores: for tests of identity.
     """
-    splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors, form != "partial")
-    splits = 1 if form == "gated" else splits  # a sum has no gate before it is whole
+    splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors, epilogue != "split_k")
+    splits = 1 if epilogue == "swiglu" else splits  # a sum has no gate before it is whole
     return fit(16 if M <= 16 else 32 if M <= 32 else 64, splits, bits, group, dtype, device, zeros)
 
 
@@ -316,22 +316,22 @@ def bits_and_group(scale: Tensor) -> tuple[int, int]:
 
 
 def run_product(
-    x: Tensor, packed: Tensor, scale: Tensor, cut: ProductPlan, device: Device, form: str = "narrow"
+    x: Tensor, packed: Tensor, scale: Tensor, cut: ProductPlan, device: Device, epilogue: str = "none"
 ) -> Tensor:
     """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits.
 
-    form: "narrow", [..., N] in x's dtype; "wide", in fp32; "partial", fp32 sums of the splits, [splits, ..., N];
-    "gated", SwiGLU of outputs with gate above up, [..., N / 2] in x's dtype, where `cut` has one split
+    epilogue: "none", [..., N] in x's dtype; "fp32", in fp32; "split_k", fp32 sums of the splits, [splits, ..., N];
+    "swiglu", SwiGLU of outputs with gate above up, [..., N / 2] in x's dtype, where `cut` has one split
     """
     bits, group = bits_and_group(scale)
     K, N = packed.shape[0] * COLUMNS * 16 // bits, packed.shape[1]
     x = F.pad(x, (0, K - x.shape[-1])) if x.shape[-1] < K else x.contiguous()  # K padded like the weights
-    M, rows, gated = x.numel() // K, x.shape[:-1], form == "gated"
+    M, rows, gated = x.numel() // K, x.shape[:-1], epilogue == "swiglu"
     assert not gated or cut.splits == 1, cut
-    options = {"device": x.device, "dtype": torch.float32 if form in ("wide", "partial") else x.dtype}
-    splits = (cut.splits,) if form == "partial" else ()
+    options = {"device": x.device, "dtype": torch.float32 if epilogue in ("fp32", "split_k") else x.dtype}
+    splits = (cut.splits,) if epilogue == "split_k" else ()
     y = torch.empty(*splits, *rows, N // 2 if gated else N, **options)
-    apart = cut.splits > 1 and form != "partial"
+    apart = cut.splits > 1 and epilogue != "split_k"
     out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device) if apart else y
     matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
         x, packed, scale, out, M, N, K, BITS=bits, GROUP=group, SPLITS=cut.splits, GATED=gated,
@@ -343,12 +343,12 @@ def run_product(
     return y
 
 
-def plan_of(x: Tensor, packed: Tensor, scale: Tensor, device: Device, form: str) -> ProductPlan:
+def plan_of(x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str) -> ProductPlan:
     """The plan of a product of these operands."""
     K, N = x.shape[-1], packed.shape[1]
-    return plan_product(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device, form, has_zeros(scale))
+    return plan_product(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device, epilogue, has_zeros(scale))
 
 
-def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device, form: str = "narrow") -> Tensor:
+def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str = "none") -> Tensor:
     """`ops.quantized.w4a16` or `w8a16`."""
-    return run_product(x, packed, scale, plan_of(x, packed, scale, device, form), device, form)
+    return run_product(x, packed, scale, plan_of(x, packed, scale, device, epilogue), device, epilogue)
