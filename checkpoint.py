@@ -9,22 +9,16 @@
    next run removes what a killed run left behind.
 4. `Quantization` is what config.json, or an option, says about quantized weights.
 
-Not here: text and JSON (text_files.py); what the names mean (hf/weights.py); rounding (quantize.py).
+Not here: text and JSON (files.py); what the names mean (hf/weights.py); rounding (quantize.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import reprlib
 import shutil
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -35,189 +29,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from files import load_pickle, one_line, read_json, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
-from text_files import one_line, read_json
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
 SHARD_BYTES = 2 * 10**9
-PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
 COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json", "token_ranks.json",
 )  # fmt: skip
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
 # --------------------------------------------------------------------------------- what others' files hold
-
-
-@contextmanager
-def read_untrusted(
-    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
-) -> Iterator[None]:
-    """Let a library read a file: as `errors_as_value_error`, and what it prints is dropped, as a panic in Rust does."""
-    with errors_as_value_error(file, remedy, fault), silence_stderr():
-        yield
-
-
-@contextmanager
-def errors_as_value_error(
-    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
-) -> Iterator[None]:
-    """Turn what a library raises about a file into one ValueError with the file's name. For any thread.
-
-    A panic in Rust is a BaseException. What names the file already, as our own refusals do, passes.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        if isinstance(error, ValueError) and str(file) in str(error):
-            raise
-        if lacks_memory(error):
-            raise ValueError(f"{file} needs more memory than there is; free some, or use a smaller file") from None
-        reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
-        raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which torch reports as a RuntimeError."""
-    words = "allocate memory", "tried to allocate"
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
-
-
-@contextmanager
-def silence_stderr() -> Iterator[None]:
-    """Drop warnings, and what C++ and Rust print on standard error. One thread at a time: it is the whole process's."""
-    with _of_the_process, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            sys.stderr.flush()
-            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        except (AttributeError, OSError, ValueError):  # there is none, as after 2>&-; 2 may be another file
-            kept = None
-        if kept is None:
-            yield
-            return
-        try:
-            os.dup2(nowhere, 2)
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept), os.close(nowhere)
-
-
-_of_the_process = threading.RLock()  # standard error, warnings and limits, while they are replace_fields
-
-
-class NotSupported(ValueError):
-    """A file that may be right but is of no use here: no correction of it would help."""
-
-
-@contextmanager
-def about(file: Path) -> Iterator[None]:
-    """Put the file's name before a refusal of what it holds, and the remedy behind. Read the file outside."""
-    try:
-        yield
-    except NotSupported as error:
-        raise ValueError(f"{file}: {error}; use another checkpoint") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}") from None
-
-
-def load_pickle(file: Path, mmap: bool) -> Any:
-    """What torch.save wrote, if that is tensors and plain values. Call it within `reading`.
-
-    A pickle may ask for any amount of memory, as bytearray(10**12): it gets the file's size and `PICKLE_BYTES`.
-    """
-    try:
-        with limited_memory(file.stat().st_size + PICKLE_BYTES):
-            return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
-    except pickle.UnpicklingError:  # its own message advises to turn weights_only off
-        raise ValueError("its pickle holds more than tensors") from None
-    except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
-            raise
-        raise ValueError("its pickle asks for more memory than its tensors need") from None
-
-
-@contextmanager
-def limited_memory(more_bytes: int) -> Iterator[None]:
-    """Let no more memory be taken inside, where the system can hold this process to it (Linux)."""
-    try:
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # of data, as the limit counts them
-    except (ImportError, OSError):
-        yield
-        return
-    with _of_the_process:
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        finite = [each for each in before if each != resource.RLIM_INFINITY]
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (min([pages * resource.getpagesize() + more_bytes, *finite]), before[1])
-        )
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-class Rule(NamedTuple):
-    """What a value must be."""
-
-    text: str  # follows "must be"
-    holds: Callable[[Any], bool]
-
-
-def whole(least: int, most: int) -> Rule:
-    """A whole number in a range; neither true nor 64.0 is one."""
-    return Rule(f"a whole number from {least} to {most}", lambda v: type(v) is int and least <= v <= most)
-
-
-def positive(most: float) -> Rule:
-    """A number above 0."""
-    return Rule(f"a number above 0, at most {most:g}", lambda v: type(v) in (int, float) and 0 < v <= most)
-
-
-def only(*values: str) -> Rule:
-    """One of some texts."""
-    return Rule(" or ".join(values), lambda v: v in values)
-
-
-FLAG = Rule("true or false", lambda v: type(v) is bool)
-TEXT = Rule("a text", lambda v: type(v) is str)
-NAMES = Rule("a list of names", lambda v: type(v) is list and all(type(name) is str for name in v))
-OBJECT = Rule("an object", lambda v: type(v) is dict)
-TOKEN_ID = whole(0, 2**32 - 1)
-TOKEN_IDS = Rule(
-    "a token id, a whole number from 0 on, or a list of such",
-    lambda v: all(map(TOKEN_ID.holds, v if type(v) is list else [v])),
-)
-
-
-def key(rule: Rule, default: Any = MISSING) -> Any:
-    """A dataclass field that is also a key of a JSON file. default: where the key is missing or null."""
-    return field(default=default, metadata={"rule": rule})
-
-
-def read_fields(raw: dict, kind: type) -> Any:
-    """The keys that a dataclass declares with `key`. Raises: ValueError that names the key, its rule and the value."""
-    found = {}
-    for f in fields(kind):
-        value, rule = raw.get(f.name), f.metadata["rule"]
-        if value is None and f.default is MISSING:
-            raise ValueError(f"the key {f.name!r} is missing")
-        if value is not None:
-            if not rule.holds(value):
-                raise ValueError(f"{f.name} must be {rule.text}; it is {reprlib.repr(value)}")
-            found[f.name] = value
-    return kind(**found)
 
 
 # ------------------------------------------------------------------------------------------------ quantized

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, Level, StaticTree, replace_fields
 from drafters import Confirmed, Root, TreeDrafter
+from files import read_json
 from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
 from hf.weights import Storage, load_weights
 from model import (
@@ -43,7 +44,6 @@ from model import (
 from ops.cpu.layers import FusedHead, fits
 from options import GenerateConfig
 from sampling import Sampling
-from text_files import read_json
 
 
 class EagleHead(nn.Module):

@@ -36,6 +36,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from files import write_text
 from options import (
     Conversation,
     GenerateConfig,
@@ -46,7 +47,6 @@ from options import (
     pick_device,
     read_prompts,
 )  # fmt: skip
-from text_files import write_text
 
 Command = tuple[GenerateConfig, list[Conversation]]
 

@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from text_files import TEMPORARY, check_directory, one_line, read_jsonl, read_named
+from files import TEMPORARY, check_directory, one_line, read_jsonl, read_named
 from tree_shapes import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree, read_tree
 
 MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits

@@ -34,10 +34,10 @@ from checkpoint import (
     scale_name,
     write_checkpoint,
 )
+from files import read_json
 from ops.quantized import PRODUCTS, join_zeros, split_zeros
 from ops.rows import add, swiglu
 from options import FORMAT_NAMES, GROUP_SIZES, one_line_errors, option, parse, pick_device
-from text_files import read_json
 
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}  # weights to round; a CPU's cache holds so many, a GPU wants few launches
 SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried for code -8, in units of the largest magnitude

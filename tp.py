@@ -42,6 +42,7 @@ import hf.weights
 import sampling
 from checkpoint import Codes, Quantization, TensorSource, fit_group, saved_quantization, scale_name
 from drafters import Drafter
+from files import one_line
 from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import ModelConfig, MoEFeedForward, Transformer
@@ -50,7 +51,6 @@ from ops.rows import best
 from options import GenerateConfig, one_line_errors, pick_device
 from runtime import use
 from sampling import Sampling
-from text_files import one_line
 
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
 WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure

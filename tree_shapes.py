@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from text_files import parse_json, read_named
+from files import parse_json, read_named
 
 if TYPE_CHECKING:
     import torch

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import WeightFiles, load_pickle, read_untrusted
+from checkpoint import WeightFiles
 from drafters import DraftVocab
+from files import load_pickle, parse_json, read_text, read_untrusted
 from hf.heads import HeadFiles, draft_vocab, read_head
 from model import Transformer
 from options import GenerateConfig
-from text_files import parse_json, read_text
 
 RANKS = "token_ranks.json"  # beside a head's weights
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from decode import Engine
+from files import replace_file
 from ops.cpu.build import alone, check_own, processor
-from text_files import replace_file
 
 # options that change what a cycle costs or what is accepted
 OPTIONS = (

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from decode import Engine
+from files import parse_json, read_text
 from options import Conversation
-from text_files import parse_json, read_text
 
 BEGIN = '{"run": "'
 DECIDES = (

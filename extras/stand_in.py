@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from checkpoint import TensorSource, WeightFiles, saved_quantization
+from files import read_json
 from hf.config import open_source, read_config
 from hf.heads import EagleConfig, version_of
 from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
-from text_files import read_json
 
 NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
 

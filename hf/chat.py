@@ -20,10 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from checkpoint import is_gguf
+from files import is_gguf, read_text
 from hf.gguf import chat_template_text
 from hf.tokenizer import Tokenizer, optional_json
-from text_files import read_text
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 PROBE = ("A question.", "The answer of the probe.", "Another question.")

@@ -12,24 +12,26 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import checkpoint as rules
-from checkpoint import (
+from checkpoint import TensorSource, WeightFiles, foreign_quantization, saved_quantization
+from files import is_gguf, read_json
+from hf.fields import (
+    FLAG,
+    NAMES,
+    OBJECT,
+    TEXT,
+    TOKEN_IDS,
     NotSupported,
-    TensorSource,
-    WeightFiles,
-    about,
-    foreign_quantization,
-    is_gguf,
+    Rule,
+    integer,
     key,
+    naming,
+    only,
     positive,
     read_fields,
-    saved_quantization,
-    whole,
 )
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from options import GenerateConfig
-from text_files import read_json
 
 # architecture -> whether q, k and v have a bias, and whether o has one; None: as the key `attention_bias` says
 ARCHITECTURES = {
@@ -48,9 +50,9 @@ ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
 }
 
 
-WIDTH, POSITIONS, EXPERTS = whole(1, 2**20), whole(1, 2**31 - 1), whole(1, 2**12)
-LAYERS = rules.Rule(
-    "a list of layers, whole numbers from 0 on", lambda v: type(v) is list and all(map(whole(0, 2**20).holds, v))
+WIDTH, POSITIONS, EXPERTS = integer(1, 2**20), integer(1, 2**31 - 1), integer(1, 2**12)
+LAYERS = Rule(
+    "a list of layers, whole numbers from 0 on", lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v))
 )
 
 
@@ -58,8 +60,8 @@ LAYERS = rules.Rule(
 class Named:
     """The keys of config.json that say what a model is."""
 
-    architectures: list | None = key(rules.NAMES, None)
-    model_type: str = key(rules.TEXT, "unknown")
+    architectures: list | None = key(NAMES, None)
+    model_type: str = key(TEXT, "unknown")
 
 
 @dataclass(frozen=True)
@@ -70,32 +72,32 @@ class Said:
     intermediate_size: int = key(WIDTH)
     num_hidden_layers: int = key(WIDTH)
     num_attention_heads: int = key(WIDTH)
-    vocab_size: int = key(whole(1, 2**24))
+    vocab_size: int = key(integer(1, 2**24))
     num_key_value_heads: int | None = key(WIDTH, None)  # as many as heads
-    head_dim: int | None = key(whole(1, 2**16), None)  # hidden_size / num_attention_heads
-    hidden_act: str = key(rules.only("silu"), "silu")
+    head_dim: int | None = key(integer(1, 2**16), None)  # hidden_size / num_attention_heads
+    hidden_act: str = key(only("silu"), "silu")
     rms_norm_eps: float = key(positive(1), 1e-6)
     max_position_embeddings: int = key(POSITIONS, 2048)
-    sliding_window: int | None = key(whole(0, 2**31 - 1), None)  # 0: none
-    use_sliding_window: bool | None = key(rules.FLAG, None)  # false for Qwen, as in transformers; else true
-    attention_bias: bool = key(rules.FLAG, False)
-    mlp_bias: bool = key(rules.FLAG, False)
-    tie_word_embeddings: bool = key(rules.FLAG, False)
-    rope_parameters: dict | None = key(rules.OBJECT, None)
-    rope_scaling: dict | None = key(rules.OBJECT, None)  # the same in older files
+    sliding_window: int | None = key(integer(0, 2**31 - 1), None)  # 0: none
+    use_sliding_window: bool | None = key(FLAG, None)  # false for Qwen, as in transformers; else true
+    attention_bias: bool = key(FLAG, False)
+    mlp_bias: bool = key(FLAG, False)
+    tie_word_embeddings: bool = key(FLAG, False)
+    rope_parameters: dict | None = key(OBJECT, None)
+    rope_scaling: dict | None = key(OBJECT, None)  # the same in older files
     rope_theta: float | None = key(positive(1e30), None)
-    bos_token_id: int | None = key(whole(-1, 2**32 - 1), None)  # -1: none
-    eos_token_id: int | list | None = key(rules.TOKEN_IDS, None)
-    torch_dtype: str | None = key(rules.TEXT, None)
-    dtype: str = key(rules.TEXT, "float32")  # the same in newer files
-    stand_in: str = key(rules.TEXT, "")
+    bos_token_id: int | None = key(integer(-1, 2**32 - 1), None)  # -1: none
+    eos_token_id: int | list | None = key(TOKEN_IDS, None)
+    torch_dtype: str | None = key(TEXT, None)
+    dtype: str = key(TEXT, "float32")  # the same in newer files
+    stand_in: str = key(TEXT, "")
 
 
 @dataclass(frozen=True)
 class Generation:
     """The keys of generation_config.json that are read."""
 
-    eos_token_id: int | list | None = key(rules.TOKEN_IDS, None)
+    eos_token_id: int | list | None = key(TOKEN_IDS, None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class QwenExperts:
     num_experts_per_tok: int = key(EXPERTS)
     num_experts: int | None = key(EXPERTS, None)
     num_local_experts: int | None = key(EXPERTS, None)  # the same as transformers 5 writes it
-    norm_topk_prob: bool = key(rules.FLAG, False)
+    norm_topk_prob: bool = key(FLAG, False)
     decoder_sparse_step: int = key(WIDTH, 1)  # every so many layers one has experts
     mlp_only_layers: list | None = key(LAYERS, None)  # and these have none
 
@@ -123,8 +125,8 @@ class QwenExperts:
 class Rope:
     """The keys of a RoPE block; `ROPE_TYPES` says which of them a type needs."""
 
-    rope_type: str | None = key(rules.TEXT, None)
-    type: str = key(rules.TEXT, "default")  # the same in older files
+    rope_type: str | None = key(TEXT, None)
+    type: str = key(TEXT, "default")  # the same in older files
     rope_theta: float | None = key(positive(1e30), None)
     factor: float | None = key(positive(1e6), None)
     low_freq_factor: float | None = key(positive(1e6), None)
@@ -135,7 +137,7 @@ class Rope:
     mscale_all_dim: float | None = key(positive(1e6), None)
     beta_fast: float | None = key(positive(1e6), None)
     beta_slow: float | None = key(positive(1e6), None)
-    truncate: bool = key(rules.FLAG, True)
+    truncate: bool = key(FLAG, True)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -174,9 +176,9 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
     extra_eos = None
     if generation.exists():
         ends = read_json(generation)
-        with about(generation):
+        with naming(generation):
             extra_eos = read_fields(ends, Generation).eos_token_id
-    with about(path if is_gguf(path) else path / "config.json"):
+    with naming(path if is_gguf(path) else path / "config.json"):
         named = read_fields(raw, Named)
         name = (named.architectures or [named.model_type])[0]
         if name in ARCHITECTURES:

@@ -14,7 +14,7 @@ import struct
 import sys
 from typing import Any
 
-from checkpoint import read_untrusted
+from files import read_untrusted
 from hf.gguf import Metadata
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token_type, sentencepiece's numbers

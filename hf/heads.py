@@ -21,27 +21,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import checkpoint as rules
-from checkpoint import (
-    Quantization,
+from checkpoint import Quantization, TensorSource, fit_group, scale_name
+from drafters import DraftVocab
+from files import load_pickle, read_json, read_untrusted
+from hf.config import WIDTH, Named, Said, config_from
+from hf.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
     Rule,
-    TensorSource,
-    about,
-    fit_group,
+    integer,
     key,
-    load_pickle,
+    naming,
     positive,
     read_fields,
-    read_untrusted,
-    scale_name,
-    whole,
 )
-from drafters import DraftVocab
-from hf.config import WIDTH, Named, Said, config_from
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from quantize import FORMATS, QuantLinear
-from text_files import read_json
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v))
@@ -51,7 +48,7 @@ LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and all(type(
 class HeadSaid:
     """The further keys of a head's config.json (ours)."""
 
-    draft_inputs: str = key(rules.TEXT, DRAFT_INPUTS)
+    draft_inputs: str = key(TEXT, DRAFT_INPUTS)
     draft_sharpness: float = key(positive(1e6), 1.0)  # c in log softmax(c z), see drafters.py
 
 
@@ -59,16 +56,16 @@ class HeadSaid:
 class Eagle2Said(HeadSaid):
     """Those of versions 1 and 2."""
 
-    bias: bool = key(rules.FLAG, True)  # of its fc
-    qkv_bias: bool = key(rules.FLAG, False)
+    bias: bool = key(FLAG, True)  # of its fc
+    qkv_bias: bool = key(FLAG, False)
 
 
 @dataclass(frozen=True)
 class Nested:
     """The keys of a version-3 head's config.json with keys of their own."""
 
-    transformer_layer_config: dict | None = key(rules.OBJECT, None)  # speculators: what others have at the top
-    eagle_config: dict | None = key(rules.OBJECT, None)  # its keys are those of `Eagle3Said`
+    transformer_layer_config: dict | None = key(OBJECT, None)  # speculators: what others have at the top
+    eagle_config: dict | None = key(OBJECT, None)  # its keys are those of `Eagle3Said`
 
 
 @dataclass(frozen=True)
@@ -76,12 +73,12 @@ class Eagle3Said(HeadSaid):
     """Its further keys. An empty list of layers is none."""
 
     target_hidden_size: int | None = key(WIDTH, None)  # as hidden_size
-    draft_vocab_size: int | None = key(whole(1, 2**24), None)  # as d2t says, or all
-    use_aux_hidden_state: bool = key(rules.FLAG, True)  # False: it takes the target's last features, and has no fc
-    norm_before_residual: bool = key(rules.FLAG, False)
-    norm_before_fc: bool = key(rules.FLAG, False)
-    fc_norm: bool = key(rules.FLAG, False)
-    norm_output: bool | None = key(rules.FLAG, None)
+    draft_vocab_size: int | None = key(integer(1, 2**24), None)  # as d2t says, or all
+    use_aux_hidden_state: bool = key(FLAG, True)  # False: it takes the target's last features, and has no fc
+    norm_before_residual: bool = key(FLAG, False)
+    norm_before_fc: bool = key(FLAG, False)
+    fc_norm: bool = key(FLAG, False)
+    norm_output: bool | None = key(FLAG, None)
     target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
     eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)  # in `eagle_config` the same, else their inputs
 
@@ -136,7 +133,7 @@ class EagleConfig:
         """
         raw = raw or read_json(path / "config.json")
         model = _layer_config(path, raw)
-        with about(path / "config.json"):
+        with naming(path / "config.json"):
             said = read_fields(raw, Eagle2Said)
         _check_inputs(path, said)
         model = replace(model, qkv_bias=said.qkv_bias, o_bias=False, mlp_bias=False)
@@ -144,7 +141,7 @@ class EagleConfig:
 
 
 def _layer_config(path: Path, raw: dict) -> ModelConfig:
-    with about(path / "config.json"):
+    with naming(path / "config.json"):
         # heads name the target's architecture; whatever it is, the head's layer is a LLaMA layer
         return config_from(raw, "LlamaForCausalLM")
 
@@ -277,7 +274,7 @@ def tell(files: HeadFiles, config: EagleConfig) -> None:
 def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     """layers: how many the target has"""
     path, raw, has = files.path, files.config, files.readers
-    with about(path / "config.json"):
+    with naming(path / "config.json"):
         inner, flags = (getattr(read_fields(raw, Nested), f.name) for f in fields(Nested))
         said = read_fields({**raw, **(flags or {})}, Eagle3Said)
         top, nested = read_fields(raw, Eagle3Said), read_fields(flags or {}, Eagle3Said)

@@ -22,18 +22,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import checkpoint as rules
-from checkpoint import (
-    METHOD,
-    Codes,
+from checkpoint import METHOD, Codes, TensorSource, foreign_quantization
+from hf.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
     NotSupported,
     Rule,
-    TensorSource,
-    about,
-    foreign_quantization,
+    integer,
     key,
+    naming,
     read_fields,
-    whole,
 )
 from options import GROUP_SIZES
 from quantize import Int8Linear
@@ -46,10 +45,10 @@ IGNORED = (  # of activations and caches, behind the name of a layer
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale", "k_scale",
     "v_scale", "kv_scale", "k_zero_point", "v_zero_point",
 )  # fmt: skip
-GROUP = whole(-1, 2**20)
+GROUP = integer(-1, 2**20)
 BLOCK = Rule(
     "two whole numbers from 1 on",
-    lambda v: type(v) is list and len(v) == 2 and all(whole(1, 2**20).holds(size) for size in v),
+    lambda v: type(v) is list and len(v) == 2 and all(integer(1, 2**20).holds(size) for size in v),
 )
 
 
@@ -79,43 +78,43 @@ class Recipe:
 class Method:
     """The key that all have."""
 
-    quant_method: str = key(rules.TEXT)
+    quant_method: str = key(TEXT)
 
 
 @dataclass(frozen=True)
 class Gptq:
     """The keys of GPTQ that are read."""
 
-    bits: int = key(whole(1, 64))
+    bits: int = key(integer(1, 64))
     group_size: int = key(GROUP)
-    sym: bool = key(rules.FLAG, False)  # where it is missing, the stored zero points say it
-    checkpoint_format: str = key(rules.TEXT, "")
-    format: str = key(rules.TEXT, "")  # another name of it
-    is_marlin_format: bool = key(rules.FLAG, False)
-    pack_dtype: str = key(rules.TEXT, "int32")
-    rotation: str = key(rules.TEXT, "")
-    dynamic: dict | None = key(rules.OBJECT, None)  # pattern -> what differs in the layers that it names; "-:" none
+    sym: bool = key(FLAG, False)  # where it is missing, the stored zero points say it
+    checkpoint_format: str = key(TEXT, "")
+    format: str = key(TEXT, "")  # another name of it
+    is_marlin_format: bool = key(FLAG, False)
+    pack_dtype: str = key(TEXT, "int32")
+    rotation: str = key(TEXT, "")
+    dynamic: dict | None = key(OBJECT, None)  # pattern -> what differs in the layers that it names; "-:" none
 
 
 @dataclass(frozen=True)
 class Awq:
     """The keys of AWQ that are read; the second names are those of older files."""
 
-    bits: int | None = key(whole(1, 64), None)
-    w_bit: int = key(whole(1, 64), 4)
+    bits: int | None = key(integer(1, 64), None)
+    w_bit: int = key(integer(1, 64), 4)
     group_size: int | None = key(GROUP, None)
     q_group_size: int = key(GROUP, 128)
-    zero_point: bool = key(rules.FLAG, True)
-    version: str = key(rules.TEXT, "")
-    format: str = key(rules.TEXT, "")
+    zero_point: bool = key(FLAG, True)
+    version: str = key(TEXT, "")
+    format: str = key(TEXT, "")
 
 
 @dataclass(frozen=True)
 class Fp8:
     """The keys of `quant_method` fp8 that are read."""
 
-    fmt: str = key(rules.TEXT, "e4m3")
-    scale_fmt: str = key(rules.TEXT, "float")
+    fmt: str = key(TEXT, "e4m3")
+    scale_fmt: str = key(TEXT, "float")
     weight_block_size: list | None = key(BLOCK, None)
 
 
@@ -123,28 +122,28 @@ class Fp8:
 class Compressed:
     """The keys of compressed-tensors that are read."""
 
-    format: str = key(rules.TEXT)
-    config_groups: dict = key(rules.OBJECT)
-    sparsity_config: dict | None = key(rules.OBJECT, None)
-    transform_config: dict | None = key(rules.OBJECT, None)
+    format: str = key(TEXT)
+    config_groups: dict = key(OBJECT)
+    sparsity_config: dict | None = key(OBJECT, None)
+    transform_config: dict | None = key(OBJECT, None)
 
 
 @dataclass(frozen=True)
 class Scheme:
     """The keys of one of its groups of layers."""
 
-    weights: dict = key(rules.OBJECT)
-    format: str = key(rules.TEXT, "")
+    weights: dict = key(OBJECT)
+    format: str = key(TEXT, "")
 
 
 @dataclass(frozen=True)
 class Weights:
     """The keys of `weights` in a scheme."""
 
-    num_bits: int = key(whole(1, 64), 8)
-    type: str = key(rules.TEXT, "int")
-    symmetric: bool = key(rules.FLAG, True)
-    strategy: str = key(rules.TEXT, "")
+    num_bits: int = key(integer(1, 64), 8)
+    type: str = key(TEXT, "int")
+    symmetric: bool = key(FLAG, True)
+    strategy: str = key(TEXT, "")
     group_size: int | None = key(GROUP, None)
     block_structure: list | None = key(BLOCK, None)
 
@@ -248,7 +247,7 @@ def read_recipe(raw: dict, path: Path) -> Recipe:
 
     Raises: ValueError that names what is missing, wrong or not supported.
     """
-    with about(path / "config.json"):
+    with naming(path / "config.json"):
         said = foreign_quantization(raw)
         if not isinstance(said, dict):
             raise ValueError(f"quantization_config must be an object; it is {str(said)[:40]}")

@@ -35,8 +35,8 @@ from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
+from files import one_line
 from stats import resident_bytes
-from text_files import one_line
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
 # and for a conversation of n characters:

@@ -26,8 +26,15 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from checkpoint import FLAG, OBJECT, Rule, about, errors_as_value_error, is_gguf, key, read_fields, read_untrusted
-from text_files import read_json
+from files import errors_as_value_error, is_gguf, read_json, read_untrusted
+from hf.fields import (
+    FLAG,
+    OBJECT,
+    Rule,
+    key,
+    naming,
+    read_fields,
+)
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -96,7 +103,7 @@ class Tokenizer:
         model, fast = path / "tokenizer.model", path / "tokenizer.json"
         # null means "the default" in this file
         raw = optional_json(path / "tokenizer_config.json")
-        with about(path / "tokenizer_config.json"):
+        with naming(path / "tokenizer_config.json"):
             said = read_fields(raw, TokenizerSaid)
         config = {k: v for k, v in vars(said).items() if v is not None}
         if model.is_file():

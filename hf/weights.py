@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Quantization, TensorSource, fit_group, is_gguf, saved_quantization, scale_name
+from checkpoint import Quantization, TensorSource, fit_group, saved_quantization, scale_name
+from files import is_gguf
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages

@@ -36,11 +36,11 @@ from tqdm import tqdm
 import _path
 from bench_report import write_report
 from decode import Engine
+from files import read_jsonl
 from generate import Batch, Turn, encode, load
 from measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path, with_config
 from options import DEMO, GenerateConfig, one_line_errors, option, parse, pick_device
 from stats import Stats, peak_memory_bytes
-from text_files import read_jsonl
 
 EVAL = _path.ROOT / "data" / "eval"
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # how a base model is asked, as in its training; chat models get the turns

@@ -32,11 +32,11 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 import ops.cpu.build
+from files import write_text
 from measure import Series, environment, read_bandwidth
 from ops.quantized import PRODUCTS
 from options import one_line_errors, option, parse
 from quantize import FORMATS
-from text_files import write_text
 
 ROTATED_BYTES = 200_000_000
 PEAK_ROUNDS = 1_000_000  # about 0.1 s

@@ -39,8 +39,8 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 from bench import Setting, method_config, read_tasks
-from checkpoint import is_gguf
 from decode import Engine, Session
+from files import is_gguf, write_text
 from generate import encode, load
 from llama_cpp_peer import FORMATS, LOOKUPS, LlamaCpp, check_drafted, decode, lookup, write_gguf
 from measure import (
@@ -59,7 +59,6 @@ from model import DTYPES, KVCache, causal_window
 from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device
 from runtime import compiled
 from stats import peak_memory_bytes
-from text_files import write_text
 
 PEERS = (
     "transformers", "transformers:lookup", "transformers:assistant",

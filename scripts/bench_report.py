@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _path  # noqa: F401  (finds the project)
-from text_files import replace_file, write_text
+from files import replace_file, write_text
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (

@@ -29,8 +29,8 @@ from typing import Any
 
 import _path
 from fake_cuda import GPUS
+from files import write_text
 from options import one_line_errors, option, parse
-from text_files import write_text
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 IMPORTED = ("numpy", "safetensors", "sentencepiece")  # by the project

@@ -424,7 +424,7 @@ def main() -> None:
     replace_launches(recorder)
     replace_compiler(recorder)
     from draft_tree import DynamicTree, StaticTree
-    from text_files import write_text
+    from files import write_text
 
     for text in options.cases:
         target, draft, tree, *model = text.split("/")

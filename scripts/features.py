@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import _path  # noqa: F401  (finds the project)
+from files import read_json, write_text
 from head_training import default_aux_layers
 from model import DTYPES, Transformer
-from text_files import read_json, write_text
 
 
 class Features:

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import _path  # noqa: F401  (finds the project)
 from draft_tree import DynamicTree
 from extras.stand_in import Shape
+from files import read_json
 from gpu_waves import GPUS, Constants, Gpu, attention_us, product_us
 from hf.config import read_config
 from model import ModelConfig
 from options import one_line_errors, option, parse
-from text_files import read_json
 from tp import check_parts
 
 BYTES = {"bf16": 2, "int8": 1, "int4": 0.5 + 2 / 128}  # of a weight

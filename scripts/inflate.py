@@ -27,9 +27,9 @@ from tqdm import tqdm
 import _path  # noqa: F401  (finds the project)
 from checkpoint import SHARD_BYTES, check_out, write_checkpoint
 from extras.stand_in import SHAPES, InflatedFiles, Shape, head_config, inflate_head, inflate_target
+from files import read_json
 from model import DTYPES
 from options import DEMO, one_line_errors, option, parse
-from text_files import read_json
 
 SIZES = tuple(f.name for f in fields(Shape) if f.name != "name")
 

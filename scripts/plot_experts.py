@@ -33,11 +33,11 @@ from bench import BenchConfig, fitting, read_tasks
 from bench_report import COLORS
 from decode import Engine
 from draft_tree import build_tree
+from files import replace_file, write_text
 from generate import Batch, load
 from measure import Series, block_inputs, environment, pass_bytes, shown_path, with_config
 from model import KVCache, MoEFeedForward, Transformer, Window, causal_window, rope_angles
 from options import GenerateConfig, one_line_errors, option, parse
-from text_files import replace_file, write_text
 from tree_shapes import MAX_NODES
 
 MARGINS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the router's logits

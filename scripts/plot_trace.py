@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401  (finds the project)
+from files import read_jsonl, write_text
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors, option, parse
-from text_files import read_jsonl, write_text
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACEHOLDER = "{{data}}"

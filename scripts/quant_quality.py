@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import _path  # finds the project
 from checkpoint import Quantization, saved_quantization
+from files import write_text
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -36,7 +37,6 @@ from measure import environment, shown_path
 from model import ExpertLinear, Linear, LMHead, Transformer
 from options import DEMO, GROUP_SIZES, one_line_errors, option, parse
 from quantize import FORMATS, QuantExperts, QuantLinear
-from text_files import write_text
 
 BATCH = 8  # sequences read together
 

@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 import _path
 from extras.draft_vocab import RANKS
+from files import write_text
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors, option, parse
-from text_files import write_text
 from train_demo import TrainConfig, read_python, read_sums
 from train_eagle import read_dialogues
 

@@ -45,10 +45,10 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 import experts_gradient  # noqa: F401  (what a mixture needs to be trained)
+from files import read_jsonl, replace_file, write_text
 from hf.weights import export_weights, weight_names
 from model import ModelConfig, Router, Transformer
 from options import one_line_errors, option, parse, pick_device
-from text_files import read_jsonl, replace_file, write_text
 
 BOS, EOS = 1, 2
 EXPERTS_PER_TOKEN = 2  # Mixtral's

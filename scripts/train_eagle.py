@@ -42,13 +42,13 @@ from drafters import RootOnly
 from eagle_chains import ALPHAS, INPUTS, evaluate, fit_sharpness
 from eagle_draft import EagleHead, load_head
 from features import Features
+from files import read_jsonl, replace_file, write_text
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from hf.heads import EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from options import DEMO, GenerateConfig, common_prefix, one_line_errors, option, parse, pick_device
-from text_files import read_jsonl, replace_file, write_text
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}

@@ -38,20 +38,10 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import generate
 import hf.tokenizer
-import text_files
-from checkpoint import (
-    FLAG,
-    key,
-    limited_memory,
-    load_pickle,
-    positive,
-    read_fields,
-    read_untrusted,
-    silence_stderr,
-    whole,
-)
+from files import limited_memory, load_pickle, read_untrusted, silence_stderr
 from helpers import GOLDEN
 from hf.config import config_from, read_config
+from hf.fields import FLAG, key, positive, read_fields, whole
 from hf.tokenizer import Tokenizer
 from options import DEMO
 
@@ -864,10 +854,10 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
 
 def test_a_disk_is_no_text(tmp_path, monkeypatch):
     file = put(tmp_path / "disk", "text")
-    assert text_files.read_text(file) == "text"
+    assert files.read_text(file) == "text"
     monkeypatch.setattr(Path, "stat", lambda *_: os.stat_result([stat.S_IFBLK | 0o600, *[0] * 9]))
     with pytest.raises(ValueError, match="disk is a device; name a file"):
-        text_files.read_text(file)
+        files.read_text(file)
 
 
 def test_texts_that_are_none(capfd):

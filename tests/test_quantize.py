@@ -25,6 +25,7 @@ import quant_quality
 import quantize
 from checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from eagle_draft import load_head
+from files import read_json
 from generate import generate, load, main
 from helpers import GOLDEN
 from hf.heads import draft_lm_head
@@ -33,7 +34,6 @@ from ops.cpu import build
 from ops.quantized import w4a8_reference
 from options import DEMO
 from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
-from text_files import read_json
 
 ROOT = Path(quantize.__file__).parent
 TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97

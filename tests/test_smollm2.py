@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import is_gguf
 from decode import LargestTree
+from files import is_gguf
 from generate import Batch, compare, generate, load
 from helpers import slow
 from options import DEFAULT, GenerateConfig

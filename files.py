@@ -1,19 +1,26 @@
-"""Text in files: read with one line about what is wrong, as JSON or lines of JSON, and written whole or not at all.
+"""Files: read with one line about the fault, as text, JSON or by a library; written whole or not at all.
 
+`read_untrusted` is the boundary to libraries: an error inside becomes one line that names the file.
 This module imports no torch, so that a mistake on the command line is answered before torch is there.
-Not here: which keys a JSON file may have (checkpoint.py).
+Not here: which keys a JSON file may have (hf/fields.py); tensors by name (checkpoint.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import stat
-from collections.abc import Callable
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
 TEMPORARY = ".tmp"  # ends the name of a file while it is written
 
 
@@ -137,3 +144,111 @@ def write_text(where: str, text: str) -> None:
         replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
+
+
+# ---------------------------------------------------------------------- by libraries
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+@contextmanager
+def read_untrusted(
+    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+) -> Iterator[None]:
+    """Let a library read a file: as `errors_as_value_error`, and what it prints is dropped, as a panic in Rust does."""
+    with errors_as_value_error(file, remedy, fault), silence_stderr():
+        yield
+
+
+@contextmanager
+def errors_as_value_error(
+    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+) -> Iterator[None]:
+    """Turn what a library raises about a file into one ValueError with the file's name. For any thread.
+
+    A panic in Rust is a BaseException. What names the file already, as our own refusals do, passes.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, ValueError) and str(file) in str(error):
+            raise
+        if lacks_memory(error):
+            raise ValueError(f"{file} needs more memory than there is; free some, or use a smaller file") from None
+        reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
+        raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which torch reports as a RuntimeError."""
+    words = "allocate memory", "tried to allocate"
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+
+
+@contextmanager
+def silence_stderr() -> Iterator[None]:
+    """Drop warnings, and what C++ and Rust print on standard error. One thread at a time: it is the whole process's."""
+    with _of_the_process, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            sys.stderr.flush()
+            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        except (AttributeError, OSError, ValueError):  # there is none, as after 2>&-; 2 may be another file
+            kept = None
+        if kept is None:
+            yield
+            return
+        try:
+            os.dup2(nowhere, 2)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept), os.close(nowhere)
+
+
+_of_the_process = threading.RLock()  # standard error, warnings and limits, while they are replace_fields
+
+
+def load_pickle(file: Path, mmap: bool) -> Any:
+    """What torch.save wrote, if that is tensors and plain values. Call it within `reading`.
+
+    A pickle may ask for any amount of memory, as bytearray(10**12): it gets the file's size and `PICKLE_BYTES`.
+    """
+    try:
+        with limited_memory(file.stat().st_size + PICKLE_BYTES):
+            import torch
+
+            return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError:  # its own message advises to turn weights_only off
+        raise ValueError("its pickle holds more than tensors") from None
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        raise ValueError("its pickle asks for more memory than its tensors need") from None
+
+
+@contextmanager
+def limited_memory(more_bytes: int) -> Iterator[None]:
+    """Let no more memory be taken inside, where the system can hold this process to it (Linux)."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # of data, as the limit counts them
+    except (ImportError, OSError):
+        yield
+        return
+    with _of_the_process:
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        finite = [each for each in before if each != resource.RLIM_INFINITY]
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (min([pages * resource.getpagesize() + more_bytes, *finite]), before[1])
+        )
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
