@@ -28,7 +28,6 @@ if __name__ == "__main__":
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -44,7 +43,6 @@ from options import (
     in_order,
     one_line_errors,
     parse,
-    pick_device,
     read_prompts,
 )  # fmt: skip
 
@@ -67,22 +65,13 @@ if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
 
 import torch
 
-import eagle_draft
 import tp
-from checkpoint import Quantization, saved_quantization
-from decode import PREFILL_WIDTHS, Engine, Session, pick_tokens, with_cycles
-from drafters import Drafter, RootOnly
-from hf.chat import chat_template
-from hf.config import read_raw, resolve_draft
-from hf.fetch import fetched
-from hf.tokenizer import Tokenizer, load_tokenizer
-from hf.weights import int4_group
-from model import DTYPES, Transformer
-from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
-from stats import Stats, environment, rows_memory, stats_line, summary
-
-TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
-MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
+from decode import Engine, with_cycles
+from drafters import RootOnly
+from hf.tokenizer import Tokenizer
+from load import load, warm_up
+from session import Session
+from stats import Stats, environment, stats_line, summary
 
 
 class Turn(NamedTuple):
@@ -115,129 +104,6 @@ class Result:
 
 
 # -------------------------------------------------------------------------------------------------- load
-
-
-def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
-    """Load everything that `config` names, and compile.
-
-    options: fields of `GenerateConfig`, when no config is given
-    Raises: ValueError for anything wrong with options or files.
-    """
-    config = config or GenerateConfig(**options)
-    config.check()
-    began = time.perf_counter()
-    config = replace(config, device=pick_device(config.device))
-    use(config.device)
-    path = fetched(config.checkpoint)
-    target = _load_target(config, path)
-    saved = saved_quantization(read_raw(path))
-    if saved is not None:  # the checkpoint holds codes
-        config = replace(config, quant=saved.format)
-    config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
-    tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
-    template = chat_template(path, tokenizer, config.chat, config.system) if config.chat is not None else None
-    stop_ids = template.stop_ids(tokenizer) if template else ()
-    own_eos = tokenizer.eos_ids if tokenizer else ()
-    context = config.context or min(target.config.max_context, MAX_DEFAULT_CONTEXT)
-    if context > target.config.max_context:
-        raise ValueError(f"--context {context} is beyond the model's {target.config.max_context} positions; lower it")
-    config = resolve_draft(config, path)
-    drafter = tp.split_lm_head(target, make_drafter(target, config))  # in int4 with the group asked for, or its own
-    if config.quant == "int4":
-        config = replace(config, group_size=int4_group(target))
-    engine = Engine(
-        config, target, drafter, context,
-        eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
-        tokenizer=tokenizer, template=template, load_s=time.perf_counter() - began,
-        pick_tokens=tp.pick_tokens if tp.this_rank().world_size > 1 else pick_tokens, accept_rule=accept_rule(config),
-    )  # fmt: skip
-    if config.batch_size > 1:
-        print(f"note: {rows_memory(engine)}", file=sys.stderr)
-    return warm_up(with_cycles(engine))
-
-
-def accept_rule(config: GenerateConfig) -> Callable | None:
-    """The rule of acceptance, where it is not the exact one."""
-    if config.accept == "exact":
-        return None
-    from extras.residual import accept_residual
-
-    return accept_residual
-
-
-def _load_target(config: GenerateConfig, path: Path) -> Transformer:
-    source = None
-    if config.inflate:
-        from extras.stand_in import target_source
-
-        source = target_source(config)
-    quant = Quantization.of(config.quant, config.group_size)
-    return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
-
-
-def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
-    """Who drafts. Raises: ValueError for files or a tree that do not fit."""
-    match config.draft:
-        case "none":
-            return RootOnly()
-        case "ngram":
-            from extras.ngram_draft import Ngram, NgramDrafter
-
-            return NgramDrafter(Ngram.from_config(config))
-        case "model":
-            from extras.model_draft import load_drafter
-
-            drafter = load_drafter(target, config)
-        case _:  # eagle, eagle+ngram
-            added = {}
-            if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":
-                from extras.heads import head_extras
-
-                added = head_extras(target, config)
-            drafter = eagle_draft.load_drafter(target, config, **added)
-    if config.tree_shape == "auto" and tp.this_rank().world_size > 1:
-        print("note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ", file=sys.stderr)
-    elif config.tree_shape == "auto":
-        from extras.autosize import with_smaller_trees
-
-        drafter = with_smaller_trees(drafter, target)
-    return drafter
-
-
-def warm_up(engine: Engine) -> Engine:
-    """Make the engine ready for its first prompt. Where --compile does not work, say so and run without it.
-
-    On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
-    """
-    reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
-    tp.check_same_on_all_ranks(engine.config, compile=engine.config.compile and not reason, **engine.drafter.resolved_options())
-    if reason:
-        print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
-        return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
-    began = time.perf_counter()
-    for _ in range(1 + WARM_UPS if engine.captured else 0):
-        for width in PREFILL_WIDTHS:
-            short = replace(engine, config=replace(engine.config, max_new_tokens=1))  # prompts alone
-            list(Session(short).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
-        time_cycles(engine, say_what_compiles)
-    return with_tree_policy(replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0))
-
-
-def with_tree_policy(engine: Engine) -> Engine:
-    """The engine with what chooses among its trees, if it has several. Only captured cycles are timed."""
-    if not engine.drafter.timed:
-        return engine
-    from extras.autosize import sizer_of
-
-    return replace(engine, tree_policy=sizer_of(engine, time_cycles(engine) if engine.captured else ()))
-
-
-def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
-    """Seconds of a cycle of every preset, with rows that decode behind some tokens. say: as `time_presets` takes it."""
-    session, start = Session(engine), min(TIMED_BEHIND, engine.context // 2)
-    session.state.pos.fill_(start), session.state.limit.fill_(engine.context - 1), session.state.done.fill_(False)
-    copy_into(session.state.drafter_state, engine.drafter.rewind(session.state.drafter_state, session.state.pos))
-    return time_presets(session.time_cycle, engine.drafter.presets, say)
 
 
 # ---------------------------------------------------------------------------------------------- generate

@@ -85,7 +85,7 @@ class Deferred(Drafter):
         return replace_fields(state, own=self.drafter.rewind(state.own, own), count=count, passed=length)
 
     def propose(self, state: Waiting, root: Root) -> DraftTree:
-        return self.grower.draft(state.own, root)
+        return self.grower.propose(state.own, root)
 
     def catch_up(self, state: Waiting, text: Text) -> Waiting:
         """Hand over what is kept; to a drafter that keeps its own rows also the one before, which it may not have run.

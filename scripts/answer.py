@@ -37,12 +37,14 @@ import torch
 
 import _path
 import train_demo
-from decode import Engine, Session, with_cycles
+from decode import Engine, with_cycles
 from files import read_jsonl, write_text
-from generate import finish_reason, load, text_of, warm_up
+from generate import finish_reason, load, text_of
 from hf.chat import PROBE
+from load import warm_up
 from ops.cpu.build import alone
 from options import DEFAULT, GenerateConfig, one_line_errors, option, parse
+from session import Session
 
 GIVEN, CODE, OWN = SOURCES = ("given", "code", "own")
 GRAM = 13  # words in a row that a prompt may not share with an evaluation prompt

@@ -19,10 +19,10 @@ import time
 from dataclasses import dataclass
 
 import _path  # noqa: F401  (finds the project)
-from decode import Session
 from generate import load
 from measure import Series, environment
 from options import DEFAULT, one_line_errors, option, parse
+from session import Session
 
 BUSY = [sys.executable, "-c", "while True: pass"]
 

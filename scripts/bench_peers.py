@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
 from bench import Setting, method_config, read_tasks
-from decode import Engine, Session
+from decode import Engine
 from files import is_gguf, write_text
 from generate import encode, load
 from llama_cpp_peer import FORMATS, LOOKUPS, LlamaCpp, check_drafted, decode, lookup, write_gguf
@@ -58,6 +58,7 @@ from measure import (
 from model import DTYPES, KVCache, causal_window
 from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device
 from runtime import compiled
+from session import Session
 from stats import peak_memory_bytes
 
 PEERS = (

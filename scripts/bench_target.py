@@ -35,14 +35,15 @@ from safetensors.torch import save_file
 import _path
 from bench_peers import make_transformers
 from checkpoint import Quantization
-from decode import Engine, Session, with_cycles
+from decode import Engine, with_cycles
 from drafters import RootOnly
 from extras.stand_in import Shape
-from generate import warm_up
 from hf.weights import load_model
+from load import warm_up
 from measure import Series, environment, in_turn, pass_bytes, read_bandwidth, run_rows
 from model import DTYPES, Transformer
 from options import GenerateConfig, common_prefix, one_line_errors, option, parse, pick_device
+from session import Session
 from stats import peak_memory_bytes
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads

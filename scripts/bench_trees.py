@@ -37,13 +37,14 @@ from tqdm import tqdm
 
 import _path
 import measure
-from decode import Engine, Session
+from decode import Engine
 from files import read_jsonl
 from generate import Batch, load
 from hf.config import resolve_draft
 from options import DEMO, check_ranges, one_line_errors, option, parse, pick_device
 from profile_cycle import busy_us, one_replay, replay_table
 from runtime import WARM_UPS, leaves
+from session import Session
 from stats import Stats
 
 PUBLISHED_TAU = 4.65  # EAGLE-2 (arXiv 2406.16858), T = 0, mean of its tasks: LLaMA2-Chat 7B 4.64, Vicuna 7B 4.68

@@ -314,7 +314,7 @@ def make_engine(case: Case) -> Any:
 def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
     """Write the code of a cycle, and count. Returns: a row of the report."""
     import ops.cuda.attention
-    from decode import Buffers
+    from session import Buffers
 
     recorder.steps.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

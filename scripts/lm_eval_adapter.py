@@ -26,12 +26,13 @@ from typing import Any
 import torch
 
 import _path  # noqa: F401  (finds the project)
-from decode import PREFILL_CHUNK, Engine, Session
+from decode import PREFILL_CHUNK, Engine
 from files import write_text
 from generate import load
 from measure import environment, shown_path
 from model import KVCache, causal_window
 from options import DEFAULT, GenerateConfig, check_ids, common_prefix, one_line_errors, option, parse
+from session import Session
 
 GENERATION = {"until", "max_gen_toks", "do_sample"}  # what a task may say about a text
 OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # without effect on greedy texts, as in lm_eval's `hf` backend

@@ -30,11 +30,13 @@ from tqdm import tqdm
 
 import _path
 import stats
-from decode import Engine, Session, with_cycles
-from generate import Batch, accept_rule, make_drafter, warm_up
+from decode import Engine, with_cycles
+from generate import Batch
 from hf.config import resolve_draft
+from load import accept_rule, make_drafter, warm_up
 from model import MoEFeedForward, Transformer
 from options import GenerateConfig
+from session import Session
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
 

@@ -39,12 +39,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 import _path  # noqa: F401  (finds the project)
-from decode import Engine, Session
+from decode import Engine
 from files import write_text
 from generate import first_ids, load
 from measure import Series, environment, shown_path
 from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts
 from runtime import WARM_UPS
+from session import Session
 
 CYCLE, STEP = "profile_cycle", "profile_step "  # a cycle and, before its name, a step in the trace
 TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"

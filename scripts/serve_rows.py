@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 import _path  # noqa: F401  (finds the project)
-from decode import Engine, Session
+from decode import Engine
 from options import common_prefix
 from sampling import MASK32
+from session import Session
 from stats import Stats
 
 

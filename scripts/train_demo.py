@@ -238,7 +238,7 @@ def balanced_loss(model: Transformer, batch: Tensor, weight: float) -> Tensor:
     """`loss_of` a mixture of experts, plus `weight` times the mean imbalance of its routers."""
     tokens, truth = batch[:, :-1], batch[:, 1:]
     positions = torch.arange(tokens.shape[1], device=batch.device).expand_as(tokens)
-    (x, rope), uneven = model.begin(tokens, positions), 0.0
+    (x, rope), uneven = model.embed(tokens, positions), 0.0
     for layer in model.layers:  # what Transformer.forward does, with a look at what the routers see
         x = x + layer.attention(layer.attention_norm(x), rope)
         routed = layer.ffn_norm(x)

@@ -37,7 +37,7 @@ from tqdm import tqdm
 import _path  # finds the project
 import head_training
 import train_demo
-from decode import Engine, Session, with_cycles
+from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_chains import ALPHAS, INPUTS, evaluate, fit_sharpness
 from eagle_draft import EagleHead, load_head
@@ -49,6 +49,7 @@ from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from options import DEMO, GenerateConfig, common_prefix, one_line_errors, option, parse, pick_device
+from session import Session
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}

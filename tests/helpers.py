@@ -24,17 +24,18 @@ from torch import Tensor
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
-from decode import Cycle, Engine, Session, with_cycles
+from decode import Cycle, Engine, with_cycles
 from draft_tree import StaticTree, Text
 from drafters import Drafter
 from eagle_draft import EagleHead, load_head
-from generate import accept_rule
 from hf.weights import load_model
+from load import accept_rule
 from model import Transformer
 from ops.attention import HeadNorms
 from ops.library import has_cpu_operators
 from ops.rows import rms_norm_reference
 from options import GenerateConfig
+from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
 

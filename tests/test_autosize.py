@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode import PREFILL_CHUNK, Cycle, Engine, Session
+from decode import PREFILL_CHUNK, Cycle, Engine
 from draft_tree import DraftTree, DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -44,10 +44,12 @@ from extras.deferred import ROOM
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.remembered import file_of, recall, remember
-from generate import TIMED_BEHIND, generate, load, summary, time_cycles, warm_up
+from generate import generate, load, summary
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy, pairwise, record
+from load import TIMED_BEHIND, time_cycles, warm_up
 from options import DEMO
 from sampling import Sampling
+from session import Session
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
@@ -178,7 +180,7 @@ def test_a_tree_that_pays_runs_from_the_first_cycle_of_a_later_process(name):
     sizer = first_sizer(name)
     run_machine(name, 300, sizer)
     later = learned(sizer)
-    assert later.next(4) > 0 and later.reader == -1
+    assert later.next(4) > 0 and later.prefill_tree == -1
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -607,7 +609,7 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
 class Script:
     """Presets in a given order, over and over; learns nothing."""
 
-    reader = -1
+    prefill_tree = -1
 
     def __init__(self, order: list[int]):
         self.order, self.ran = itertools.cycle(order), []
@@ -728,12 +730,12 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     target, prompt = golden_target(TARGETS[1]), [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)]
     options = {"max_new_tokens": 8, "ignore_eos": True}
     engine, script = engine_for(target, drafter_of("eagle 3", Sampling()), **options), Script([0])
-    session, script.reader = Session(replace(engine, tree_policy=script)), 0
+    session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.admit(0, prompt, (0, 0))
     session.step()
     assert len(session.history[0]) == PREFILL_CHUNK and not calls
-    script.reader = then
+    script.prefill_tree = then
     while len(session.stats.presets) < 3:
         session.step()
     session.work.catch_up(engine, -1)
@@ -755,7 +757,7 @@ def test_what_was_left_out_stays_out(monkeypatch):
     """Two rows, at rest, in two turns: the head has read nothing, and is given the last rows of the second prompts."""
     target, script = golden_target(TARGETS[1]), Script([0])
     engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=5, ignore_eos=True, batch_size=2)
-    session, script.reader = Session(replace(engine, tree_policy=script)), 0
+    session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
     list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
     second = [history + [3 + i for i in range(20 - 15 * row)] for row, history in enumerate(session.history)]
     next(session.run(second))

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import ops.attention
-from decode import Session
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -30,6 +29,7 @@ from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden
 from model import ModelConfig, Transformer
 from runtime import HostCopy, Replay, compiled, leaves, store
 from sampling import Sampling
+from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode import Engine, Session
+from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
 from eagle_draft import EagleDrafter
@@ -20,6 +20,7 @@ from helpers import decode, engine_for
 from model import Transformer
 from ops.library import has_cpu_operators
 from sampling import Sampling
+from session import Session
 from test_layers_cpu import HEADS, drafter_of, model
 from tree_shapes import EAGLE1_PATHS
 

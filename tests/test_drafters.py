@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode import Cycle, Session
+from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import Root, RootOnly, Text
 from eagle_draft import EagleDrafter
@@ -22,6 +22,7 @@ from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO
 from sampling import Sampling
+from session import Session
 from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
@@ -118,7 +119,7 @@ def test_continuations_share_equal_beginnings():
     row = [9, 1, 2, 3, 9, 1, 2, 4, 9, 5, 9]
     ngram = Ngram(tokens=4, branches=3)
     text = text_of(row, [1, 2, 3])
-    tree = NgramDrafter(ngram).draft((), Root(None, None, text))
+    tree = NgramDrafter(ngram).propose((), Root(None, None, text))
     assert tree_paths(tree) == prefixes(search(row, ngram))
     assert len(tree_paths(tree)) == 10, "two of the three chains share 1, 2"
     assert tree_paths(tree, 1) == set(), "nothing matches in the second row"

@@ -22,20 +22,22 @@ import ops.experts
 import ops.quantized
 import ops.rows
 import sampling
-from decode import Engine, Session, with_cycles
+from decode import Engine, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.autosize import Autosizer, with_smaller_trees
-from generate import generate, load, warm_up
+from generate import generate, load
 from helpers import GOLDEN, decode, quantized, quantized_experts, share_that_differs, with_head_norms
 from hf.weights import load_model
+from load import warm_up
 from model import KVCache, ModelConfig, MoEFeedForward
 from ops.library import triton_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from runtime import WARM_UPS
+from session import Session
 from tree_shapes import EAGLE1_PATHS
 
 pytestmark = [

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint import Quantization
-from decode import Session
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
@@ -34,6 +33,7 @@ from model import KVCache, causal_window
 from options import DEMO, GenerateConfig
 from quantize import quantize_directory
 from sampling import Sampling
+from session import Session
 
 TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -401,7 +401,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     model, head = target(), load_head(HEAD, target())
     rows = []
     for chunk in (256, 16):
-        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         calls = record(monkeypatch, EagleDrafter, "extend")
         drafter = EagleDrafter(head, model, TREES["chain"], Sampling())
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])

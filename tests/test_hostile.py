@@ -36,6 +36,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import files
 import generate
 import hf.tokenizer
 from files import limited_memory, load_pickle, read_untrusted, silence_stderr

@@ -22,7 +22,7 @@ import torch
 
 import ops.cpu.build
 import sampling
-from decode import Session, with_cycles
+from decode import with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Confirmed, Drafter, DraftVocab, Root, RootOnly
 from eagle_draft import EagleDrafter
@@ -47,6 +47,7 @@ from model import ModelConfig, Router, Transformer, rope_frequencies
 from options import DEMO
 from runtime import LargestTree, compiled
 from sampling import Sampling
+from session import Session
 from tree_shapes import EAGLE1_PATHS
 
 MARGIN = 1e-4
@@ -488,7 +489,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     prompt = [(i * 31 + 7) % 97 for i in range(150)]
     runs = []
     for chunk in (256, 64, 7):
-        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         engine = engine_for(
             target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=20, batch_size=2, ignore_eos=True
         )

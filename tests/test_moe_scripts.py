@@ -16,7 +16,6 @@ import plot_experts
 import train_demo
 import train_eagle
 from bench import BenchConfig
-from decode import Session
 from draft_tree import DynamicTree, StaticTree
 from eagle_draft import EagleDrafter
 from helpers import engine_for, golden_head, golden_target, record
@@ -26,6 +25,7 @@ from model import ModelConfig, Router, Transformer
 from options import DEMO
 from plot_experts import Routes, independent, replay
 from sampling import Sampling
+from session import Session
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-import decode
+import session
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -23,7 +23,7 @@ FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 6
 
 def interrupt(monkeypatch, chunk: int) -> None:
     """Ctrl-C before a chunk of the next prefill, counted from 0; prefills after it go through."""
-    run, left = decode.prefill_chunk, [chunk]
+    run, left = session.prefill_chunk, [chunk]
 
     def prefill_chunk(*inputs):
         left[0] -= 1
@@ -31,19 +31,19 @@ def interrupt(monkeypatch, chunk: int) -> None:
             raise KeyboardInterrupt
         return run(*inputs)
 
-    monkeypatch.setattr(decode, "prefill_chunk", prefill_chunk)
+    monkeypatch.setattr(session, "prefill_chunk", prefill_chunk)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])
 @pytest.mark.parametrize("drafts", [False, True], ids=["none", "eagle"])
 def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
     """The next turn is decoded as in a session that was never interrupted."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(session, "PREFILL_CHUNK", 16)
     target = golden_target()
     tree = DynamicTree(depth=3, topk=4, size=12)
     drafter = EagleDrafter(golden_head(), target, tree, Sampling()) if drafts else RootOnly()
     engine = engine_for(target, drafter, draft="none", max_new_tokens=12, ignore_eos=True, context=256)
-    fresh, stopped = (decode.Session(engine, [(0, 0)]) for _ in range(2))
+    fresh, stopped = (session.Session(engine, [(0, 0)]) for _ in range(2))
     wanted = list(fresh.run([SECOND]))
     list(stopped.run([FIRST]))
     with monkeypatch.context() as patch:

@@ -21,18 +21,20 @@ import pytest
 import decode
 import generate as program
 import model
-from decode import Session, with_cycles
+from decode import with_cycles
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.results import Results
-from generate import Result, generate, load, main, time_cycles
+from generate import Result, generate, load, main
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
+from load import time_cycles
 from options import DEMO, GenerateConfig, in_order
 from runtime import LargestTree, leaves
 from sampling import Sampling
+from session import Session
 from stats import check_memory, rows_memory
 from test_lossless import assert_same, held_out_prompts, needs_operators
 
@@ -87,7 +89,7 @@ def test_forty_prompts_through_eight_rows(draft, temperature):
 def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
-    monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
     target, rule, tree = golden_target(), Sampling(1.0), DynamicTree(depth=3, topk=4, size=12)
     made = {
@@ -170,7 +172,7 @@ class Random(LargestTree):
 def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag, monkeypatch):
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
-    monkeypatch.setattr(decode, "PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     target, rule = golden_target(), Sampling(1.0)
     made = RootOnly() if drafter == "none" else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), rule)
     made = with_smaller_trees(made, target) if drafter == "auto" else made

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import sampling
-from decode import Session
 from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
 from extras import residual
@@ -20,6 +19,7 @@ from extras.residual import residual_accept
 from helpers import chi_square, engine_for, golden_target, order_of, parents_of, text_with
 from ops.rows import best
 from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, process, uniforms
+from session import Session
 
 ALPHA = 1e-4
 CAUGHT = 1e-9
