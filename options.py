@@ -2,7 +2,7 @@
 
 `parse` turns a command line into a dataclass of options, here and in scripts/. `GenerateConfig.check` refuses what
 cannot work, so that Python callers and the command line get the same messages. Fields with `flag=False` are settings
-for Python callers and scripts/bench.py; the command line does not show them.
+for Python callers and scripts/bench/papers.py; the command line does not show them.
 Here too: what the user's mistakes look like, and reading prompts.
 This module and those it imports need no torch, so that a mistake is answered before torch is imported.
 """
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, NoReturn
 from files import TEMPORARY, check_directory, one_line, read_jsonl, read_named
 from tree_shapes import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree, read_tree
 
+ROOT = Path(__file__).resolve().parent
 MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits
-DEFAULT = str(Path(__file__).parent / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
-DEMO = str(Path(__file__).parent / "checkpoints" / "demo")
+DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
+DEMO = str(ROOT / "checkpoints" / "demo")
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
@@ -233,7 +234,7 @@ class GenerateConfig:
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
         topk, size = self.tree_topk, self.tree_size
         if not topk or not size:
-            # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu_model.py); a CPU's
+            # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu/time_model.py); a CPU's
             # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
             cuda = (self.device or pick_device("")).startswith("cuda")
             default_topk, default_size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)

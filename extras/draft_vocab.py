@@ -1,6 +1,6 @@
 """`--draft_vocab N`: a draft head that can draft only the N most frequent tokens.
 
-    python scripts/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json    # once per tokenizer
+    python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json    # once per tokenizer
     python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768
 
 1. `vocab_from` reads a list of token ids by frequency. It sorts the first N by id: of equal scores the lowest id wins,
@@ -46,7 +46,7 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
         raise ValueError(f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it")
     path = Path(config.token_ranks or head / RANKS)
     if not path.is_file():
-        command = f"python scripts/rank_tokens.py --checkpoint {config.checkpoint} --data FILES --out {path}"
+        command = f"python scripts/train/rank_tokens.py --checkpoint {config.checkpoint} --data FILES --out {path}"
         raise ValueError(
             f"--draft_vocab needs the tokens in order of frequency; there is no {path}; make it: {command}"
         )
@@ -74,5 +74,5 @@ def read_ranks(path: Path, size: int) -> list[int]:
     if bad is not None:
         raise ValueError(f"{path} ranks the token {bad}, the target has 0..{size - 1}; use ranks of its own tokenizer")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{path} lists a token twice; make it again with scripts/rank_tokens.py")
+        raise ValueError(f"{path} lists a token twice; make it again with scripts/train/rank_tokens.py")
     return ids

@@ -8,7 +8,7 @@ numbers. A stand-in has the time of its shape and the acceptance of the small mo
 With `random_twin` all numbers are random, and none of the activations is zero. The function is useless; its time per
 step checks that of the stand-in. (For a Mixtral at one token only, because the routers are random too.)
 Trade-off: a tensor is computed when it is read, and is not stored. No disk is needed, and every load computes again.
-Not here: writing to disk (scripts/inflate.py); EAGLE-3; models with biases; making a mixture of a dense model.
+Not here: writing to disk (scripts/bench/inflate.py); EAGLE-3; models with biases; making a mixture of a dense model.
 """
 
 from __future__ import annotations

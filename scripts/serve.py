@@ -5,7 +5,7 @@
 
 Takes every option of generate.py that says what is decoded and how. Needs scripts/requirements-serve.txt.
 
-1. One thread runs the loop (serve_rows.py): the rows of one session serve requests side by side; one that is over, or
+1. One thread runs the loop (batcher.py): the rows of one session serve requests side by side; one that is over, or
    whose client has left, gives its row to the next request.
 2. The event loop reads requests (`Reader`), refuses by name what is not served, and passes text on as it comes.
 
@@ -35,8 +35,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _path  # noqa: F401  (finds the project)
-
 try:
     import uvicorn
     from starlette.applications import Starlette
@@ -53,13 +51,15 @@ except ImportError as error:
     print(f"serve.py: {error.name} is missing; pip install -r scripts/requirements-serve.txt", file=sys.stderr)
     sys.exit(2)
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
+
 import tp
 from decode import Engine
 from generate import load
 from hf.chat import chat_template, template_text
 from hf.fetch import fetched
 from options import GenerateConfig, check_ids, one_line_errors, option, parse
-from serve_rows import Answer, Job, Piece, Refusal, Rows
+from scripts.batcher import Answer, Job, Piece, Refusal, Rows
 
 READ_S = 30  # seconds for the head of a request, and for its body
 SHOWN = 100  # characters of what a request says, at most, that a message repeats

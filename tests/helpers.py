@@ -148,7 +148,7 @@ def check_product_fits(case):
 
     Returns: what the kernel takes, and how it was cut.
     """
-    from kernel_report import TARGETS, product_source, resources  # needs Triton
+    from scripts.gpu.compiled_kernels import TARGETS, product_source, resources  # needs Triton
 
     source, cut = product_source(case)
     found = resources(case.target, source)

@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 
-import answer
-import train_eagle
-from answer import AnswerConfig, Filter, headers
 from generate import generate
 from hf.tokenizer import Tokenizer
 from options import DEMO
+from scripts.train import generate_answers as answer
+from scripts.train import train_eagle
+from scripts.train.generate_answers import AnswerConfig, Filter, headers
 
 MODULE = '''
 class Tree:

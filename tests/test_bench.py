@@ -14,21 +14,20 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import bench
-import bench_peers
-import measure
-import plot_trace
-from bench import BenchConfig, Setting, acceptance, calibration, method_config
-from bench_peers import TokenClock
-from bench_report import DRAWINGS
 from drafters import RootOnly
 from generate import generate, load
 from helpers import engine_for, golden_case, golden_target
 from hf.config import read_config
 from hf.weights import load_model, weight_names
-from llama_cpp_peer import FORMATS, LOOKUPS, LlamaCpp, check_drafted, gguf_name, interleaved, write_gguf
-from measure import Log, Outcome, Series
 from options import DEMO
+from scripts.bench import measure, plot_trace
+from scripts.bench import papers as bench
+from scripts.bench import peers as bench_peers
+from scripts.bench.llama_cpp import FORMATS, LOOKUPS, LlamaCpp, check_drafted, gguf_name, interleaved, write_gguf
+from scripts.bench.measure import Log, Outcome, Series
+from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
+from scripts.bench.peers import TokenClock
+from scripts.bench.report import DRAWINGS
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -168,7 +167,7 @@ def test_a_kill_in_the_middle_of_a_task_loses_one_round(tmp_path, monkeypatch, c
 def test_logs_that_cannot_be_resumed(measured, tmp_path):
     with pytest.raises(ValueError, match="was measured with --max_new_tokens 12, here 13; name another file"):
         bench.run(replace(config_in(tmp_path), json=str(measured / "log.jsonl"), tasks="demo", max_new_tokens=13))
-    with pytest.raises(ValueError, match="line 1 is no line of bench.py"):
+    with pytest.raises(ValueError, match="line 1 is no line of papers.py"):
         bench.open_log(write_lines(tmp_path / "other.jsonl", [{"x": 1}]), "--json")
     (tmp_path / "broken.jsonl").write_text('{"x": 1\n{"x": 2}\n')
     with pytest.raises(ValueError, match="line 1 is not valid JSON"):
@@ -387,7 +386,7 @@ def test_peer_mistakes_are_one_line(capsys, monkeypatch):
     assert "--assistant names the draft model" in missing
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
     line = failure(capsys, monkeypatch, bench_peers, "--peers", "llama.cpp:f16")
-    assert "needs the package llama_cpp; pip install -r scripts/requirements-peers.txt" in line
+    assert "needs the package llama_cpp; pip install -r scripts/bench/requirements-peers.txt" in line
 
 
 def test_token_clock_counts_what_comes_together():

@@ -27,7 +27,7 @@ from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from model import ModelConfig, Transformer
-from runtime import HostCopy, Replay, compiled, leaves, store
+from runtime import HostCopy, Replay, compiled, copy_into, tree_leaves
 from sampling import Sampling
 from session import Session
 
@@ -68,7 +68,7 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     with NoWaiting():
         for cycle in engine.cycles:
             state, _ = cycle(session.work.cache, session.state)
-            store(session.state, state)
+            copy_into(session.state, state)
 
 
 def test_waiting_is_noticed():
@@ -83,7 +83,7 @@ def test_buffers_stay_where_they_are():
     engine = replace(sized_engine(1.0), captured=True)
     first = Session(engine, [(0, 0)])
     list(first.run([PROMPT]))
-    work, addresses = first.work, [x.data_ptr() for x in leaves(first.state)]
+    work, addresses = first.work, [x.data_ptr() for x in tree_leaves(first.state)]
     assert len(set(addresses)) == len(addresses), "every buffer is its own"
     history, other = first.history, Session(engine, [(0, 0)])
     assert other.work is not work, "two sessions never share"
@@ -92,7 +92,7 @@ def test_buffers_stay_where_they_are():
     assert again.work is work
     list(again.run([PROMPT]))
     list(other.run([PROMPT]))
-    assert [x.data_ptr() for x in leaves(again.state)] == addresses
+    assert [x.data_ptr() for x in tree_leaves(again.state)] == addresses
     assert again.history == other.history == history
 
 
@@ -137,10 +137,10 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 
 def test_store_copies_what_is_not_there_yet():
     a, b = torch.zeros(2), torch.ones(2)
-    store((a, (b, None)), (torch.full((2,), 3.0), (b, None)))
+    copy_into((a, (b, None)), (torch.full((2,), 3.0), (b, None)))
     assert a.tolist() == [3, 3] and b.tolist() == [1, 1]
     with pytest.raises(AssertionError):
-        store((a,), (a, b))
+        copy_into((a,), (a, b))
 
 
 def test_without_cuda_a_replay_runs_its_body():
@@ -268,4 +268,4 @@ def test_compiling_by_layer_changes_no_token(version):
     list(again.run([PROMPT]))
     assert again.history == session.history
     state, _ = compiled.cycles[-1](again.work.cache, again.state)
-    assert all(map(operator.is_, leaves(state), leaves(again.state))), "the steps write the state where it was"
+    assert all(map(operator.is_, tree_leaves(state), tree_leaves(again.state))), "the steps write the state where it was"

@@ -1,6 +1,6 @@
 """The CUDA path without a GPU: the code of a whole cycle is counted and compiled, and our kernels run on CPU tensors.
 
-Both need environments of their own, which `python scripts/cuda_offline.py --prepare` makes. CUDA_OFFLINE_ENV names the
+Both need environments of their own, which `python scripts/gpu/cycle_offline.py --prepare` makes. CUDA_OFFLINE_ENV names the
 folder where it is not the default. Slow: minutes for a GPU and for the kernels.
 What only a GPU can show is in test_gpu.py; what the kernels' cases cannot show is in ttsem_cases.py.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cuda_offline import emit, folders, is_reduction
-from fake_cuda import GPUS
+from scripts.gpu.cycle_offline import emit, folders, is_reduction
+from scripts.gpu.fake_cuda import GPUS
 
 pytestmark = pytest.mark.slow
 
@@ -41,13 +41,13 @@ def python_of(number: int) -> Path:
     """The Python of an environment. Skips where it was not made."""
     folder = folders(os.environ.get("CUDA_OFFLINE_ENV", ""))[number]
     if not (folder / "bin" / "python").exists():
-        pytest.skip(f"{folder} is not there; make it with python scripts/cuda_offline.py --prepare")
+        pytest.skip(f"{folder} is not there; make it with python scripts/gpu/cycle_offline.py --prepare")
     return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory, worker_id):
-    """What cuda_offline.py finds for a GPU; the first worker that asks finds it for all."""
+    """What cycle_offline.py finds for a GPU; the first worker that asks finds it for all."""
     filelock = pytest.importorskip("filelock", reason="needs filelock, which torch brings")
     alone = worker_id == "master"
     folder = tmp_path_factory.mktemp("offline") if alone else tmp_path_factory.getbasetemp().parent

@@ -16,7 +16,7 @@ import ops.cuda.attention  # noqa: E402
 import ops.cuda.topk  # noqa: E402
 import ops.cuda.tree  # noqa: E402
 from helpers import run_in_interpreter, slow  # noqa: E402
-from kernel_report import (  # noqa: E402
+from scripts.gpu.compiled_kernels import (  # noqa: E402
     TARGETS,
     CycleCase,
     ReportConfig,

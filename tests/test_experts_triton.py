@@ -18,7 +18,11 @@ import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
 from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
-from kernel_report import (  # noqa: E402
+from model import ModelConfig, MoEFeedForward  # noqa: E402
+from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
+from ops.quantized import PRODUCTS  # noqa: E402
+from quantize import FORMATS, QuantExperts  # noqa: E402
+from scripts.gpu.compiled_kernels import (  # noqa: E402
     EXPERT_FORMATS,
     TARGETS,
     Case,
@@ -28,10 +32,6 @@ from kernel_report import (  # noqa: E402
     expert_cases,
     resources,
 )
-from model import ModelConfig, MoEFeedForward  # noqa: E402
-from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
-from ops.quantized import PRODUCTS  # noqa: E402
-from quantize import FORMATS, QuantExperts  # noqa: E402
 
 
 def test_in_the_interpreter():

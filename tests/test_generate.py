@@ -351,7 +351,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--eagle does nothing with --draft ngram"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "-1"], "--draft_vocab must be at least 0; it is -1"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "98"], "--draft_vocab must be at most the 97 tokens of the vocabulary; it is 98; lower it"),
-        ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
+        ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/train/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
         ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "9", "--tree_topk", "10"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
         ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "3", "--tree", "static"], "a node cannot have 4 ranked children of 3 tokens"),
         ([*IDS, "--draft_vocab", "9"], "--draft_vocab needs a draft"),
@@ -406,7 +406,7 @@ def test_mistakes_are_one_line(capsys, argv, message):
     ],
 )
 def test_settings_that_cannot_work(settings, message):
-    """Fields without a flag, for Python callers and bench.py."""
+    """Fields without a flag, for Python callers and papers.py."""
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
 
@@ -507,7 +507,7 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
 
 
 def test_defaults_by_device(monkeypatch):
-    """On CUDA, by the model of scripts/gpu_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
+    """On CUDA, by the model of scripts/gpu/time_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
     C++ multiplies them."""
     there = {True}
     monkeypatch.setattr(hf.config, "has_cpu_operators", lambda: True in there)

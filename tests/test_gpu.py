@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import experts_gradient  # noqa: F401  (registers the gradients)
 import lost_device
 import ops.attention
 import ops.experts

@@ -12,17 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bench_peers
-import bench_trees
 import generate
-import gpu_check
-import gpu_probe
-import kernel_bench
-import measure
 import model
 import ops.experts
 import options
-import profile_cycle
+from scripts.bench import measure, profile_cycle
+from scripts.bench import peers as bench_peers
+from scripts.bench import trees as bench_trees
+from scripts.gpu import check as gpu_check
+from scripts.gpu import kernels as kernel_bench
+from scripts.gpu import probe as gpu_probe
 
 
 def timed(form, layer, M, time_us, share):
@@ -250,15 +249,15 @@ def test_what_comes_too_late_is_named(monkeypatch, tmp_path):
 
 
 CONFIGS = {
-    "bench_trees.py": bench_trees.TreesConfig, "kernel_bench.py": kernel_bench.BenchConfig,
-    "gpu_probe.py": gpu_probe.ProbeConfig, "generate.py": options.GenerateConfig,
-    "bench_peers.py": bench_peers.PeersConfig,
+    "trees.py": bench_trees.TreesConfig, "kernels.py": kernel_bench.BenchConfig,
+    "probe.py": gpu_probe.ProbeConfig, "generate.py": options.GenerateConfig,
+    "peers.py": bench_peers.PeersConfig,
 }  # fmt: skip
 
 
 def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
     """Every command is one that its program takes, as it runs on a GPU and as it runs here."""
-    monkeypatch.chdir(gpu_check._path.ROOT)
+    monkeypatch.chdir(gpu_check.ROOT)
     ran = []
     monkeypatch.setattr(gpu_check, "run", lambda command, log, limit_s: ran.append(command) or "")
     status, rows = checked(tmp_path, ",".join(gpu_check.PARTS), minutes=60)
@@ -278,12 +277,12 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
         config = options.parse(CONFIGS[Path(program).name], program, "", flags)
         if hasattr(config, "check"):
             config.check()
-        if program.endswith("bench_peers.py"):
+        if program.endswith("peers.py"):
             prompts = [text for texts in bench_peers.read_tasks(config).values() for text in texts]
             assert all(bench_peers.groups_of(prompts, size * config.prompts_per_row) for size in config.sizes)
-        own = {"generate.py": "", "scripts/bench_peers.py": str(tmp_path / "rows.json")}
+        own = {"generate.py": "", "scripts/bench/peers.py": str(tmp_path / "rows.json")}
         assert config.json == own.get(program, str(tmp_path / "results.jsonl"))
-        assert "cuda" in flags or program.endswith("kernel_bench.py")
+        assert "cuda" in flags or program.endswith("kernels.py")
 
 
 @pytest.mark.parametrize("parts", [gpu_check.FIRST, gpu_check.REST], ids=["first", "rest"])
@@ -295,9 +294,9 @@ def test_a_call_leaves_at_most_eight_files(parts):
 
 @pytest.mark.slow  # 3 minutes: compiles steps of the demo, twice
 def test_a_real_dry_run(tmp_path):
-    command = [sys.executable, "scripts/gpu_check.py", "--dry_run", "--minutes", "30"]
+    command = [sys.executable, "scripts/gpu/check.py", "--dry_run", "--minutes", "30"]
     done = subprocess.run(
-        command, cwd=gpu_check._path.ROOT, env=os.environ | {"OUT": str(tmp_path)}, text=True, stdout=-1
+        command, cwd=gpu_check.ROOT, env=os.environ | {"OUT": str(tmp_path)}, text=True, stdout=-1
     )
     assert done.returncode == 0 and done.stdout.endswith("all went well\n"), done.stdout
     assert {"results.jsonl", "summary.txt", "smoke.xml", "int4.txt"} <= {file.name for file in tmp_path.iterdir()}
@@ -420,7 +419,7 @@ def test_a_gpu_s_ceiling_is_timed_by_events_over_eight_gigabytes(monkeypatch):
 def test_probes_say_what_they_found(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     for name in ("facts", "capture"):
-        monkeypatch.setattr(sys, "argv", ["gpu_probe.py", "--probe", name, "--device", "cpu", "--json", str(out)])
+        monkeypatch.setattr(sys, "argv", ["probe.py", "--probe", name, "--device", "cpu", "--json", str(out)])
         gpu_probe.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["probe"] for row in rows] == ["facts", "capture"] and torch.__version__ in rows[0]["text"]

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("triton", reason="the plans of the kernels need Triton, which is to be had for Linux")
 
-import gpu_model  # noqa: E402
-import gpu_waves  # noqa: E402
-from gpu_model import ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
 from options import DEMO  # noqa: E402
+from scripts.gpu import time_model as gpu_model
+from scripts.gpu import waves as gpu_waves
+from scripts.gpu.time_model import ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
 
 STUDY = {  # of commit c495e77: launches, ms of verify, draft and extend, tokens/s
     ("bf16", "vanilla"): (425, 5.95, 0, 0, 167),
@@ -157,11 +157,11 @@ def test_mistakes(argv, says, monkeypatch, tmp_path, capsys):
         file = tmp_path / "measured.json"
         file.write_text(json.dumps(argv[1]))
         argv = [argv[0], str(file)]
-    monkeypatch.setattr(sys, "argv", ["gpu_model.py", *argv])
+    monkeypatch.setattr(sys, "argv", ["time_model.py", *argv])
     with pytest.raises(SystemExit) as stop:
         gpu_model.main()
     (error,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and error.startswith("gpu_model.py: ") and says in error
+    assert stop.value.code == 2 and error.startswith("time_model.py: ") and says in error
 
 
 def test_without_triton_it_says_so(monkeypatch, capsys):
@@ -169,6 +169,6 @@ def test_without_triton_it_says_so(monkeypatch, capsys):
     for name in ("gpu_waves", "ops.cuda.attention"):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit) as stop:
-        import gpu_waves  # noqa: F401
+        pass
     assert stop.value.code == 2
     assert capsys.readouterr().err.endswith("need Triton, which is not installed; pip install triton\n")

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import checkpoint
-import inflate as script
 from checkpoint import WeightFiles
 from eagle_draft import EagleHead, load_head
 from extras.stand_in import SHAPES, InflatedFiles, Placement, Shape, check_fit, inflate_head, inflate_target
@@ -33,10 +32,11 @@ from helpers import GOLDEN, record, slow
 from hf.config import read_config
 from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
-from measure import block_inputs
 from model import KVCache, ModelConfig, Router, Transformer, causal_window
 from ops.cpu.build import load_operators
 from options import DEMO
+from scripts.bench import inflate as script
+from scripts.bench.measure import block_inputs
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
@@ -688,10 +688,10 @@ def test_a_full_disk(monkeypatch, tmp_path):
 def test_a_kill_leaves_nothing_under_the_name(tmp_path):
     out, part = tmp_path / "out", tmp_path / "out.tmp"
     many_shards = (
-        "import inflate; w = inflate.write; inflate.write = lambda *a: w(*a, shard_bytes=10**7); inflate.main()"
+        "from scripts.bench import inflate; w = inflate.write; inflate.write = lambda *a: w(*a, shard_bytes=10**7); inflate.main()"
     )
     argv = [sys.executable, "-c", many_shards, "--shape", "tiny-1b", "--out", str(out)]
-    with subprocess.Popen(argv, cwd=ROOT / "scripts", stderr=subprocess.DEVNULL) as child:
+    with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL) as child:
         deadline = time.monotonic() + 60
         while not list(part.glob("*.safetensors")) and time.monotonic() < deadline:
             time.sleep(0.02)

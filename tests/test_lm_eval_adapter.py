@@ -14,14 +14,14 @@ import pytest
 import torch
 import transformers
 
-import lm_eval_adapter
 from drafters import RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load
 from helpers import GOLDEN, engine_for, golden_target
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
-from lm_eval_adapter import EvalConfig, Scorer, check_generation, cut, rendered, stops
 from options import DEMO
+from scripts.bench import lm_eval_adapter
+from scripts.bench.lm_eval_adapter import EvalConfig, Scorer, check_generation, cut, rendered, stops
 
 TARGET = "models/target_llama_mha"
 CONTEXT = 24
@@ -181,7 +181,7 @@ def told(monkeypatch, capsys, *argv: str) -> str:
     ([], "nothing to do; name tasks with --tasks"),
     (["--tasks", "x", "--json", "nowhere/x.json"], "cannot write nowhere/x.json"),
     (["--tasks", "x", "--checkpoint", "nowhere"], "no such directory: nowhere"),
-    (["--tasks", "x", "--checkpoint", DEMO, "--draft", "none"], "run: pip install -r scripts/requirements-evals.txt"),
+    (["--tasks", "x", "--checkpoint", DEMO, "--draft", "none"], "run: pip install -r scripts/bench/requirements-evals.txt"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(monkeypatch, capsys, argv, words):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed

@@ -21,10 +21,10 @@ import ops.cpu.pages
 from checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
-from measure import block_inputs
 from model import KVCache, Window, causal_window, rope_frequencies
 from ops.cpu.pages import HUGE_PAGE, HugePages
 from options import DEMO
+from scripts.bench.measure import block_inputs
 
 TOKENS = 24  # per test sequence
 
@@ -574,7 +574,8 @@ def test_exporting_is_the_inverse_of_loading(reference):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
-    from bench_target import loading_memory, write_random_model
+    from scripts.bench.random_model import loading_memory, write_random_model
+
     from extras.stand_in import Shape
 
     shape = Shape("small", dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)

@@ -22,11 +22,7 @@ import transformers
 from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import experts_gradient
-import inflate
 import quantize
-import train_demo
-import train_eagle
 from checkpoint import Quantization, WeightFiles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
@@ -41,6 +37,8 @@ from ops.experts import experts_linear, experts_linear_reference
 from ops.quantized import w4a8_reference, w8a8_reference
 from quantize import FORMATS, QuantExperts, quantize_directory
 from sampling import Sampling
+from scripts.bench import inflate
+from scripts.train import experts_gradient, train_demo, train_eagle
 
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")

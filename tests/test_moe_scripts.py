@@ -8,23 +8,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import plot_experts
 import pytest
 import torch
+from scripts.bench.plot_experts import Routes, independent, replay
 
-import bench
-import plot_experts
-import train_demo
-import train_eagle
-from bench import BenchConfig
 from draft_tree import DynamicTree, StaticTree
 from eagle_draft import EagleDrafter
 from helpers import engine_for, golden_head, golden_target, record
 from hf.weights import load_model
-from measure import Series, pass_bytes
 from model import ModelConfig, Router, Transformer
 from options import DEMO
-from plot_experts import Routes, independent, replay
 from sampling import Sampling
+from scripts.bench import papers as bench
+from scripts.bench.measure import Series, pass_bytes
+from scripts.bench.papers import BenchConfig
+from scripts.train import train_demo, train_eagle
 from session import Session
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import profile_cycle
-from profile_cycle import CYCLE, PYTHON, STEP, ProfileConfig
+from scripts.bench import profile_cycle
+from scripts.bench.profile_cycle import CYCLE, PYTHON, STEP, ProfileConfig
 
 CUDA = torch.autograd.DeviceType.CUDA
 

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import checkpoint
-import quant_quality
 import quantize
 from checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from eagle_draft import load_head
@@ -34,6 +33,7 @@ from ops.cpu import build
 from ops.quantized import w4a8_reference
 from options import DEMO
 from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
+from scripts.bench import quant_quality
 
 ROOT = Path(quantize.__file__).parent
 TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97
@@ -810,7 +810,7 @@ def test_quantized_demo_stays_the_demo():
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
     """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
-    from bench_target import SHAPES, loading_memory, write_random_model
+    from scripts.bench.random_model import SHAPES, loading_memory, write_random_model
 
     shape = SHAPES["1.1b"]
     write_random_model(tmp_path, shape, torch.bfloat16)

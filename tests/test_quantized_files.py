@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import quant_quality
 import quantize
 from checkpoint import WeightFiles, write_checkpoint
 from generate import generate, load, main
@@ -36,6 +35,7 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from options import DEMO
 from quantize import QuantExperts, QuantLinear
+from scripts.bench import quant_quality
 from test_moe import WATCH
 
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
@@ -635,7 +635,7 @@ def test_older_files_say_it_under_another_key(originals, tmp_path):
 
 
 def test_its_quality_beside_its_parents(tmp_path):
-    """What `--also` of scripts/quant_quality.py adds to the table."""
+    """What `--also` of scripts/bench/quant_quality.py adds to the table."""
     write_model(tmp_path / "m", LAYOUTS["awq-64"])
     own = [row for row in quant_quality.rows([str(tmp_path / "m")]) if row.path]
     assert [row.runs for row in own] == ["int8 activations", "16-bit activations"]

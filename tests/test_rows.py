@@ -32,7 +32,7 @@ from generate import Result, generate, load, main
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
 from load import time_cycles
 from options import DEMO, GenerateConfig, in_order
-from runtime import LargestTree, leaves
+from runtime import LargestTree, tree_leaves
 from sampling import Sampling
 from session import Session
 from stats import check_memory, rows_memory
@@ -118,7 +118,7 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
     engine = engine_for(target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), Sampling()), batch_size=3)
     session = Session(engine, [(0, 0), (1, 0), (2, 0)])
     list(session.run(IDS[:3]))
-    tensors = [*session.work.cache.k, *session.work.cache.v, *leaves(session.state)]
+    tensors = [*session.work.cache.k, *session.work.cache.v, *tree_leaves(session.state)]
     tensors = [x for x in tensors if x.shape[0] == 3]
     session.admit(1, IDS[5], (9, 0))
     before = [x.clone() for x in tensors]

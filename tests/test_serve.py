@@ -21,10 +21,10 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
-import serve  # noqa: E402
 from generate import encode, generate  # noqa: E402
 from options import DEMO, parse  # noqa: E402
-from serve_rows import Answer  # noqa: E402
+from scripts import serve  # noqa: E402
+from scripts.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]

@@ -64,7 +64,7 @@ def imports(tree: ast.Module, known: set[str]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {f"scripts.{name}" if f"scripts.{name}" in known else name for name in found} & (known | {"scripts"})
+    return found & known
 
 
 def room(name: str) -> str:

@@ -11,13 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import train_demo
-import train_eagle
 from draft_tree import StaticTree
 from drafters import RootOnly
-from eagle_chains import INPUTS, Chains, evaluate
 from eagle_draft import EagleDrafter, EagleHead, load_head
-from head_training import Recipe, unrolled_losses
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
@@ -25,7 +21,10 @@ from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO, one_line_errors
 from sampling import Sampling
-from train_eagle import Dialogue, TrainConfig, batches, to_example
+from scripts.train import train_demo, train_eagle
+from scripts.train.acceptance import INPUTS, Chains, evaluate
+from scripts.train.losses import Recipe, unrolled_losses
+from scripts.train.train_eagle import Dialogue, TrainConfig, batches, to_example
 
 
 def official_losses(head, kind=INPUTS[0]):
@@ -148,7 +147,7 @@ def test_batches_resume_where_they_were():
 def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatch):
     """Killed after a saved step and resumed, training ends where an unbroken run ends."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    python, sums = train_demo.read_python(), train_demo.read_sums(train_eagle._path.ROOT / train_demo.TrainConfig.sums)
+    python, sums = train_demo.read_python(), train_demo.read_sums(train_eagle.ROOT / train_demo.TrainConfig.sums)
     python, sums = ({part: texts[:40] for part, texts in data.items()} for data in (python, sums))
     monkeypatch.setattr(train_demo, "read_python", lambda: python)  # all of them take 12 s to encode and lay out
     monkeypatch.setattr(train_demo, "read_sums", lambda file: sums)

@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import features
-import head_training
-import train_eagle
 from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
-from eagle_chains import evaluate
 from eagle_draft import EagleDrafter, load_drafter, load_head
-from head_training import DECAY, STEPS, Recipe, default_aux_layers, frequent_tokens, unrolled_losses
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.heads import rows_of
 from model import KVCache, RMSNorm, causal_window
 from options import GenerateConfig
 from sampling import Sampling
-from train_eagle import Example, TrainConfig
+from scripts.train import feature_cache as features
+from scripts.train import losses as head_training
+from scripts.train import train_eagle
+from scripts.train.acceptance import evaluate
+from scripts.train.losses import DECAY, STEPS, Recipe, default_aux_layers, frequent_tokens, unrolled_losses
+from scripts.train.train_eagle import Example, TrainConfig
 
 UNROLLED = STEPS[3]
 TARGET = "models/target_llama31_gqa8"

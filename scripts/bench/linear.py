@@ -1,0 +1,250 @@
+"""Time one linear layer for 1 to 64 tokens in every weight format, against what the machine could do at best.
+
+    python scripts/bench/linear.py --json linear.json
+    python scripts/bench/linear.py --shapes 4096x11008 --tokens 1,8,64 --rounds 5
+
+How it works:
+1. Ceilings are measured first and again after every shape, and the highest count: the read bandwidth, and the
+   multiply-adds per second, of int8 and of bf16, of the same instructions on registers alone. At best a product takes
+   max(bytes / bandwidth, multiply-adds / peak).
+2. Every contestant goes through its own 200 MB of weights, more than a cache holds, so that it reads memory.
+3. Rounds: each measures every contestant at every number of tokens once, in an order that rotates, so that a machine
+   that drifts drifts for all of them. Medians and quartiles over rounds.
+
+torch-bf16 is `F.linear`, torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is ops/cpu/linear.cpp, and
+the rest is ops/cpu/quantized.cpp.
+Not here: CUDA (check.py), whole models (papers.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+import ops.cpu.build
+from files import write_text
+from ops.quantized import PRODUCTS
+from options import one_line_errors, option, parse
+from quantize import FORMATS
+from scripts.bench.measure import Series, environment, read_bandwidth
+
+ROTATED_BYTES = 200_000_000
+PEAK_ROUNDS = 1_000_000  # about 0.1 s
+FLOAT = {  # the same weights, [N, K] bf16
+    "torch-bf16": F.linear,
+    "bf16": lambda x, w: torch.ops.gpt_eagle.linear_bf16(x, w, None, False),
+}
+KINDS = {  # name -> (format, group size, product), or None for those of FLOAT
+    **dict.fromkeys(FLOAT),
+    "torch-int8": ("int8", 0, "torch"),
+    "torch-int4-128": ("int4", 128, "torch"),
+    "int8": ("int8", 0, "cpu"),
+    "int4-32": ("int4", 32, "cpu"),
+    "int4-64": ("int4", 64, "cpu"),
+    "int4-128": ("int4", 128, "cpu"),
+}
+
+
+class TorchProduct(NamedTuple):
+    """One of PyTorch's own operators with packed weights, for bf16 rows, called as `ops.quantized.Product`."""
+
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    multiply: Callable[..., Tensor]
+
+
+def pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """codes: [N, K] int8; scale: [N, K/G] bf16. Returns: packed codes; scales with their zeros, [K/G, N, 2] bf16."""
+    scale_and_zero = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1), scale_and_zero
+
+
+def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, x.shape[-1] // scale.shape[0], scale)
+
+
+def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
+    return torch.ops.aten._weight_int8pack_mm(x, codes, scale)
+
+
+TORCH = {
+    "int8": TorchProduct(lambda codes, scale: (codes, scale.bfloat16()), _torch_int8),
+    "int4": TorchProduct(pack_torch_int4, _torch_int4),
+}
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Options. Units and effects are in the help texts."""
+
+    shapes: str = option("5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas")
+    tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
+    kinds: str = option(",".join(KINDS), "contestants")
+    rounds: int = option(9, "measurements of each", least=1)
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    json: str = option("", "write the results to this file")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        unknown = set(self.kinds.split(",")) - set(KINDS)
+        if unknown:
+            raise ValueError(f"--kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
+        for shape in self.shapes.split(","):
+            parts = shape.split("x")
+            if len(parts) != 2 or not all(p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts):
+                raise ValueError(f"--shapes are OUTPUTSxINPUTS in multiples of 128; one is {shape!r}")
+        if not all(p.isdigit() and int(p) for p in self.tokens.split(",")):
+            raise ValueError(f"--tokens must be numbers like 1,8,64; it is {self.tokens!r}")
+
+
+class Contestant:
+    """Several copies of one layer in one format, used in turn."""
+
+    def __init__(self, kind: str, n: int, k: int):
+        """n, k: outputs and inputs"""
+        self.n, self.turn = n, 0
+        make = partial(torch.randn, n, k, dtype=torch.bfloat16)
+        if KINDS[kind] is None:
+            self.apply: Callable[..., Tensor] = FLOAT[kind]
+            first = (make(),)
+        else:
+            format, group, where = KINDS[kind]
+            product = TORCH[format] if where == "torch" else PRODUCTS[format, where]
+            self.apply = lambda x, packed, scale: product.multiply(x, packed, scale, n, False)
+            first = product.pack(*FORMATS[format].encode(make(), group))
+        self.bytes = sum(t.nbytes for t in first)
+        copies = max(3, -(-ROTATED_BYTES // self.bytes))
+        self.weights = [first, *(tuple(t.clone() for t in first) for _ in range(copies - 1))]
+
+    def seconds(self, x: Tensor) -> float:
+        """One call, on weights that have not been read lately."""
+        self.turn = (self.turn + 1) % len(self.weights)
+        began = time.perf_counter()
+        self.apply(x, *self.weights[self.turn])
+        return time.perf_counter() - began
+
+
+class Ceiling(NamedTuple):
+    """What the machine could do at best, when it was measured."""
+
+    bandwidth: Series  # bytes/s
+    int8: float  # multiply-adds/s of all threads on registers
+    bf16: float
+
+    @staticmethod
+    def measure() -> Ceiling:
+        """Each the best of five runs, or their median and quartiles."""
+        peaks = [torch.ops.gpt_eagle.dot_peak, torch.ops.gpt_eagle.pair_peak]
+        return Ceiling(read_bandwidth("cpu", 5), *(max(_rate(peak) for _ in range(5)) for peak in peaks))
+
+    def __str__(self) -> str:
+        peaks = f"{self.int8 / 1e12:.2f} T int8 and {self.bf16 / 1e12:.2f} T bf16 multiply-adds/s"
+        return f"{self.bandwidth.text(1e-9, 1)} GB/s, {peaks}"
+
+
+def _rate(peak: Callable[[int], float]) -> float:
+    began = time.perf_counter()
+    done = peak(PEAK_ROUNDS)
+    return done / (time.perf_counter() - began)
+
+
+def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
+    """Measure one shape. Returns: a record per contestant and number of tokens."""
+    n, k = map(int, shape.split("x"))
+    tokens = [int(m) for m in config.tokens.split(",")]
+    contestants = {kind: Contestant(kind, n, k) for kind in config.kinds.split(",")}
+    inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in tokens}
+    taken: dict[tuple[str, int], list[float]] = {(kind, m): [] for kind in contestants for m in tokens}
+    order = list(taken)
+    for number in tqdm(range(-1, config.rounds), desc=shape, unit="round"):
+        shift = number * 7 % len(order)  # nobody always follows the same neighbour
+        for kind, m in order[shift:] + order[:shift]:
+            seconds = contestants[kind].seconds(inputs[m])
+            if number >= 0:  # the first round warms up
+                taken[kind, m].append(seconds)
+    records = []
+    for (kind, m), seconds in taken.items():
+        series = Series.quartiles(seconds)
+        records.append({
+            "shape": shape, "kind": kind, "tokens": m, "ms": series.median * 1e3,
+            "quartiles_ms": [series.low * 1e3, series.high * 1e3],
+            "gb_per_s": contestants[kind].bytes / series.median / 1e9,
+            "of_m1": series.median / Series.quartiles(taken[kind, tokens[0]]).median,
+            "bytes": contestants[kind].bytes, "multiply_adds": m * n * k,
+        })  # fmt: skip
+    return records
+
+
+def table(records: list[dict], value: Callable[[dict], str]) -> str:
+    """A Markdown table: a row per contestant, a column per number of tokens."""
+    tokens = list(dict.fromkeys(r["tokens"] for r in records))
+    lines = [
+        f"| {records[0]['shape']} | " + " | ".join(f"M={m}" for m in tokens) + " |",
+        "|---" * (len(tokens) + 1) + "|",
+    ]
+    for kind in dict.fromkeys(r["kind"] for r in records):
+        cells = [value(r) for r in records if r["kind"] == kind]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def bench(config: LinearConfig) -> None:
+    """Measure and print everything."""
+    config.check()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    missing = ops.cpu.build.load_operators()
+    if missing:
+        raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
+    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    print(f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, {config.rounds} rounds", flush=True)
+    ceilings, records = [Ceiling.measure()], {}
+    for shape in config.shapes.split(","):
+        records[shape] = bench_shape(shape, config)
+        ceilings.append(Ceiling.measure())
+    bandwidth = max(c.bandwidth.median for c in ceilings)
+    int8, bf16 = max(c.int8 for c in ceilings), max(c.bf16 for c in ceilings)
+    print(f"ceilings, measured {len(ceilings)} times, the highest count: {'; '.join(map(str, ceilings))}")
+    for rows in records.values():
+        for r in rows:
+            peak = bf16 if r["kind"] in FLOAT else int8
+            r["of_ceiling"] = r["ms"] / 1e3 / max(r["bytes"] / bandwidth, r["multiply_adds"] / peak)
+        print("\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak))\n")
+        print(table(rows, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
+        print("\nGB/s\n\n" + table(rows, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
+    document = {
+        "environment": environment("cpu"),
+        "ceilings": [
+            {
+                "gb_per_s": c.bandwidth.median / 1e9,
+                "int8_multiply_adds_per_s": c.int8,
+                "bf16_multiply_adds_per_s": c.bf16,
+            }
+            for c in ceilings
+        ],
+        "records": [r for rows in records.values() for r in rows],
+    }
+    if config.json:
+        write_text(config.json, json.dumps(document))
+
+
+def main() -> None:
+    config = parse(LinearConfig, "linear.py", __doc__)
+    with one_line_errors("linear.py"):
+        bench(config)
+
+
+if __name__ == "__main__":
+    main()

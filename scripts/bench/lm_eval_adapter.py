@@ -1,0 +1,293 @@
+"""Score a model on tasks of lm-evaluation-harness through this runtime, in any format that it loads.
+
+    pip install -r scripts/bench/requirements-evals.txt
+    python scripts/bench/lm_eval_adapter.py --checkpoint DIR --quant int4 --tasks arc_easy --limit 50
+
+How it works:
+1. lm_eval makes the requests, and metrics of the answers. Texts become ids as in its own `hf` backend: with the
+   tokenizer's BOS if it has one, control tokens parsed, what is too long cut on the left to `--context` tokens.
+2. A log-likelihood is a pass over the cache, in chunks as prefill makes them. Requests are sorted, and one keeps what
+   it shares with the one before: the answers to a question read the question once.
+3. Texts are generated as generate.py does it, drafts included, until a stop string or an end of sequence. `--chat`
+   renders the requests by the checkpoint's own template.
+
+Trade-off: likelihoods are computed one request at a time; `--batch_size` is for texts.
+Not here: sampling; several choices of one token in one pass.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from decode import PREFILL_CHUNK, Engine
+from files import write_text
+from generate import load
+from model import KVCache, causal_window
+from options import DEFAULT, GenerateConfig, check_ids, common_prefix, one_line_errors, option, parse
+from scripts.bench.measure import environment, shown_path
+from session import Session
+
+GENERATION = {"until", "max_gen_toks", "do_sample"}  # what a task may say about a text
+OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # without effect on greedy texts, as in lm_eval's `hf` backend
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Options. Units and effects are in the help texts."""
+
+    checkpoint: str = option(DEFAULT, "the model: a Hugging Face directory or a GGUF file")
+    tasks: str = option("", "names of lm_eval's tasks, separated by commas; `lm_eval ls tasks` lists them")
+    limit: int = option(0, "documents per task; 0: all", least=0)
+    num_fewshot: int = option(-1, "examples before each document; -1: as the task has it", least=0)
+    include_path: str = option("", "directory with further tasks, as YAML files")
+    quant: str = option("none", "round the weights while loading", ("none", "int8", "int4"))
+    group_size: int = option(0, "of int4; 0: the largest that divides the inputs of every layer")
+    draft: str = option(
+        "", "who drafts texts; default: eagle when a head is given or bundled, else none", ("none", "eagle", "ngram")
+    )
+    eagle: str = option("", "directory of the EAGLE head")
+    chat: str | None = option(None, "render by a chat template: the checkpoint's own, or the one named", optional=True)
+    system: str | None = option(None, "system message of the chat")
+    context: int = option(0, "longest text in tokens; 0: what the model was trained for, at most 4096", least=0)
+    batch_size: int = option(1, "texts generated together", least=1)
+    compile: bool = option(False, "compile the steps of a cycle")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
+    json: str = option("", "write the results to this file")
+
+    def engine(self) -> GenerateConfig:
+        """The options of the runtime. Raises: ValueError for one that cannot work."""
+        own = ("tasks", "limit", "num_fewshot", "include_path", "json")
+        return GenerateConfig(**{name: value for name, value in vars(self).items() if name not in own})
+
+
+# ------------------------------------------------------------------------------------------------ scoring
+
+
+class Scorer:
+    """Log-likelihoods and texts of an engine, in token ids."""
+
+    def __init__(self, engine: Engine):
+        self.engine, weight = engine, engine.target.embedding.weight
+        self.cache = KVCache.empty(engine.target.config, 1, engine.context, weight.dtype, str(weight.device))
+        self.cached: list[int] = []  # tokens whose keys and values are in the cache
+
+    @torch.inference_mode()
+    def score(self, before: list[int], after: list[int]) -> tuple[float, bool]:
+        """How likely a continuation is.
+
+        before: token ids, of which the first are dropped where both are too long; after: the continuation's
+        Returns: the log-likelihood of `after` (nats); whether each of its tokens is the likeliest.
+        Raises: ValueError for ids that cannot be.
+        """
+        target, context = self.engine.target, self.engine.context
+        ids = (before + after)[-context - 1 :]
+        if not after or len(after) >= len(ids):
+            rule = f"a request has {len(before)} tokens and scores {len(after)}: it must be 1 to {context} behind 1"
+            raise ValueError(f"{rule} or more; raise --context, or use other tasks")
+        check_ids(ids, target.config.vocab_size, context + 2)
+        first, last = len(ids) - len(after) - 1, len(ids) - 1  # the rows that predict the continuation
+        begin = min(common_prefix(self.cached, ids[:-1]), first)
+        self.cached = ids[:begin]
+        tokens = torch.tensor([ids], device=target.embedding.weight.device)  # [1, T + 1]
+        total, greedy = 0.0, True
+        for at in range(begin, last, PREFILL_CHUNK):
+            end = min(at + PREFILL_CHUNK, last)
+            window = causal_window(tokens.new_tensor([at]), end - at)
+            features = target(tokens[:, at:end], window.slots, self.cache, window)  # [1, C, F]
+            rows = range(max(at, first), end)
+            if rows:
+                scores = target.logits(features[:, rows.start - at :]).log_softmax(-1)[0]  # [R, V]
+                wanted = tokens[0, rows.start + 1 : end + 1]  # [R]
+                total += float(scores.gather(1, wanted[:, None]).double().sum())
+                greedy &= bool((scores.argmax(-1) == wanted).all())
+        self.cached = ids[:-1]
+        return total, greedy
+
+    def texts(self, prompts: list[list[int]], until: list[str], most: int) -> Iterator[str]:
+        """Generate, up to a stop string, which is left out, an end of sequence or `most` tokens.
+
+        prompts: token ids, of which the first are dropped where `most` would not fit. Yields: a text each, in order.
+        Raises: ValueError when `most` leaves no room for a prompt.
+        """
+        engine, size = self.engine, self.engine.config.batch_size
+        room = engine.context - most
+        if room < 1:
+            raise ValueError(f"a task asks for {most} tokens, and the context holds {engine.context}; raise --context")
+        engine = replace(engine, config=replace(engine.config, max_new_tokens=most))
+        ends = {engine.tokenizer.id_of(stop) for stop in until}  # control tokens have no text
+        for group in range(0, len(prompts), size):
+            parts = prompts[group : group + size]
+            ids = [check_ids(part[-room:], engine.target.config.vocab_size, engine.context) for part in parts]
+            streams = [(group + row, 0) for row in range(len(ids))]
+            decoders, texts, runs = [engine.tokenizer.stream() for _ in ids], [""] * len(ids), [True] * len(ids)
+            for new in Session(engine, streams).run(ids):
+                for row, tokens in enumerate(new[: len(ids)]):
+                    kept = list(takewhile(lambda token: token not in ends, tokens if runs[row] else []))
+                    texts[row] += decoders[row].push(kept)
+                    runs[row] = runs[row] and len(kept) == len(tokens) > 0 and texts[row] == cut(texts[row], until)
+                if not any(runs):
+                    break
+            yield from (cut(text + decoder.flush(), until) for text, decoder in zip(texts, decoders))
+
+
+def stops(until: list[str | None]) -> list[str]:
+    """The stop strings of a task without empty ones, which would end every text at once, and without null."""
+    return [stop for stop in until if stop]
+
+
+def cut(text: str, until: list[str]) -> str:
+    """A text up to the first of some stop strings."""
+    return text[: min([text.find(stop) for stop in until if stop in text], default=len(text))]
+
+
+# ----------------------------------------------------------------------------------------------- adapter
+
+
+def adapter(engine: Engine) -> Any:
+    """The engine as a model of lm_eval. Raises: ValueError when that is not installed."""
+    try:
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.models.utils import normalize_gen_kwargs
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing; run: pip install -r scripts/bench/requirements-evals.txt") from None
+    scorer, tokenizer = Scorer(engine), engine.tokenizer
+    ends = (*tokenizer.eos_ids, *engine.eos_ids)
+    if not ends:
+        raise ValueError(f"{engine.config.checkpoint} has no end of sequence, which lm_eval needs; name another")
+
+    class Runtime(TemplateLM):
+        eot_token_id = ends[0]
+        prefix_token_id = ends[0] if tokenizer.bos_id is None else tokenizer.bos_id
+        tokenizer_name = engine.config.checkpoint
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return tokenizer.encode(string, bos=add_special_tokens is not False, special=True)
+
+        def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
+            order = sorted(range(len(requests)), key=lambda i: requests[i][1] + requests[i][2])
+            found = {i: scorer.score(*requests[i][1:]) for i in order}
+            return [found[i] for i in range(len(requests))]
+
+        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+            scores = []
+            for (text,) in (request.args for request in requests):
+                ids, prefix = self.tok_encode(text), self.prefix_token_id
+                windows = map(make_disjoint_window, get_rolling_token_windows(ids, prefix, engine.context, 1))
+                scores.append(sum(scorer.score(*window)[0] for window in windows))
+            return scores
+
+        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+            groups: dict[str, list[int]] = {}  # requests of the same kind
+            for i, request in enumerate(requests):
+                groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+            found: dict[int, str] = {}
+            for kind, members in groups.items():
+                said = normalize_gen_kwargs(json.loads(kind))
+                check_generation(said)
+                prompts = [self.tok_encode(requests[i].args[0]) for i in members]
+                until = stops(said["until"])
+                found |= zip(members, scorer.texts(prompts, until, said["max_gen_toks"]))
+            return [found[i] for i in range(len(requests))]
+
+        def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+            return rendered(engine, chat_history, add_generation_prompt)
+
+    return Runtime()
+
+
+def check_generation(said: dict) -> None:
+    """Raises: ValueError for what a task wants of its texts and this script cannot do.
+
+    said: as lm_eval's `normalize_gen_kwargs` returns it, which asks for sampling at a temperature above 0
+    """
+    unknown = sorted(said.keys() - GENERATION - OF_SAMPLING)
+    if unknown or said["do_sample"]:
+        what = f"the generation arguments {', '.join(unknown)}" if unknown else "sampling"
+        raise ValueError(f"a task asks for {what}, and texts are greedy here; use other tasks")
+
+
+def rendered(engine: Engine, messages: list[dict], asks: bool) -> str:
+    """A conversation as the template has it. asks: for an answer, of which nothing is there yet
+
+    A system message at the beginning, a task's `description`, follows that of --system behind an empty line.
+    Raises: ValueError for one that is not of questions and answers in turn, or a message that the template leaves out.
+    """
+    system = [m["content"] for m in messages[:1] if m["role"] == "system"]
+    roles = [m["role"] for m in messages[len(system) :]]
+    turns, answers = ([m["content"] for m in messages if m["role"] == role] for role in ("user", "assistant"))
+    if not asks or roles != (["user", "assistant"] * len(turns))[: 2 * len(turns) - 1]:
+        raise ValueError("a task gives a later system message or the start of an answer; use other tasks")
+    if not any(system):
+        return engine.template.render(turns, answers)
+    joined = "\n\n".join(filter(None, (engine.config.system, *system)))
+    try:
+        text, other = (replace(engine.template, system=s).render(turns, answers) for s in (joined, f"Also: {joined}"))
+    except ValueError:
+        engine.template.render(turns, answers)  # what fails without the message too is refused for that
+        text = other = ""
+    if text == other:
+        raise ValueError(
+            "a task gives a system message, and the chat template takes none; use --chat NAME, or other tasks"
+        )
+    return text
+
+
+# -------------------------------------------------------------------------------------------------- main
+
+
+def run(config: EvalConfig) -> dict:
+    """Evaluate and print. Returns: lm_eval's results, task by task."""
+    if not config.tasks:
+        raise ValueError("nothing to do; name tasks with --tasks")
+    if config.json:
+        write_text(config.json, "{}")  # what cannot be written is known before the work
+    engine = load(config.engine())
+    model = adapter(engine)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    manager = TaskManager(include_path=config.include_path or None)
+    names = config.tasks.split(",")
+    missing = [name for name in names if name not in manager.all_tasks]
+    if missing:
+        raise ValueError(f"--tasks: lm_eval has no task {', '.join(missing)}; see `lm_eval ls tasks`")
+    try:
+        found = simple_evaluate(
+            model, tasks=names, limit=config.limit or None, task_manager=manager,
+            num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
+            apply_chat_template=engine.template is not None, log_samples=False,
+        )  # fmt: skip
+    except ConnectionError as error:
+        raise ValueError(f"--tasks: the data cannot be fetched ({error}); try again, or use --include_path") from None
+    facts, ran = environment(engine.config.device, "lm_eval"), engine.config
+    what = f"{shown_path(ran.checkpoint)}, {ran.dtype}, quant {ran.quant}, draft {ran.draft}, context {engine.context}"
+    print(", ".join(f"{key} {value}" for key, value in facts.items()) + f"\n{what}\n")
+    print(make_table(found))
+    if config.json:
+        record = {"environment": facts, "config": vars(config), "results": found["results"]}
+        write_text(config.json, json.dumps(record, default=str))
+    return found["results"]
+
+
+def main() -> None:
+    """The command line."""
+    config = parse(EvalConfig, "lm_eval_adapter.py", __doc__)
+    with one_line_errors("lm_eval_adapter.py"):
+        run(config)
+
+
+if __name__ == "__main__":
+    main()

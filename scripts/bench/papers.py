@@ -1,0 +1,479 @@
+"""Reproduce the papers' tables for any target and head: speedup, tau, n-alpha and where the time goes, by task.
+
+    python scripts/bench/papers.py --compile --json bench.jsonl --plots plots
+    python scripts/bench/papers.py --methods none,eagle:dynamic:topk --temperatures 0.6,1 --batch_sizes 1,4 --json bench.jsonl
+    python scripts/bench/papers.py --report bench.jsonl --plots plots
+
+How it works:
+1. A method is who drafts, then after colons a tree, a way to pick children, `residual`, or any field of GenerateConfig
+   (options.py), also those that are no flags of generate.py: `eagle:dynamic:topk:tree_size=30`. It becomes a command
+   line, which is refused where generate.py would refuse it.
+2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with a trace; that warms
+   up, and shows what the draft's confidence was worth (EAGLE-2 Figure 6).
+3. Then all methods decode the same prompts in turn, prompt group by prompt group; who begins changes. A speedup is
+   taken between neighbours in time: decode tokens per second over those of `none`. Prefill and compilation are apart.
+4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of it alone.
+   Started again after a kill, the same command goes on: rounds of the unfinished task are kept in FILE.part.
+
+tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of drafted tokens
+accepted after n accepted ones. Without `none` there is no speedup, and large batches measure tau and n-alpha quickly.
+Not here: other runtimes (peers.py), and what the numbers mean (benchmarks/README.md).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from decode import Engine
+from files import read_jsonl
+from generate import Batch, Turn, encode, load
+from options import DEMO, ROOT, GenerateConfig, one_line_errors, option, parse, pick_device
+from scripts.bench.measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path, with_config
+from scripts.bench.report import write_report
+from stats import Stats, peak_memory_bytes
+
+EVAL = ROOT / "data" / "eval"
+FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # how a base model is asked, as in its training; chat models get the turns
+BINS = 20  # of confidence, in [0, 1]
+CEILING_RUNS = 5
+MATRIX = ("tasks", "methods", "temperatures", "batch_sizes", "quant", "json", "report", "plots", "table")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Options. Units and effects are in the help texts."""
+
+    checkpoint: str = option(DEMO, "Hugging Face directory of the target")
+    eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
+    tasks: str = option("demo,gsm8k,humaneval", "names in data/eval, or JSONL files of id, task and turns")
+    limit: int = option(20, "prompts per task; 0: all", least=0)
+    methods: str = option("none,eagle:chain:tree_depth=5,eagle:static,eagle:dynamic", "who drafts, and how; see above")
+    temperatures: str = option("0", "0 is greedy")
+    batch_sizes: str = option("1", "sequences decoded together")
+    quant: str = option("none", "weight formats of the target, each loaded in turn")
+    options: str = option("", "further options of generate.py for all methods, as top_p=0.9,context=1024,ignore_eos")
+    chat: str | None = option(None, "apply a chat template: the model's, or the one named", optional=True)
+    max_new_tokens: int = option(128, "tokens per turn")
+    max_prompt: int = option(
+        0, "longer prompts are left out, and counted; 0: those that leave no room to answer", least=0
+    )
+    traced: int = option(
+        4, "prompts per task that are first decoded untimed, to warm up and for the calibration", least=1
+    )
+    repeats: int = option(1, "timed runs of every prompt; acceptance is counted in the first", least=1)
+    compile: bool = option(False, "compile the steps of a cycle")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
+    seed: int = option(0, "of the sampling noise")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    json: str = option("", "write one line per task and method; what this file holds already is not measured again")
+    report: str = option("", "measure nothing; make tables and plots of such a file")
+    plots: str = option("", "directory to write plots to")
+    table: str = option("", "file to write the Markdown tables to")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        for name in ("tasks", "methods", "temperatures", "batch_sizes", "quant"):
+            parts = getattr(self, name).split(",")
+            if len(set(parts)) < len(parts) or "" in parts:
+                raise ValueError(f"--{name} must be a list of different values; it is {getattr(self, name)!r}")
+        if self.report and self.json:
+            raise ValueError("--report measures nothing; it cannot go with --json")
+        for name in ("json", "table"):
+            if not Path(getattr(self, name)).parent.is_dir():
+                raise ValueError(f"--{name}: cannot write {getattr(self, name)}; its directory does not exist")
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What all lines of a log share; the rest is the matrix."""
+        facts = {name: value for name, value in asdict(self).items() if name not in MATRIX}
+        return facts | {name: shown_path(facts[name]) for name in ("checkpoint", "eagle")}
+
+
+class Setting(NamedTuple):
+    """What holds for all methods that are compared."""
+
+    quant: str
+    temperature: float
+    batch_size: int
+
+
+class Task(NamedTuple):
+    """Prompts of one kind, those that fit."""
+
+    name: str
+    prompts: list[list[str]]
+    left_out: int
+
+
+# ------------------------------------------------------------------------------------ tasks and methods
+
+
+def task_row_fault(row: dict) -> str:
+    """What is wrong with a row of a task file; "" when nothing is."""
+    turns = row.get("turns")
+    texts = isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
+    whole = texts and isinstance(row.get("task"), str) and "id" in row
+    return "" if whole else 'a row must be like {"id": "a-1", "task": "a", "turns": ["text", ...]}'
+
+
+def read_tasks(config: BenchConfig) -> dict[str, list[list[str]]]:
+    """Conversations by task. Raises: ValueError that names the file and the line."""
+    tasks: dict[str, list[list[str]]] = {}
+    for name in config.tasks.split(","):
+        file = Path(name) if name.endswith(".jsonl") else EVAL / f"{name}.jsonl"
+        if not file.is_file():
+            bundled = ", ".join(sorted(path.stem for path in EVAL.glob("*.jsonl")))
+            raise ValueError(f"--tasks: there is no {name}; name a JSONL file, or one of {bundled}")
+        for row in read_jsonl(file, "--tasks", task_row_fault):
+            form = FORMS.get(row["task"], "{}") if config.chat is None else "{}"
+            tasks.setdefault(row["task"], []).append([form.format(turn) for turn in row["turns"]])
+    return {task: rows[: config.limit or None] for task, rows in tasks.items()}
+
+
+def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchConfig) -> Task:
+    """Leave out what is too long. Raises: ValueError when nothing is left."""
+    room = config.max_prompt or engine.context - config.max_new_tokens
+    kept = [turns for turns in prompts if len(encode(engine, turns[:1], [])) <= room]
+    if not kept:
+        raise ValueError(f"no prompt of {name} has at most {room} tokens; raise --max_prompt or the context")
+    if len(kept) < len(prompts):
+        print(f"note: {len(prompts) - len(kept)} prompts of {name} have more than {room} tokens; they are left out")
+    return Task(name, kept, len(prompts) - len(kept))
+
+
+def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
+    """The options that a method stands for. Ends the program on those that GenerateConfig does not know.
+
+    Raises: ValueError for a combination that cannot work.
+    """
+    draft, *pieces = method.split(":")
+    argv = [f"--{name}={getattr(config, name)}" for name in ("checkpoint", "device", "max_new_tokens", "seed")]
+    argv += [f"--draft={draft}", f"--temperature={setting.temperature}", f"--batch_size={setting.batch_size}"]
+    argv += [f"--dtype={config.dtype}"] if config.dtype else []
+    argv += [f"--quant={setting.quant}"] if setting.quant != "none" else []
+    argv += [f"--eagle={config.eagle}"] if config.eagle and "eagle" in draft else []
+    argv += ["--compile"] if config.compile else []
+    argv += [] if config.chat is None else [f"--chat={config.chat}"]
+    argv += [f"--{one}" for one in config.options.split(",") if one]
+    argv += [_flag(method, piece) for piece in pieces]
+    chosen = parse(GenerateConfig, "papers.py", "", argv, settings=True)
+    chosen.check()
+    return chosen
+
+
+def _flag(method: str, piece: str) -> str:
+    """A piece of a method as a flag of GenerateConfig."""
+    if "=" in piece:
+        return f"--{piece}"
+    for f in fields(GenerateConfig):
+        if f.name in ("tree", "children", "accept") and piece in f.metadata["choices"]:
+            return f"--{f.name}={piece}"
+        if f.type == "bool" and f.name == piece:
+            return f"--{piece}"
+    raise ValueError(
+        f"--methods: {method}: {piece} is no tree, no way to pick children and no option of generate.py; "
+        "use for example eagle:dynamic:topk:tree_size=30"
+    )
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+def repeated(tokens: list[int], n: int = 8) -> float:
+    """ShardedFiles of n-grams that have occurred before in the same output."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def calibration(trace: list[dict]) -> list[list[float]]:
+    """What the draft's confidence in a token says about its acceptance (EAGLE-2 Figure 6).
+
+    Counted are nodes whose parent was accepted; the confidence is exp(value - value of the parent).
+    Returns: per bin of confidence: nodes, accepted ones, sum of confidence.
+    """
+    bins = [[0, 0, 0.0] for _ in range(BINS)]
+    for row in trace:
+        values, accepted = [0.0, *row.get("values", [])], {0, *row["path"]}
+        for node, (parent, value) in enumerate(zip(row["parents"], values[1:]), 1):
+            if value is not None and parent in accepted:
+                confidence = math.exp(min(value - values[parent], 0.0))
+                one = bins[min(int(confidence * BINS), BINS - 1)]
+                one[0] += 1
+                one[1] += node in accepted
+                one[2] += confidence
+    return bins
+
+
+def traced(engine: Engine, prompts: list[list[str]]) -> list[list[float]]:
+    """Decode prompts untimed, with a trace. Returns: their calibration."""
+    batch = Batch(replace(engine, config=replace(engine.config, trace="-")), prompts)
+    for group in batch.groups:
+        batch.run(group)
+    return calibration(batch.trace)
+
+
+def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
+    """Decode one group of prompts. Returns: what happened; the decoded turns."""
+    batch.stats, known = Stats(), len(batch.entries)
+    batch.run(batch.groups[number])
+    stats, entries = batch.stats, batch.entries[known:]
+    rows: dict[int, list[int]] = {}  # accept lengths by row
+    for row, length in zip((row for live in stats.live_rows for row in live), stats.accept_lengths):
+        rows.setdefault(row, []).append(length)
+    facts = {name: getattr(stats, name) for name in ("tokens", "decode_s", "prefill_s", "draft_s", "verify_s")}
+    facts |= {"cycles": len(stats.live_rows), "accept_lengths": list(rows.values())}
+    return facts | {"repeated": [repeated(entry.new) for entry in entries]}, entries
+
+
+def run_round(batches: dict[str, Batch], number: int, repeat: int) -> dict[str, Any]:
+    """Let every method decode the same group of prompts, in turn; who begins changes from round to round."""
+    names = list(batches)
+    first = (number + repeat) % len(names)
+    done = {name: run_group(batches[name], number) for name in names[first:] + names[:first]}
+    outcomes = {name: done[name][0] for name in names}
+    for name in names:
+        exact = "none" in done and batches[name].engine.config.accept == "exact"  # the residual rule draws others
+        pairs = zip(done[name][1], done["none"][1]) if exact else ()
+        outcomes[name]["identical"] = [mine.new == plain.new for mine, plain in pairs]
+    return {"group": number, "repeat": repeat, "outcomes": outcomes}
+
+
+def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
+    """tau, and acceptance by depth. rows: accept lengths per prompt."""
+    lengths = [length for row in rows for length in row]
+    if not lengths:  # every prompt ended with its first token
+        return {"tau": 0.0, "tau_error": 0.0, "histogram": [0] * (depth + 1), "by_depth": []}
+    depth = max(depth, *lengths)  # drafters that choose between trees may have deeper ones
+    tau = sum(lengths) / len(lengths) + 1
+    # a ratio of sums; its standard error over prompts, by their linearised deviations
+    off = [sum(row) + len(row) - tau * len(row) for row in rows]
+    tried = [sum(a >= n for a in lengths) for n in range(depth)]
+    return {
+        "tau": tau,
+        "tau_error": math.sqrt(sum(d * d for d in off)) / len(lengths),
+        "histogram": [lengths.count(n) for n in range(depth + 1)],
+        "by_depth": [sum(a > n for a in lengths) / t for n, t in enumerate(tried) if t],
+    }
+
+
+def speed(name: str, rounds: list[dict]) -> dict[str, Any]:
+    """Tokens per second, speedup over `none` in the same round, and milliseconds of a cycle."""
+    mine = [r["outcomes"][name] for r in rounds]
+    rate = [_rate(one) for one in mine]
+    plain = [_rate(r["outcomes"]["none"]) if "none" in r["outcomes"] else 0.0 for r in rounds]
+    pairs = [r / p for r, p in zip(rate, plain) if r and p]
+    cycles = max(sum(one["cycles"] for one in mine), 1)
+    total = {key: sum(one[key] for one in mine) for key in ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens")}
+    parts = {"draft": total["draft_s"], "verify": total["verify_s"]}
+    parts["rest"] = total["decode_s"] - parts["draft"] - parts["verify"]
+    rates = Series.quartiles([r for r in rate if r] or [0.0])
+    ratios = Series.quartiles(pairs) if pairs else None
+    return {
+        "tokens_per_s": rates.median, "tokens_per_s_quartiles": rates[1:],
+        "speedup": ratios.median if ratios else None, "speedup_quartiles": ratios[1:] if ratios else None,
+        **{f"{part}_ms": seconds / cycles * 1e3 for part, seconds in parts.items()},
+        **total, "cycles": cycles, "runs": len(mine),
+    }  # fmt: skip
+
+
+def _rate(outcome: dict[str, Any]) -> float:
+    """Tokens per second; 0 where the first token was the last one."""
+    return outcome["tokens"] / outcome["decode_s"] if outcome["decode_s"] else 0.0
+
+
+def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> dict[str, Any]:
+    """A line of the log, as far as it comes from the measurement."""
+    first = [r["outcomes"][name] for r in rounds if r["repeat"] == 0]
+    facts = acceptance([row for one in first for row in one["accept_lengths"]], engine.drafter.depth)
+    timed = speed(name, rounds)
+    same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
+    chain = engine.config.draft in ("eagle", "model") and engine.drafter.width == 1
+    pass_s = timed["verify_ms"] / 1e3
+    return {
+        **facts, **timed,
+        "n_alpha": facts["by_depth"] if chain else None,
+        "identical": sum(same) / len(same) if same else None,
+        "repeated": statistics.mean(x for one in first for x in one["repeated"]),
+        "verify_of_ceiling": pass_bytes(engine.target, 0) / pass_s / ceiling if pass_s else None,
+        "draft": engine.drafter.resolved_options(), "nodes": engine.drafter.size,
+        "compiled": engine.config.compile, "compile_s": engine.compile_s, "load_s": engine.load_s,
+        "peak_memory_bytes": peak_memory_bytes(engine.config.device),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- the matrix
+
+
+class Unit(NamedTuple):
+    """A task under a setting, and the methods that the log lacks there."""
+
+    setting: Setting
+    task: str
+    lacking: list[str]
+
+    def key(self, method: str) -> dict[str, Any]:
+        """What tells a line of the log from the others."""
+        return {"task": self.task, "method": method} | self.setting._asdict()
+
+
+class Bench(NamedTuple):
+    """A run of this program."""
+
+    config: BenchConfig
+    tasks: dict[str, list[list[str]]]
+    log: Log
+    part: Log  # rounds of the unit that is being measured
+    machine: dict[str, Any]
+    ceiling: Series  # bytes per second
+
+    def methods(self, unit: Unit) -> list[str]:
+        """What runs for a unit: what is lacking, and `none`, against which everything is measured."""
+        plain = "none" in self.config.methods.split(",") and "none" not in unit.lacking
+        return ["none"] * plain + unit.lacking
+
+
+def settings_of(config: BenchConfig) -> list[Setting]:
+    """The matrix. Raises: ValueError for what is no number."""
+    try:
+        temperatures = [float(t) for t in config.temperatures.split(",")]
+        sizes = [int(b) for b in config.batch_sizes.split(",")]
+    except ValueError:
+        given = f"--temperatures {config.temperatures} and --batch_sizes {config.batch_sizes}"
+        raise ValueError(f"{given} must be lists of numbers, as 0,1 and 1,4") from None
+    return [Setting(q, t, b) for q in config.quant.split(",") for t in temperatures for b in sizes]
+
+
+def open_log(path: str, what: str) -> Log:
+    """A log of this program. Raises: ValueError for another file."""
+    log = Log(path, what)
+    for number, row in enumerate(log.rows, 1):
+        if "ceiling_bytes_per_s" not in row or "calibration" not in row:
+            raise ValueError(f"{what}: {path} line {number} is no line of papers.py; name another file")
+    return log
+
+
+def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log) -> list[Unit]:
+    """What the log lacks. Raises: ValueError for a log of another configuration."""
+    for row in log.rows:
+        for name, value in config.fixed.items():
+            if row["config"].get(name) != value:
+                was = f"--{name} {row['config'].get(name)}, here {value}"
+                raise ValueError(f"--json: {config.json} was measured with {was}; name another file")
+    known = {tuple(row[key] for key in ("task", "method", *Setting._fields)) for row in log.rows}
+    units = []
+    for setting in settings_of(config):
+        for task in tasks:
+            lacking = [m for m in config.methods.split(",") if (task, m, *setting) not in known]
+            units += [Unit(setting, task, lacking)] if lacking else []
+    return units
+
+
+def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm) -> None:
+    """Measure one task, in what rounds the last run left to do, and enter it in the log."""
+    config, methods = bench.config, bench.methods(unit)
+    engines = {name: engines[name] for name in methods}
+    task = fitting(engines[methods[0]], unit.task, bench.tasks[unit.task], config)
+    label = {"unit": [unit.key(m) for m in methods], "config": config.fixed}
+    if any({key: r.get(key) for key in label} != label for r in bench.part.rows):
+        print(f"note: {config.json}.part belongs to other options; it is dropped", file=sys.stderr)
+        bench.part.clear()
+    done = {(r["group"], r["repeat"]) for r in bench.part.rows}
+    bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {unit.setting.batch_size}")
+    found = {name: traced(engine, task.prompts[: config.traced]) for name, engine in engines.items()}
+    batches = {name: Batch(engine, task.prompts) for name, engine in engines.items()}
+    for repeat in range(config.repeats):
+        for number in range(len(batches[methods[0]].groups)):
+            if (number, repeat) not in done:
+                bench.part.add([label | run_round(batches, number, repeat)])
+            bar.update()
+    facts = {"prompts": len(task.prompts), "left_out": task.left_out}
+    context = {"config": config.fixed, "environment": bench.machine, "ceiling_bytes_per_s": bench.ceiling}
+    bench.log.add(
+        [
+            unit.key(name)
+            | summary(name, engines[name], bench.part.rows, bench.ceiling.median)
+            | {"calibration": found[name]}
+            | facts
+            | context
+            for name in unit.lacking
+        ]
+    )
+    bench.part.clear()
+
+
+def measure(bench: Bench, units: list[Unit]) -> None:
+    """Measure what is to do: one target per quantization, one set of engines per setting."""
+    target, loaded = None, None
+    sizes = {name: len(prompts) * bench.config.repeats for name, prompts in bench.tasks.items()}
+    bar = tqdm(total=sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units), unit="round")
+    for setting in dict.fromkeys(unit.setting for unit in units):
+        mine = [unit for unit in units if unit.setting == setting]
+        if loaded != setting.quant:
+            target = None  # freed before the next one is loaded
+            plain = method_config("none", setting, bench.config)
+            target, loaded = load(replace(plain, compile=False)), setting.quant
+        engines: dict[str, Engine] = {}
+        for name in dict.fromkeys(m for unit in mine for m in bench.methods(unit)):
+            bar.set_postfix_str(f"compiling {name}" if bench.config.compile else f"preparing {name}")
+            chosen = method_config(name, setting, bench.config)
+            engines[name] = with_config(target, replace(chosen, dtype=target.config.dtype))
+        for unit in mine:
+            measure_unit(bench, unit, engines, bar)
+        torch.compiler.reset()  # else the next setting's steps would first try the graphs of this one
+    bar.close()
+
+
+def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
+    """What must be known before any number is read."""
+    yield ", ".join(f"{key} {value}" for key, value in machine.items())
+    dtype = config.dtype or "of the checkpoint"
+    yield f"checkpoint {shown_path(config.checkpoint)}, dtype {dtype}, quantization {config.quant}"
+    yield f"tasks {config.tasks}, B = {config.batch_sizes}, T = {config.temperatures}"
+    yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
+
+
+def run(config: BenchConfig) -> list[dict]:
+    """Measure what the log lacks. Returns: all of its rows."""
+    config = replace(config, device=pick_device(config.device))
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    tasks = read_tasks(config)
+    for setting in settings_of(config):  # every combination, before anything is measured
+        for method in config.methods.split(","):
+            method_config(method, setting, config)
+    log = open_log(config.json, "--json")
+    units = units_to_do(config, tasks, log)
+    if log.rows:
+        print(f"{config.json} holds {len(log.rows)} lines; {sum(len(u.lacking) for u in units)} are to be measured")
+    if units:
+        machine, ceiling = environment(config.device), read_bandwidth(config.device, CEILING_RUNS)
+        print("\n".join(header_lines(config, machine, ceiling)), flush=True)
+        part = Log(f"{config.json}.part" if config.json else "", "--json")
+        measure(Bench(config, tasks, log, part, machine, ceiling), units)
+    return log.rows
+
+
+def main() -> None:
+    """The command line."""
+    config = parse(BenchConfig, "papers.py", __doc__)
+
+    with one_line_errors("papers.py"):
+        config.check()
+        rows = open_log(config.report, "--report").rows if config.report else run(config)
+        write_report(rows, config.table, config.plots)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""From the command to the first text and to the end, for a short and a long answer, beside llama.cpp on the same file.
+
+    python scripts/bench/start.py --llama_python .venv-llama/bin/python
+
+How it works:
+1. Every start is a process of its own, with its standard output in a pipe. The first byte there is the first text.
+2. Rounds run the contestants in turn. generate.py's caches are filled by a first start; `--cold` empties them before
+   that one and prints it: the CPU operators (`XDG_CACHE_HOME`) and what torch compiles.
+3. llama.cpp is its Python binding, in a Python that has it (`pip install llama-cpp-python`). It renders the chat by the
+   file's own template, decodes greedily, and prints what generate.py prints: a text, then tokens and seconds.
+4. Both lengths are of one answer, cut. A start that fails, or whose text is not its contestant's first one, is an
+   error. Texts of two contestants may part, as their roundings differ; the table says where.
+
+tokens/s is of decoding alone, as each contestant counts it. The model must be there already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from options import DEFAULT, common_prefix, one_line_errors, option, parse
+from scripts.bench.measure import Series, environment
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "Write a long story about a lighthouse keeper."
+LENGTHS = (50, 500)  # tokens, at which the answer is cut
+SPEED = re.compile(r"(\d+) tokens in [\d.]+ s: ([\d.]+) tokens/s")  # in the line that ends a run
+# command line: model, prompt, tokens at most, threads
+LLAMA = """
+import sys, time
+from llama_cpp import Llama
+path, prompt, most, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+model = Llama(model_path=path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+messages, count, first = [{"role": "user", "content": prompt}], 0, 0.0
+for part in model.create_chat_completion(messages, stream=True, temperature=0.0, repeat_penalty=1.0, max_tokens=most):
+    text = part["choices"][0]["delta"].get("content", "")
+    if text:
+        first = first or time.perf_counter()
+        count = model.n_tokens
+        began = began if "began" in globals() else count
+        print(text, end="", flush=True)
+seconds = time.perf_counter() - first
+tokens = count - began
+print(f"\\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+"""
+
+
+@dataclass(frozen=True)
+class StartConfig:
+    options: str = option("", "further options of generate.py, for a contestant more, as '--draft none'")
+    llama_python: str = option("", "a Python that has llama-cpp-python; without one llama.cpp is left out")
+    threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
+    rounds: int = option(3, "second starts of every contestant", least=1)
+    cold: bool = option(False, "also print a first start with empty caches")
+
+
+class Start(NamedTuple):
+    """What a process did."""
+
+    first_s: float  # from the command to its first text
+    end_s: float  # and to its end
+    text: str  # without the line of statistics
+    tokens: int  # behind the first
+    tokens_per_s: float  # of decoding
+
+
+def start(command: list[str], caches: str) -> Start:
+    """Run one process. Raises: ValueError when it fails."""
+    own = {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/compiler"} if caches else {}
+    began, first, said = time.perf_counter(), 0.0, b""
+    with tempfile.TemporaryFile() as errors:
+        with subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors) as run:
+            while data := os.read(run.stdout.fileno(), 1 << 16):
+                first = first or time.perf_counter() - began
+                said += data
+        end = time.perf_counter() - began
+        errors.seek(0)
+        if run.returncode:
+            reason = errors.read().decode(errors="replace").strip()[-200:]
+            raise ValueError(f"{shlex.join(command)[:80]} ended with {run.returncode}: {reason}")
+    text, _, line = said.decode().rstrip("\n").rpartition("\n")
+    found = SPEED.search(line)
+    tokens, speed = (int(found[1]), float(found[2])) if found else (0, 0.0)
+    return Start(first or end, end, text.rstrip("\n"), tokens, speed)
+
+
+def contestants(config: StartConfig) -> dict[str, list[str]]:
+    """The commands, by what the table calls them."""
+    rows = {"import torch": [sys.executable, "-c", "import torch"]}
+    ours = {"--compile": ["--compile"], "without it": []}
+    if config.options:
+        ours[config.options] = shlex.split(config.options)
+    for length in LENGTHS:
+        asked = ["--chat", "--prompt", PROMPT, "--max_new_tokens", str(length)]
+        for name, options in ours.items():
+            rows[f"{length}, {name}"] = [sys.executable, "generate.py", *options, *asked]
+        if config.llama_python:
+            llama = os.path.abspath(config.llama_python)
+            rows[f"{length}, llama.cpp"] = [llama, "-c", LLAMA, DEFAULT, PROMPT, str(length), str(config.threads)]
+    return rows
+
+
+def measured(config: StartConfig) -> dict[str, list[Start]]:
+    """Run all in turn. Raises: ValueError for one that fails, or gives another text than before."""
+    rows = contestants(config)
+    found: dict[str, list[Start]] = {name: [] for name in rows}
+    with tempfile.TemporaryDirectory() as empty:
+        caches = empty if config.cold else ""
+        texts: dict[str, str] = {}
+        for number in range(config.rounds + 1):
+            for name, command in rows.items():
+                run = start(command, caches)
+                if texts.setdefault(name, run.text) != run.text:
+                    raise ValueError(f"{name}: start {number + 1} gave another text than the first one")
+                if number:  # the first fills caches
+                    found[name].append(run)
+                elif config.cold:
+                    print(f"first start, {name}: first text {run.first_s:.1f} s, end {run.end_s:.1f} s", flush=True)
+    return found
+
+
+def summary(name: str, runs: list[Start]) -> dict[str, Any]:
+    """Print a contestant's line. Returns: the same as a dict."""
+    first, end, speed = (Series.of([run[i] for run in runs]) for i in (0, 1, 4))
+    tokens = runs[0].tokens
+    line = f"{name:24} first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
+    print(line + (f", {tokens} tokens at {speed.text(1, 1)}/s" if tokens else ""))
+    return {"name": name, "first_s": first, "end_s": end, "tokens": tokens, "tokens_per_s": speed}
+
+
+def bench(config: StartConfig) -> None:
+    """Measure and print."""
+    facts = environment("cpu")
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    found = measured(config)
+    print(f"second starts, median (range) of {config.rounds}:")
+    rows = [summary(name, runs) for name, runs in found.items()]
+    for length in LENGTHS:
+        texts = {name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")}
+        reference = texts[f"{length}, --compile"]
+        for name, text in texts.items():
+            same = common_prefix(text, reference)
+            if text != reference:
+                parts = f"{text[same:][:30]!r}, not {reference[same:][:30]!r}"
+                print(f"{name}: another text from character {same} on: {parts}")
+    print(json.dumps({"environment": facts, "rows": rows}))
+
+
+if __name__ == "__main__":
+    with one_line_errors("start.py"):
+        bench(parse(StartConfig, "start.py", __doc__))

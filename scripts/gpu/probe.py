@@ -1,0 +1,179 @@
+"""One look at a GPU machine: does it have what the project needs, and how fast are its simplest things?
+
+    python scripts/gpu/probe.py --probe boundary
+
+facts          Versions, nvidia-smi, and what Triton needs to compile its launchers: a C compiler and Python.h.
+product        Two of the project's Triton kernels: one reads the clock, one is an int4 product.
+compiling      A compiled step that changes a record (torch 2.11 lost its fields).
+capture        A step captured as a graph and replayed.
+boundary       The time of an empty kernel in a graph of 500: how long the step from one kernel to the next takes.
+bandwidth      Bytes per second that a GPU reads (measure.py).
+small_kernels  Small cases of the project's kernels against their references. scripts/gpu/check.py runs them under
+               compute-sanitizer, which makes programs many times slower.
+What is wrong raises; the exit status is then 1. One JSON line is appended per probe, with `text` for a reader.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+import ops.rows
+from draft_tree import changed
+from options import one_line_errors, option, parse, pick_device
+from runtime import WARM_UPS, Replay, compiled, device_time, store
+from scripts.bench import measure
+from scripts.gpu import kernels as kernel_bench
+
+BOUNDARIES = 500  # kernels in the graph
+SMALL = (256, 512)  # outputs and inputs of the products that are only checked
+
+
+class Pair(NamedTuple):
+    """A record that a step changes."""
+
+    kept: Tensor
+    replaced: Tensor
+
+
+def lines_of(*command: str) -> list[str]:
+    """What a program says; one line that tells why, where it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"no {command[0]} ({type(error).__name__})"]
+    return (done.stdout or done.stderr).strip().splitlines() or [f"{command[0]}: exit status {done.returncode}"]
+
+
+def facts(device: str) -> dict[str, Any]:
+    """What is installed here. Nothing is refused, since the other probes find out what does not work."""
+    query = "--query-gpu=name,driver_version,memory.used,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "gcc"
+    found = {
+        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "processors": os.cpu_count(), "nvidia_smi": lines_of("nvidia-smi", query, "--format=csv,noheader")[0],
+        "compiler": lines_of(compiler, "--version")[0], "python_h": header.exists(),
+        "sanitizer": shutil.which("compute-sanitizer") is not None,
+    }  # fmt: skip
+    found["text"] = (
+        f"{found['nvidia_smi']}; Python {found['python']}, torch {found['torch']}, {found['compiler']}, "
+        f"Python.h {'is there' if found['python_h'] else 'is missing'}"
+    )
+    return found
+
+
+def product(device: str) -> dict[str, Any]:
+    """Run two kernels of the project."""
+    first = device_time(torch.device(device))
+    second = device_time(torch.device(device))
+    assert 0 < first < second, f"the device's clock went from {int(first)} to {int(second)} ns"
+    checked = kernel_bench.check_layer(kernel_bench.make_layer("int4", *SMALL, 128), SMALL[1], [1, 17])
+    assert checked["correct"] and checked["same_bits"], checked
+    return checked | {"text": "clock and int4 product are right"}
+
+
+def compiling(device: str) -> dict[str, Any]:
+    """Compile a step."""
+    step = compiled(lambda pair: changed(pair, replaced=pair.replaced * 2 + 1))
+    x = torch.arange(5.0, device=device)
+    kept, replaced = step(Pair(x, x))
+    assert torch.equal(kept, x) and torch.equal(replaced, x * 2 + 1), (kept, replaced)
+    return {"text": "a compiled step is right"}
+
+
+def capture(device: str) -> dict[str, Any]:
+    """Replay a step over its own buffer."""
+    x = torch.zeros(3, device=device)
+
+    def step() -> Tensor:
+        y = x + 1
+        store(x, y)
+        return y
+
+    replay, runs = Replay(step, x.device), WARM_UPS + 3
+    for _ in range(runs):
+        result = replay()
+    assert torch.equal(x, torch.full_like(x, runs)) and torch.equal(result, x), (x, result)
+    assert (replay.graph is not None) == x.is_cuda, "the step ran uncaptured"
+    return {"text": "a captured step is right"}
+
+
+def boundary(device: str) -> dict[str, Any]:
+    """Time a graph of kernels that do nothing, and of the smallest of torch's."""
+    import triton
+
+    @triton.jit
+    def empty_kernel(x):
+        pass
+
+    x = torch.zeros(1, device=device)
+    calls = {"empty": lambda: empty_kernel[(1,)](x, num_warps=1), "fill": lambda: x.fill_(1.0)}
+    times = {name: kernel_bench.graph_times_s([call] * BOUNDARIES, 20) for name, call in calls.items()}
+    us = {f"{name}_us": 1e6 * statistics.median(each) for name, each in times.items()}
+    return us | {"text": f"boundary {us['empty_us']:.2f} us; with torch's smallest kernel {us['fill_us']:.2f} us"}
+
+
+def bandwidth(device: str) -> dict[str, Any]:
+    """Read a large buffer."""
+    read = measure.read_bandwidth(device, 5)
+    return {"bytes_per_s": read, "text": f"reads {read.text(1e-9, 0)} GB/s"}
+
+
+def norm_error(device: str) -> float:
+    """Of the norm that adds partial sums. Relative, at most."""
+    x, delta, weight = (torch.randn(*shape, device=device) for shape in ((7, 96), (3, 7, 96), (96,)))
+    got, want = ops.rows.add_norm(x, delta, weight, 1e-5), ops.rows.add_norm_reference(x, delta, weight, 1e-5)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
+
+
+def small_kernels(device: str) -> dict[str, Any]:
+    """Check products, attention, compaction, top-k and norms."""
+    for form in kernel_bench.PRODUCTS:
+        checked = kernel_bench.check_layer(kernel_bench.make_layer(form, *SMALL, 128), SMALL[1], [1, 17, 33])
+        assert checked["correct"] and checked["same_bits"], (form, checked)
+    errors = {
+        "attention": kernel_bench.attention_contest("8b", 40, 7, 0).error(),
+        "compaction": kernel_bench.compact_contest(1).error(),
+        "topk": kernel_bench.topk_contest(3000, 3, 0).error(),
+        "norm": norm_error(device),
+    }
+    wrong = {name: error for name, error in errors.items() if not error < kernel_bench.TOLERANCE}
+    assert not wrong, wrong
+    return errors | {"text": "small kernels are right"}
+
+
+PROBES = {probe.__name__: probe for probe in (facts, product, compiling, capture, boundary, bandwidth, small_kernels)}
+
+
+@dataclass
+class ProbeConfig:
+    probe: str = option("facts", "what to look at", tuple(PROBES))
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    json: str = option("", "file to append to")
+
+
+def main() -> None:
+    config = parse(ProbeConfig, "probe.py", __doc__)
+    with one_line_errors("probe.py"):
+        log, device = measure.Log(config.json, "--json"), pick_device(config.device)
+        row = {"part": "environment", "probe": config.probe} | PROBES[config.probe](device)
+        log.add([row])
+        print(row, file=sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The time of one kernel on a GPU, estimated: int4 and int8 products and attention, as the project's plans cut them.
+
+A kernel's thread blocks run side by side in waves, as many on a multiprocessor as registers and shared memory allow,
+and share what there is: DRAM, L2, and each multiprocessor's port to L2, issue slots and tensor cores (`fluid`).
+All numbers are in `GPUS` and `Constants`, estimates for an H100 unless a line says otherwise; nothing was measured.
+Source, called study: a reading of the CUDA code emitted at commit c495e77; launches counted, times estimated.
+Not here: what a cycle launches (scripts/gpu/time_model.py), fp32, prefill, experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from extras.stand_in import Shape
+from model import ModelConfig
+from options import fail
+
+try:
+    from ops.cuda.attention import CHUNK, SPLITS, plan_attention, splits_of
+except ModuleNotFoundError:
+    fail("time_model.py", "the plans of the kernels need Triton, which is not installed; pip install triton")
+from ops.cuda.products import Device, plan_product, shared_bytes
+from scripts.gpu.compiled_kernels import TARGETS
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the model does not derive: the study's estimates for an H100, but for the first five (`GPUS`)."""
+
+    bandwidth_tb_s: float  # that our kernels read DRAM with
+    vendor_tb_s: float  # that cuBLAS does
+    l2_tb_s: float  # from L2 to the multiprocessors
+    clock_ghz: float
+    tensor_tflops: float  # bf16, dense, adding in fp32
+    boundary_us: float = 1.2  # between two dependent launches of a graph
+    pdl_boundary_us: float = 0.4  # the same with programmatic dependent launch
+    pdl_saves_us: float = 1.5  # of a product whose first weights are fetched before the wait
+    latency_us: float = 0.9  # of DRAM under load, that the stages of a pipeline hide
+    ramp_us: float = 1.5  # until the first bytes of a kernel of ours arrive
+    epilogue_us: float = 0.7  # from its last bytes to its end
+    vendor_ramp_us: float = 2.0  # both, of a bf16 product by cuBLAS
+    partials_tb_s: float = 2.4  # writing or reading fp32 partial sums (fitted to the study's times)
+    small_us: float = 1.4  # an elementwise kernel
+    norm_us: float = 2.6  # RMSNorm
+    sum_in_norm_us: float = 0.6  # more when it adds splits and residual, too
+    combine_us: float = 1.8  # attention's second kernel, without its bytes
+    last_combine_us: float = 1.3  # the same by the last block of the first
+    argmax_us: float = 12.0  # over the vocabulary
+    accept_us: float = 10.0  # and compaction
+    topk_us: float = 5.0  # each of two kernels over the vocabulary
+    sort_us: float = 4.0  # of a level's values
+    pool_sort_us: float = 8.0  # of all candidates
+    bmm_us: float = 4.0  # a product of small masks
+    grow_us: float = 25 / 6  # each of six kernels that grow a level: top-k, children, frontier, mask, embedding
+    level_us: float = 4.0  # each of two that do the same: candidates of the vocabulary's parts, all the rest
+    rerank_us: float = 60.0  # choosing the nodes to verify, several launches
+    level_rerank_us: float = 12.0  # the same by counting, in one
+    replay_us: float = 8.0  # from one graph's end to the next one's start
+    collective_us: float = 12.0  # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
+    link_tb_s: float = 0.2  # of NVLink, each way, in a ring: two thirds of an A100's 0.3 (data sheet)
+
+
+class Gpu(NamedTuple):
+    """What a kernel runs on."""
+
+    device: Device
+    constants: Constants
+
+
+def data_sheet(device: Device, dram_tb_s: float, *rest: float) -> Gpu:
+    """Of DRAM's bandwidth the shares that the study takes as attainable: 3.0 and 2.9 of an H100's 3.35 TB/s."""
+    return Gpu(device, Constants(3.0 / 3.35 * dram_tb_s, 2.9 / 3.35 * dram_tb_s, *rest))
+
+
+# DRAM, clock, tensor cores: NVIDIA's data sheets; an H100's clock, and the L2 of H100 and H200: study. L2 of the A100:
+# as large a share of its 5,120 bytes a clock; of the others: rough guesses.
+GPUS = {
+    "h100": data_sheet(TARGETS["90"], 3.35, 5.6, 1.70, 989),  # SXM
+    "h200": data_sheet(TARGETS["90"], 4.8, 5.6, 1.70, 989),
+    "a100": data_sheet(TARGETS["80"], 2.04, 4.6, 1.41, 312),  # SXM, 80 GB
+    "rtx3090": data_sheet(TARGETS["86"], 0.936, 2.0, 1.70, 71),
+    "rtx4090": data_sheet(TARGETS["89"], 1.008, 4.0, 2.52, 165),
+}
+REGISTERS = {16: 77, 32: 128, 64: 168}  # of a thread, by tokens of a block: compiled for sm_90 (study)
+INSTRUCTIONS = {4: {16: 2.8, 32: 2.95, 64: 3.13}, 8: {16: 3.5, 32: 3.7, 64: 4.0}}  # for a weight of so many bits, too
+
+
+@cache
+def fluid(steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: int, stages: int, gpu: Gpu) -> float:
+    """Microseconds of a kernel.
+
+    steps: of every thread block, in the order of launch; dram, read: bytes of a step, from DRAM and in all
+    alone_us: a step's time when alone on a multiprocessor; fit: blocks on a multiprocessor at a time
+    stages: of the software pipeline
+    """
+    c, queue, active, load = gpu.constants, list(reversed(steps)), [], [0] * gpu.device.processors
+    time = c.ramp_us
+    while queue or active:
+        while queue and min(load) < fit:
+            active.append([load.index(min(load)), queue.pop()])
+            load[active[-1][0]] += 1
+        rates = [min(1 / (alone_us * load[place]), (stages - 1) / c.latency_us) for place, _ in active]
+        wanted = sum(rates) / 1e6  # steps a second / 1e12
+        share = min(1.0, c.bandwidth_tb_s / (wanted * dram), c.l2_tb_s / (wanted * read))
+        passed = min(left / (rate * share) for (_, left), rate in zip(active, rates, strict=True))
+        time += passed
+        for block, rate in zip(active, rates, strict=True):
+            block[1] -= rate * share * passed
+            load[block[0]] -= block[1] <= 1e-6
+        active = [block for block in active if block[1] > 1e-6]
+    return time + c.epilogue_us
+
+
+def product_us(rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none") -> tuple[float, int]:
+    """An int4 (groups of 128) or int8 product, without the sum of its splits. Returns: microseconds, splits.
+
+    epilogue: of the result, see `ops.cuda.products.run_product`
+    """
+    (device, c), step = gpu, 16 // bits * 64  # inputs
+    cut = plan_product(rows, N, K, bits, 128 if bits == 4 else 0, torch.bfloat16, device, epilogue)
+    words = cut.rows * 64 * 2 + (cut.rows * step // 64 if bits == 4 else 0)  # bytes, scales included
+    x = step * min(rows, cut.tokens) * 2  # bytes; rows beyond the last are not read
+    clocks = max((words + x) / 64, INSTRUCTIONS[bits][cut.tokens] * cut.rows * step / 128)  # port: 64 bytes; 4 warps
+    tensor_us = 2 * cut.tokens * cut.rows * step * device.processors / c.tensor_tflops / 1e6
+    shared = shared_bytes(cut.tokens, cut.rows, cut.stages, bits, device) + 1024
+    fit = max(1, min(65536 // (REGISTERS[cut.tokens] * cut.warps * 32), device.shared_bytes // shared))
+    blocks, tiles = math.ceil(K / step), math.ceil(N / cut.rows) * math.ceil(rows / cut.tokens)
+    steps = [(i + 1) * blocks // cut.splits - i * blocks // cut.splits for i in range(cut.splits) for _ in range(tiles)]
+    alone_us = max(clocks / c.clock_ghz / 1e3, tensor_us)
+    return fluid(tuple(steps), words, words + x, alone_us, fit, cut.stages, gpu), cut.splits
+
+
+def attention_us(rows: int, slots: int, shape: Shape | ModelConfig, gpu: Gpu) -> tuple[float, int]:
+    """Attention of `rows` tokens over `slots` and themselves, in bf16, without its partial sums.
+
+    Returns: microseconds, chunks in use.
+    """
+    (device, c), end, chunk, group = gpu, slots + rows, CHUNK, shape.n_heads // shape.n_kv_heads
+    cut = plan_attention(rows * group, shape.head_dim, torch.bfloat16, device)
+    while slots >= chunk * SPLITS:
+        chunk *= 2
+    chunk = chunk if splits_of(rows, end, rows) > 1 else end
+    chunks = [math.ceil(min(chunk, end - first) / cut.keys) for first in range(0, end, chunk)]
+    steps = [n for n in chunks for _ in range(math.ceil(rows * group / cut.rows) * shape.n_kv_heads)]
+    stage = cut.keys * shape.head_dim * 4  # bytes
+    fit = max(1, device.shared_bytes // (2 * cut.rows * shape.head_dim + 3 * stage + 1024))
+    return fluid(tuple(steps), stage, stage, stage / 64 / c.clock_ghz / 1e3, fit, cut.stages, gpu), len(chunks)

@@ -1,0 +1,113 @@
+"""How well a head drafts, quickly: chains from every position of a sequence at once.
+
+1. The target has written the sequences itself, greedily, so a chain's truth is the sequence.
+2. Step s runs one row per start. Its mask shows the true rows up to the start, and the start's own rows of the steps
+   before: `Chains` is the decode loop on chains, without verification (a test compares the two).
+3. n-alpha, tau, and the sharpness of the head's scores come from these.
+
+Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha), figure 8 (what a row sees). Not here: trees (papers.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters import DraftVocab
+from eagle_draft import EagleHead
+from hf.heads import DRAFT_INPUTS
+from model import KVCache, Transformer, Window
+
+INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
+ALPHAS = 5  # chain steps that are evaluated
+
+
+def row_inputs(kind: str, embedded: Tensor, features: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """What a row sees. embedded: of x_{t+1}; before: of x_t; all [B, T, F]. Source: EAGLE-1 figure 8."""
+    if kind == "feature&unshifted":
+        return before, features
+    if kind == "token":
+        return embedded, torch.zeros_like(features)
+    if kind == "feature":
+        return torch.zeros_like(embedded), features
+    return embedded, features
+
+
+class Chains:
+    """Chain drafts from every position of a sequence at once."""
+
+    def __init__(self, head: EagleHead, target: Transformer, tokens: Tensor, kind: str):
+        """tokens: [1, T], written by the target."""
+        self.head, self.target, self.tokens, self.kind = head, target, tokens, kind
+        T = tokens.shape[1]
+        steps = torch.arange(T, device=tokens.device)
+        self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
+        self.embedding, self.lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
+        self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
+        self.dtype = head.layers[0].attention.wo.weight.dtype  # the target's may be another
+        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device))
+
+    def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
+        """Run drafting step `s` for all T-2 starts. features: [1, R, F]; drafted, before: [1, R] tokens."""
+        R = drafted.shape[1]
+        rows = torch.arange(R, device=drafted.device)
+        causal = rows[None] <= rows[:, None]
+        own = torch.eye(R, dtype=torch.bool, device=drafted.device)
+        mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # true rows up to here, own predicted rows
+        window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
+        inputs = row_inputs(self.kind, self.embedding(drafted), features, self.embedding(before))
+        inputs = (x.to(self.dtype) for x in inputs)
+        return self.head(*inputs, rows[None] + s, self.cache, window).to(features.dtype)
+
+    def run(self) -> tuple[Tensor, list[Tensor]]:
+        """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; every step's logits."""
+        x = self.tokens
+        R = x.shape[1] - 1 - ALPHAS  # starts whose whole chain has a truth
+        features, drafted, before, ok, logits = self.features[:, :R], x[:, 1 : R + 1], x[:, :R], [], []
+        if self.head.aux_layers:
+            features = self.head.fuse(features.to(self.dtype))
+        for s in range(ALPHAS):
+            features = self.step(s, features, drafted, before)
+            z = self.lm_head(self.head.output_norm(features))
+            z = z if self.head.lm_head else self.vocab.columns(z)  # [1, R, N]
+            before, drafted = drafted, self.vocab.tokens(z.argmax(-1))
+            ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
+            logits.append(z[0])
+        return torch.stack(ok, 1), logits
+
+
+@torch.no_grad()
+def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str) -> dict:
+    """alpha: n-alpha for n = 0..4; tau: mean accepted tokens + 1 of a chain of five, over all start positions."""
+    tried, hits, lengths = torch.zeros(ALPHAS), torch.zeros(ALPHAS), []
+    for begin, ids in sequences:
+        tokens = torch.tensor([ids], device=target.embedding.weight.device)
+        ok, _ = Chains(head, target, tokens, kind).run()
+        run = ok[max(begin - 2, 0) :].long().cumprod(1).cpu()  # from the first start whose tokens are the target's
+        tried += torch.cat((torch.ones(len(run), 1), run[:, :-1]), 1).sum(0)
+        hits += run.sum(0)
+        lengths.append(run.sum(1).float())
+    return {"alpha": (hits / tried.clamp(min=1)).tolist(), "tau": torch.cat(lengths).mean().item() + 1}
+
+
+@torch.no_grad()
+def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str) -> float:
+    """The c that makes softmax(c * scores) the likeliest to hold the target's choice, at T = 0 and T = 1 alike."""
+    grid = torch.arange(1.0, 4.01, 0.125)
+    loss, generator = torch.zeros(len(grid)), torch.Generator().manual_seed(0)
+    for begin, ids in sequences:
+        tokens = torch.tensor([ids], device=target.embedding.weight.device)
+        chains = Chains(head, target, tokens, kind)
+        ok, logits = chains.run()
+        R, first = ok.shape[0], max(begin - 2, 0)
+        truth = target.logits(chains.features)[0, 1 : R + 1].cpu()  # distribution of the token that step 0 drafts
+        noise = -torch.log(-torch.log(torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)))
+        vocab = DraftVocab(chains.vocab.size, chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None)
+        column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1  # [V], -1 for tokens that are never drafted
+        for extra in (torch.zeros_like(noise), noise):
+            choice = column[(truth + extra).argmax(-1)[first:]]
+            scores = (logits[0].cpu() + vocab.columns(extra))[first:]
+            for i, c in enumerate(grid):
+                loss[i] += F.cross_entropy(c * scores, choice, reduction="sum", ignore_index=-1)
+    return grid[loss.argmin()].item()

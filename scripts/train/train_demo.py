@@ -1,0 +1,468 @@
+"""Train the bundled demo: a small LLaMA, or Mixtral, on the CPython standard library and worked sums.
+
+    python scripts/train/train_demo.py --out checkpoints/demo            # 74 minutes on 3 cores
+    python scripts/train/train_demo.py --out checkpoints/demo --resume   # goes on from the last saved step
+    python scripts/train/train_demo.py --moe --ffn_dim 384 --out checkpoints/demo-moe   # two of eight experts per token
+
+How it works:
+1. The standard library (without its tests) and GSM8K's training split are read; about 4 % of the Python files
+   and 400 sums are held out, chosen by hash, so that the split never depends on the order of anything.
+2. A sentencepiece BPE of 4096 pieces is trained on the training part: byte fallback, whitespace kept exactly.
+3. Documents are `<s> text </s>`. Some top-level Python definitions start with `<s>` as well, so that a prompt
+   which begins in the middle of a module is nothing new to the model.
+4. Muon updates the layers' matrices, AdamW the embedding, the LM head and the norms; bf16 autocast, compiled.
+   The last part trains on longer sequences.
+5. With `--moe`, stacks of experts are AdamW's too (Muon takes single matrices), and a load-balancing loss keeps all
+   experts in use; it is part of the training loss in the record, not of the held-out losses.
+6. The result is written in Hugging Face layout (bf16 safetensors), with the held-out loss curve as a picture.
+
+Source of the optimizer: Keller Jordan et al., Muon (2024), as `torch.optim.Muon`.
+Not here: the draft head (scripts/train/train_eagle.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sentencepiece as spm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from files import read_jsonl, replace_file, write_text
+from hf.weights import export_weights, weight_names
+from model import ModelConfig, Router, Transformer
+from options import one_line_errors, option, parse, pick_device
+
+BOS, EOS = 1, 2
+EXPERTS_PER_TOKEN = 2  # Mixtral's
+
+
+@dataclass
+class TrainConfig:
+    out: str = option("checkpoints/demo", "directory to write; holds the resume state while training")
+    sums: str = option("data/train/gsm8k_train_clean.jsonl", "worked sums, JSONL with `turns` and `answers`")
+    resume: bool = option(False, "go on from the last saved step")
+    dim: int = option(256, "width")
+    n_layers: int = option(8, "layers", least=1)
+    ffn_dim: int = option(768, "width of the feed-forward; with --moe, of every expert")
+    moe: bool = option(False, "a mixture of experts: every token goes through the best two of each layer")
+    n_experts: int = option(8, "experts of a layer, with --moe")
+    balance: float = option(0.02, "weight of the load-balancing loss, with --moe")
+    vocab_size: int = option(4096, "pieces")
+    tokens: float = option(20e6, "training tokens in all", most=10**15)
+    batch_tokens: int = option(4096, "tokens per step", least=1)
+    seq_len: int = option(512, "tokens per sequence at first", least=1)
+    long_seq_len: int = option(2048, "tokens per sequence in the last part", least=1)
+    long_share: float = option(0.12, "share of the steps trained on long sequences")
+    optimizer: str = option("muon", "muon or adamw, for the layers' matrices", ("muon", "adamw"))
+    lr: float = option(2e-3, "peak learning rate of AdamW's part; Muon's is matched to its update size")
+    muon_lr: float = option(4e-3, "peak learning rate of Muon's part")
+    weight_decay: float = option(0.1, "AdamW")
+    warmup: int = option(100, "steps")
+    eval_every: int = option(400, "steps between held-out losses and saved states", least=1)
+    seed: int = option(0, "of initialisation, order and noise")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    def check(self) -> None:
+        """Raises: ValueError for a value that cannot work."""
+        if self.tokens < self.batch_tokens or self.batch_tokens % self.long_seq_len or self.batch_tokens % self.seq_len:
+            raise ValueError("--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths")
+        if self.dim % 64:
+            raise ValueError(f"--dim must be a multiple of 64: heads are 32 wide, two share keys; it is {self.dim}")
+        if self.moe and self.out == TrainConfig.out:
+            raise ValueError(f"--moe would replace the dense demo in {self.out}; name another directory with --out")
+        if self.moe and self.n_experts < EXPERTS_PER_TOKEN:
+            raise ValueError(f"--n_experts must be at least {EXPERTS_PER_TOKEN}; it is {self.n_experts}")
+        for name in ("n_experts", "balance"):
+            if not self.moe and getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"--{name} belongs to a mixture of experts; add --moe")
+
+    def model(self) -> ModelConfig:
+        """The shape of the target."""
+        experts = {"n_experts": self.n_experts, "experts_per_token": EXPERTS_PER_TOKEN} if self.moe else {}
+        return ModelConfig(
+            dim=self.dim, n_layers=self.n_layers, n_heads=self.dim // 32, n_kv_heads=self.dim // 64, head_dim=32,
+            ffn_dim=self.ffn_dim, vocab_size=self.vocab_size, max_context=self.long_seq_len, **experts,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def held_out(name: str, share: float) -> bool:
+    """Whether a document belongs to the held-out part, by the hash of its name alone."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < share * 2**32
+
+
+def read_python() -> dict[str, list[str]]:
+    """The standard library as {"train": [...], "held_out": [...]}, without tests and tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__", "lib2to3"}
+    parts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        if skip & set(name.parts):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few files declare another encoding
+            continue
+        if text.strip():
+            parts["held_out" if held_out(str(name), 0.04) else "train"].append(text)
+    return parts
+
+
+def read_sums(path: Path) -> dict[str, list[str]]:
+    """Worked sums as `Question: ...\\nAnswer: ...`, split like `read_python`."""
+    parts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for row in read_jsonl(path, "--sums"):
+        text = f"Question: {row['turns'][0]}\nAnswer: {row['answers'][0]}"
+        parts["held_out" if held_out(row["turns"][0], 0.055) else "train"].append(text)
+    return parts
+
+
+def train_tokenizer(documents: list[str], out: Path, vocab_size: int) -> spm.SentencePieceProcessor:
+    """Train a BPE that keeps every character, and write `tokenizer.model`."""
+    temporary = out / "tokenizer.tmp"
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=(d for d in documents),
+        model_prefix=str(temporary),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.9995,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        user_defined_symbols=["\n"],
+        max_sentence_length=10_000_000,
+        unk_id=0,
+        bos_id=BOS,
+        eos_id=EOS,
+        minloglevel=2,
+    )
+    os.replace(f"{temporary}.model", out / "tokenizer.model")
+    os.remove(f"{temporary}.vocab")
+    return spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+
+
+def encode_documents(documents: list[str], encode: Callable[[str], list[int]], cut_share: float) -> list[list[int]]:
+    """Encode to `<s> text </s>`; a share of the top-level definitions gets a `<s>` of its own."""
+    rng = random.Random(0)
+    encoded = []
+    for text in documents:
+        pieces = re.split(r"(?m)(?=^(?:def |class |@|async def ))", text)
+        chunks = [pieces[0]]
+        for piece in pieces[1:]:
+            if rng.random() < cut_share:
+                chunks.append(piece)
+            else:
+                chunks[-1] += piece
+        ids = [i for chunk in chunks if chunk for i in (BOS, *encode(chunk))]
+        encoded.append([*ids, EOS])
+    return encoded
+
+
+class Stream:
+    """Endless shuffled epochs of documents, laid end to end. State: epoch number and offset."""
+
+    def __init__(self, documents: list[list[int]], seed: int):
+        self.documents, self.seed = documents, seed
+        self.epoch, self.offset = -1, 0
+        self.data = torch.empty(0, dtype=torch.long)
+
+    def seek(self, steps: int, batch_tokens: int) -> None:
+        """Move to where `steps` calls of `take`, of `batch_tokens` each, have led from the very start."""
+        per_epoch = (sum(map(len, self.documents)) - 1) // batch_tokens
+        self._load(steps // per_epoch)
+        self.offset = steps % per_epoch * batch_tokens
+
+    def _load(self, epoch: int) -> None:
+        order = list(range(len(self.documents)))
+        random.Random(self.seed * 1000 + epoch).shuffle(order)
+        self.data = torch.tensor([i for d in order for i in self.documents[d]])
+        self.epoch, self.offset = epoch, 0
+
+    def take(self, rows: int, length: int) -> Tensor:
+        """The next rows x (length + 1) tokens; consecutive rows overlap by one token. Returns: int64."""
+        need = rows * length + 1
+        if self.offset + need > len(self.data):
+            self._load(self.epoch + 1)
+        flat = self.data[self.offset : self.offset + need]
+        self.offset += rows * length
+        return flat.unfold(0, length + 1, length)  # [rows, length + 1]
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+def loss_of(model: Transformer, batch: Tensor) -> Tensor:
+    """Mean cross-entropy (nats per token) of a [rows, length + 1] batch."""
+    positions = torch.arange(batch.shape[1] - 1, device=batch.device).expand(batch.shape[0], -1)
+    features = model(batch[:, :-1], positions)
+    return F.cross_entropy(model.logits(features).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def imbalance(router: Router, x: Tensor) -> Tensor:
+    """How unevenly a router uses its experts: 1 for evenly, their number when one gets everything.
+
+    x: [B, T, F]. Source: Switch Transformer (arXiv 2101.03961) section 2.2, over the chosen experts.
+    """
+    expert, _ = router(x)  # [B, T, J]
+    p = router.logits(x).softmax(-1).mean((0, 1))  # [E]
+    share = F.one_hot(expert, len(p)).float().mean((0, 1, 2))  # [E]
+    return len(p) * (p * share).sum()
+
+
+def balanced_loss(model: Transformer, batch: Tensor, weight: float) -> Tensor:
+    """`loss_of` a mixture of experts, plus `weight` times the mean imbalance of its routers."""
+    tokens, truth = batch[:, :-1], batch[:, 1:]
+    positions = torch.arange(tokens.shape[1], device=batch.device).expand_as(tokens)
+    (x, rope), uneven = model.embed(tokens, positions), 0.0
+    for layer in model.layers:  # what Transformer.forward does, with a look at what the routers see
+        x = x + layer.attention(layer.attention_norm(x), rope)
+        routed = layer.ffn_norm(x)
+        uneven = uneven + imbalance(layer.ffn.router, routed)
+        x = x + layer.ffn(routed)
+    logits = model.logits(model.norm(x))
+    return F.cross_entropy(logits.flatten(0, 1), truth.flatten()) + weight * uneven / len(model.layers)
+
+
+def init_weights(model: Transformer) -> None:
+    """GPT-2 style: N(0, 0.02), smaller where a layer writes into the residual stream."""
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            scale = 1 / math.sqrt(2 * model.config.n_layers) if name.endswith(("wo.weight", "w2.weight")) else 1.0
+            torch.nn.init.normal_(p, std=0.02 * scale)
+
+
+def make_optimizers(
+    model: torch.nn.Module, config: Any, is_matrix: Callable[[str], bool]
+) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or with `--optimizer muon` Muon for the weight matrices and AdamW for the rest.
+
+    is_matrix: whether a parameter of this name is a hidden matrix, not a table; stacks of matrices are AdamW's
+    Source of Muon: Keller Jordan et al. 2024, with the update size of AdamW.
+    """
+    large = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    matrices = [p for n, p in large if is_matrix(n) and p.dim() == 2]
+    tables = [p for n, p in large if not is_matrix(n) or p.dim() > 2]
+    small = [p for p in model.parameters() if p.dim() < 2]
+    muon = config.optimizer == "muon"
+    decayed = tables if muon else tables + matrices
+    groups = [{"params": small, "weight_decay": 0.0}] + ([{"params": decayed}] if decayed else [])
+    optimizers = [
+        torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+    ]
+    if muon:
+        options = {"lr": config.muon_lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(matrices, **options))
+    return optimizers
+
+
+class Schedule:
+    """Linear warm-up, then cosine down to 4 %, of every learning rate in some optimizers."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int, warmup: int):
+        self.optimizers, self.steps, self.warmup = optimizers, steps, warmup
+        self.peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
+
+    def set(self, step: int) -> None:
+        """Set the learning rates of a step."""
+        share = lr_share(step, self.steps, self.warmup)
+        for optimizer, peaks in zip(self.optimizers, self.peaks):
+            for group, peak in zip(optimizer.param_groups, peaks):  # loading a state replaces the groups
+                group["lr"] = peak * share
+
+
+def lr_share(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, then cosine down to 4 %."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@torch.no_grad()
+def evaluate(model, batches: list[Tensor], device: str) -> float:
+    """Mean held-out loss, nats per token."""
+    with torch.autocast(device.split(":")[0], torch.bfloat16):
+        return sum(loss_of(model, b.to(device)).item() for b in batches) / len(batches)
+
+
+def resume_file(out: Path, resume: bool) -> Path:
+    """Where the state of a run is kept. Raises: ValueError when there is nothing to resume."""
+    file = out / "resume.pt"
+    if resume and not file.is_file():
+        raise ValueError(f"--resume: {out} holds no unfinished run; leave --resume out to start one")
+    return file
+
+
+def save_state(file: Path, module: torch.nn.Module, optimizers: list, step: int, curve: list[dict]) -> None:
+    """Keep what a stopped run needs to go on. Writes: `file`."""
+    state = {"weights": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    state["curve"] = json.dumps(curve)
+    replace_file(file, lambda path: torch.save(state, path))
+
+
+def load_state(file: Path, module: torch.nn.Module, optimizers: list, device: str) -> tuple[int, list[dict]]:
+    """The inverse of `save_state`. Returns: the steps done; the curve so far. Writes: the module, the optimizers."""
+    state = torch.load(file, map_location=device, weights_only=True)
+    module.load_state_dict(state["weights"])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    return state["step"], json.loads(state["curve"])
+
+
+def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
+    """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
+    out, c = Path(config.out), model.config
+    tensors = export_weights(model, weight_names(c), c, torch.bfloat16)
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if config.moe:
+        kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        kind |= {"num_local_experts": c.n_experts, "num_experts_per_tok": c.experts_per_token}
+    raw = kind | {
+        "hidden_act": "silu",
+        "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
+        "max_position_embeddings": c.max_context, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, "bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    write_text(str(out / "config.json"), json.dumps(raw, indent=2))
+    write_text(str(out / "training.json"), json.dumps(info, indent=1))
+
+
+def plot_curve(info: dict, path: Path) -> None:
+    """Draw held-out loss against training tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4))
+    tokens = [row["tokens"] / 1e6 for row in info["curve"]]
+    for key, label in (
+        ("python", "Python (held-out files)"),
+        ("sums", "worked sums (held out)"),
+        ("train", "training"),
+    ):
+        axis.plot(tokens, [row[key] for row in info["curve"]], label=label, lw=1 if key == "train" else 2)
+    axis.set(xlabel="training tokens (million)", ylabel="loss (nats per token)", title="Demo target model")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")
+    plt.close(figure)
+
+
+def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[str, float]]:
+    """Read the data, train or load the tokenizer.
+
+    Returns: the training stream; held-out batches by domain; bytes per token by domain.
+    """
+    out = Path(config.out)
+    domains = {"python": read_python(), "sums": read_sums(Path(config.sums))}
+    if config.resume:
+        tok = spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+    else:
+        documents = domains["python"]["train"] + domains["sums"]["train"]
+        tok = train_tokenizer(documents, out, config.vocab_size)
+    training, held, ratio = [], {}, {}
+    for name, parts in domains.items():
+        training += encode_documents(parts["train"], tok.encode, cut_share=0.25)
+        for text in parts["held_out"]:
+            assert tok.decode(tok.encode(text)) == text, "the tokenizer must round-trip exactly"
+        encoded = encode_documents(parts["held_out"], tok.encode, cut_share=0.0)
+        flat = torch.tensor([i for d in encoded for i in d])
+        rows = min(96, (len(flat) - 1) // config.seq_len)
+        held[name] = list(flat[: rows * config.seq_len + 1].unfold(0, config.seq_len + 1, config.seq_len).split(8))
+        held[name] = [b for b in held[name] if len(b) == 8]  # one shape, one compilation
+        ratio[name] = sum(len(t.encode()) for t in parts["held_out"]) / len(flat)
+    size = sum(map(len, training))
+    print(f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()}))
+    return Stream(training, config.seed), held, ratio
+
+
+def train(config: TrainConfig) -> None:
+    """Run the whole recipe. Writes: `config.out`."""
+    config.check()
+    out = Path(config.out)
+    state_file = resume_file(out, config.resume)
+    out.mkdir(parents=True, exist_ok=True)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    stream, held, ratio = prepare(config)
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model())
+    init_weights(model)
+    model.to(config.device)
+    optimizers = make_optimizers(model, config, lambda name: name.startswith("layers."))
+    steps = int(config.tokens // config.batch_tokens)
+    schedule = Schedule(optimizers, steps, config.warmup)
+    info = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters()), "curve": []}
+    first = 0
+    if config.resume:
+        first, info["curve"] = load_state(state_file, model, optimizers, config.device)
+    stream.seek(first, config.batch_tokens)
+    compiled = torch.compile(partial(balanced_loss, weight=config.balance) if config.moe else loss_of)
+    bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
+    begin, recent = time.time(), []
+    for step in bar:
+        length = config.long_seq_len if step >= steps * (1 - config.long_share) else config.seq_len
+        schedule.set(step)
+        batch = stream.take(config.batch_tokens // length, length).to(config.device)
+        with torch.autocast(config.device.split(":")[0], torch.bfloat16):
+            loss = compiled(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent.append(loss.item())
+        done = step + 1
+        if done % config.eval_every == 0 or done == steps:
+            row = {"tokens": done * config.batch_tokens, "train": sum(recent) / len(recent)}
+            row |= {name: evaluate(model, batches, config.device) for name, batches in held.items()}
+            row |= {f"{n}_bpb": row[n] / math.log(2) / ratio[n] for n in held}
+            row["seconds"] = time.time() - begin
+            info["curve"].append(row)
+            recent = []
+            bar.write(json.dumps({k: round(v, 4) for k, v in row.items()}))
+            save_state(state_file, model, optimizers, done, info["curve"])
+            save_checkpoint(model, config, info)
+            replace_file(out / "curve.png", lambda p: plot_curve(info, p))
+    state_file.unlink(missing_ok=True)
+    print(f"wrote {out}")
+
+
+def main() -> None:
+    config = parse(TrainConfig, "train_demo.py", __doc__)
+    with one_line_errors("train_demo.py"):
+        train(replace(config, device=pick_device(config.device)))
+
+
+if __name__ == "__main__":
+    main()
