@@ -137,7 +137,7 @@ def pairwise(**values):
 
 def run_in_interpreter(cases: str, passed: str) -> None:
     """Run tests/`cases` in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", Path(__file__).parent / cases]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", Path(__file__).parent / "cases" / cases]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env)
     assert result.returncode == 0 and re.search(passed, result.stdout), result.stdout + result.stderr

@@ -79,7 +79,7 @@ def sanitized(tool: str, share_s: float) -> Step:
 def tests(part: str, marks: str, share_s: float) -> Step:
     """A step that runs the tests with some marks, results in PART.xml."""
     # 8 processes that compile; each with processes of its own for that would be too many
-    command = f"python -m pytest -v -n 8 --maxprocesses 8 --junitxml {{out}}/{part}.xml -m '{marks}' tests/test_gpu.py"
+    command = f"python -m pytest -v -n 8 --maxprocesses 8 --junitxml {{out}}/{part}.xml -m '{marks}' tests/cuda/test_gpu.py"
     return Step("pytest", f"env TORCHINDUCTOR_COMPILE_THREADS=1 {command}", share_s, "-n 1")
 
 

@@ -2,7 +2,7 @@
 
     python scripts/gpu/cycle_offline.py                       # an H100, every case of the table below
     python scripts/gpu/cycle_offline.py --gpus 80,89,90 --cases int4/60 --json FILE
-    python scripts/gpu/cycle_offline.py --prepare             # environments for tests/test_cuda_offline.py, and no more
+    python scripts/gpu/cycle_offline.py --prepare             # environments for tests/cuda/test_cycle_offline.py, and no more
 
 1. Makes an environment, once: the CUDA build of torch 2.11 with its Triton, in Python 3.12 if it is there (6 GB).
 2. Builds fake_cuda.c, which answers in place of the CUDA runtime and the driver.
@@ -47,7 +47,7 @@ CASES += ["int4/26/gqa", "int4/26/qwen3"]
 @dataclass
 class OfflineConfig:
     env: str = option("", f"folder of the environment; default: {CACHE / 'offline'}")
-    prepare: bool = option(False, "make it, and beside it (ENV-ttsem) that of tests/ttsem_cases.py, and end")
+    prepare: bool = option(False, "make it, and beside it (ENV-ttsem) that of tests/cases/ttsem_cases.py, and end")
     gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
     cases: str = option(",".join(CASES), "format and tree of each case, and gqa or qwen3")
     steps: bool = option(False, "also print every step, kernel by kernel")
@@ -58,7 +58,7 @@ class OfflineConfig:
 
 
 def folders(env: str = "") -> tuple[Path, Path]:
-    """Where the environments are: of this script, and of tests/ttsem_cases.py."""
+    """Where the environments are: of this script, and of tests/cases/ttsem_cases.py."""
     folder = Path(env) if env else CACHE / "offline"
     return folder, folder.with_name(f"{folder.name}-ttsem")
 

@@ -32,7 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 import ops.rows
-from draft_tree import changed
+from draft_tree import replace_fields
 from options import one_line_errors, option, parse, pick_device
 from runtime import WARM_UPS, Replay, compiled, device_time, store
 from scripts.bench import measure
@@ -88,7 +88,7 @@ def product(device: str) -> dict[str, Any]:
 
 def compiling(device: str) -> dict[str, Any]:
     """Compile a step."""
-    step = compiled(lambda pair: changed(pair, replaced=pair.replaced * 2 + 1))
+    step = compiled(lambda pair: replace_fields(pair, replaced=pair.replaced * 2 + 1))
     x = torch.arange(5.0, device=device)
     kept, replaced = step(Pair(x, x))
     assert torch.equal(kept, x) and torch.equal(replaced, x * 2 + 1), (kept, replaced)

@@ -8,14 +8,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
 import hf.sandbox
 from hf.chat import CHAT_TEMPLATES, SYSTEM, chat_template
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
-from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
-FOLDER = Path(__file__).parent / "chat_templates"
+FOLDER = Path(__file__).parents[1] / "chat_templates"
 TURNS, ANSWERS = ["  What is 2 + 2?\n", "And <3>?", "Größe 🙂 twice  "], ["It is four. ", "\nIt is six\n\nor so."]
 CHATML_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU o
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run Python in a process of its own, in the folder of the project."""
-    command, root = [sys.executable, *arguments], Path(__file__).parents[1]
+    command, root = [sys.executable, *arguments], Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 

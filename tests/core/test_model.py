@@ -574,9 +574,8 @@ def test_exporting_is_the_inverse_of_loading(reference):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
-    from scripts.bench.random_model import loading_memory, write_random_model
-
     from extras.stand_in import Shape
+    from random_model import loading_memory, write_random_model
 
     shape = Shape("small", dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=100_000_000)

@@ -23,15 +23,15 @@ from scripts.gpu.compiled_kernels import TARGETS, Case, ReportConfig, cases, dis
 
 
 def test_in_the_interpreter():
-    """All of interpreter_cases.py but what is marked slow, in the process that it needs."""
-    run_in_interpreter("interpreter_cases.py", r"3\d passed")
+    """All of interpreter_products.py but what is marked slow, in the process that it needs."""
+    run_in_interpreter("interpreter_products.py", r"3\d passed")
 
 
 @pytest.mark.slow
 def test_in_the_interpreter_all(monkeypatch):
     """The rest: more of the same branches."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-m slow")
-    run_in_interpreter("interpreter_cases.py", r"\d\d passed")
+    run_in_interpreter("interpreter_products.py", r"\d\d passed")
 
 
 # ------------------------------------------------------------------------------------------ compiled

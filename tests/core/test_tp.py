@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from test_lossless import assert_same
+from test_quantized_files import write_random_model as write_of_others
 
 import decode
 import generate
@@ -31,9 +33,7 @@ from model import Transformer
 from options import DEMO, GenerateConfig, one_line_errors
 from quantize import quantize_directory
 from sampling import Sampling
-from test_lossless import assert_same
-from test_quantized_files import write_random_model as write_of_others
-from tp import Place, ShardedFiles
+from tp import Rank, ShardedFiles
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parent
@@ -81,7 +81,7 @@ def options_of(model: str, draft: str, **options) -> dict:
 def run_ranks(cases: dict[int, dict[str, dict]], folder: Path, limit_s: int = 120) -> dict[int, dict[str, dict]]:
     """What tp_cases.py says of cases, by number of ranks and name."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, ROOT / "tests/tp_cases.py", folder / "cases.json", folder / "out.json"]
+    command = [sys.executable, ROOT / "tests/cases/tp_cases.py", folder / "cases.json", folder / "out.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr
     return {int(world): found for world, found in json.loads((folder / "out.json").read_text()).items()}
@@ -259,7 +259,7 @@ def test_what_ranks_refuse(quick):
 
 
 def parts_of(path: str, world: int) -> list[ShardedFiles]:
-    return [ShardedFiles(open_source(Path(path)), Place(rank, world, rank)) for rank in range(world)]
+    return [ShardedFiles(open_source(Path(path)), Rank(rank, world, rank)) for rank in range(world)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -317,7 +317,7 @@ def test_ranks_that_do_not_divide(tmp_path, raw, world, rule):
 @pytest.fixture
 def joined(monkeypatch):
     """This process is rank 0 of 2, which have joined."""
-    monkeypatch.setattr(tp, "place", lambda: Place(0, 2, 0))
+    monkeypatch.setattr(tp, "place", lambda: Rank(0, 2, 0))
     monkeypatch.setattr(tp.dist, "is_initialized", lambda: True)
 
 
@@ -366,12 +366,12 @@ def test_ranks_that_are_not_alike(monkeypatch, joined):
 def test_ranks_on_different_devices():
     """Found before they could talk."""
     store = dist.HashStore()
-    tp.check_devices(store, "cpu", Place())
+    tp.check_devices(store, "cpu", Rank())
     store.set("gpt_eagle/device of 1", "cuda")
     with pytest.raises(
         ValueError, match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st"
     ):
-        tp.check_devices(store, "cpu", Place(0, 2, 0))
+        tp.check_devices(store, "cpu", Rank(0, 2, 0))
 
 
 def test_a_lost_rank_is_told_from_a_full_memory():
@@ -437,11 +437,11 @@ def test_other_programs_refuse_torchrun(rank_1, monkeypatch):
 def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert tp._device(GenerateConfig(device="cuda"), Place(1, 2, 1)) == "cuda:1"
+    assert tp._device(GenerateConfig(device="cuda"), Rank(1, 2, 1)) == "cuda:1"
     with pytest.raises(ValueError, match="--device cuda:2: there are 2 CUDA devices, counted from 0"):
-        tp._device(GenerateConfig(), Place(2, 3, 2))
+        tp._device(GenerateConfig(), Rank(2, 3, 2))
     with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and every rank needs its own; use --device cuda"):
-        tp._device(GenerateConfig(device="cuda:1"), Place(1, 2, 1))
+        tp._device(GenerateConfig(device="cuda:1"), Rank(1, 2, 1))
 
 
 @pytest.mark.parametrize("first", [True, False])

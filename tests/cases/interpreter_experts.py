@@ -1,6 +1,6 @@
 """The Triton kernels of experts, run by Triton's interpreter on the CPU; test_experts_triton.py runs this file.
 
-As interpreter_cases.py, in fp32 and in a process of their own.
+As interpreter_products.py, in fp32 and in a process of their own.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """The attention operator against its plain reference, over shapes, starts and what lies in slots nobody may see.
 
 And the operator that compacts a cache, and the layout of int4 and int8 weights for CUDA; the kernels of these are
-tested in test_cycle_triton.py, test_kernels_triton.py and test_gpu.py.
+tested in test_cycle_triton.py, test_products_triton.py and test_gpu.py.
 """
 
 import shutil

@@ -1,7 +1,7 @@
 """Broken inputs, made by a seeded generator: each ends in one line with exit status 2, soon, and takes no memory.
 
 A case is a folder with a small model of which something is broken, and a command line. An input that turns out to be
-harmless may run instead; then it must end well. `python tests/test_hostile.py COUNT [SEED]` counts what becomes of the
+harmless may run instead; then it must end well. `python tests/files/test_hostile.py COUNT [SEED]` counts what becomes of the
 cases, each in a process of its own, and so on any version of the project.
 """
 
@@ -42,7 +42,7 @@ import hf.tokenizer
 from files import limited_memory, load_pickle, read_untrusted, silence_stderr
 from helpers import GOLDEN
 from hf.config import config_from, read_config
-from hf.fields import FLAG, key, positive, read_fields, whole
+from hf.fields import FLAG, integer, key, positive, read_fields
 from hf.tokenizer import Tokenizer
 from options import DEMO
 
@@ -793,7 +793,7 @@ def test_threads_leave_standard_error_and_the_limits_as_they_were(capfd):
 class Declared:
     """Keys for the next test."""
 
-    size: int = key(whole(1, 8))
+    size: int = key(integer(1, 8))
     share: float = key(positive(2), 1.0)
     flag: bool = key(FLAG, False)
 

@@ -1,6 +1,6 @@
 """Ranks on CPUs that run many cases one after the other; test_tp.py starts this and compares what comes out.
 
-    python tests/tp_cases.py CASES.json OUT.json        # {"2": {"name": {options, "prompts": [ids]}}, "4": ...}
+    python tests/cases/tp_cases.py CASES.json OUT.json        # {"2": {"name": {options, "prompts": [ids]}}, "4": ...}
 
 With "rank 1", a case has options that rank 1 alone has after all have met.
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist

@@ -51,7 +51,7 @@ from options import DEMO
 from sampling import Sampling
 from session import Session
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_moe import WATCH
 from torch import Tensor
 
 import quantize
@@ -36,7 +37,6 @@ from ops.library import has_cpu_operators
 from options import DEMO
 from quantize import QuantExperts, QuantLinear
 from scripts.bench import quant_quality
-from test_moe import WATCH
 
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
 

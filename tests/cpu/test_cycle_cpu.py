@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from test_layers_cpu import HEADS, drafter_of, model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import Engine
@@ -21,7 +22,6 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from sampling import Sampling
 from session import Session
-from test_layers_cpu import HEADS, drafter_of, model
 from tree_shapes import EAGLE1_PATHS
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")

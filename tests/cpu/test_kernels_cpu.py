@@ -15,6 +15,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from test_builds import OTHERS  # the same source for other processors
 from torch import Tensor
 
 import ops.attention
@@ -27,7 +28,6 @@ from helpers import share_that_differs, with_head_norms
 from model import rope_angles
 from ops.quantized import BLOCK8, join_zeros
 from quantize import FORMATS
-from test_builds import OTHERS  # the same source for other processors
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest

@@ -1,7 +1,7 @@
 """What only a CUDA device can show: the operators there, their bits, and token identity there.
 
-pytest -m smoke -n 8 --maxprocesses 8 tests/test_gpu.py     # the most telling ones, in a minute or so
-pytest -m gpu -n 8 --maxprocesses 8 tests/test_gpu.py
+pytest -m smoke -n 8 --maxprocesses 8 tests/cuda/test_gpu.py     # the most telling ones, in a minute or so
+pytest -m gpu -n 8 --maxprocesses 8 tests/cuda/test_gpu.py
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
 ]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
 LIMIT_S = 180  # of a test, among several processes; the longest compile a dozen kernels or three steps

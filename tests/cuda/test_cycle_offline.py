@@ -105,19 +105,19 @@ def test_norms_of_queries_and_keys_cost_no_launch(found):
 def test_kernels_on_cpu_tensors():
     """All of ttsem_cases.py, in the environment that it needs."""
     command = [python_of(1), "-m", "ttsem.sanitize", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
-    tests = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parents[1]
+    env = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests / 'cases'}", "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "cwd": tests.parent, "env": env}
-    result = subprocess.run([*command, "-p", "ttsem_plugin", "tests/ttsem_cases.py"], **options)
+    result = subprocess.run([*command, "-p", "ttsem_plugin", "tests/cases/ttsem_cases.py"], **options)
     passed = re.search(r"(\d+) passed", result.stdout)
     assert result.returncode == 0 and int(passed[1]) >= TTSEM_PASSED, result.stdout[-5000:] + result.stderr[-2000:]
 
 
 def test_compiled_steps_on_the_oldest_torch():
     """What the requirements promise is what is run: torch 2.11, whose compiler has limits that later ones do not."""
-    files = ["test_capture.py", "test_layers_cpu.py", "test_quick_start.py", "test_autosize.py"]
+    files = ["core/test_capture.py", "cpu/test_layers_cpu.py", "core/test_autosize.py"]
     command = [python_of(0), "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *(f"tests/{f}" for f in files)]
-    options = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
+    options = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[2]}
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
     passed = re.search(r"(\d+) passed", result.stdout)
     assert result.returncode == 0 and int(passed[1]) >= OLDEST_PASSED, result.stdout[-5000:] + result.stderr[-2000:]

@@ -17,6 +17,7 @@ import pytest
 import sentencepiece as spm
 import torch
 import transformers
+from test_tokenizer import LINES, TEXTS, train_sp
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -31,7 +32,6 @@ from hf.weights import export_weights, load_model, weight_names
 from ops.library import has_cpu_operators
 from options import DEMO, GenerateConfig
 from quantize import Int4Linear
-from test_tokenizer import LINES, TEXTS, train_sp
 
 Kind = gguf.GGMLQuantizationType
 ROOT = Path(program.__file__).parent

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_lossless import assert_same, held_out_prompts, needs_operators
 
 import decode
 import generate as program
@@ -36,7 +37,6 @@ from runtime import LargestTree, tree_leaves
 from sampling import Sampling
 from session import Session
 from stats import check_memory, rows_memory
-from test_lossless import assert_same, held_out_prompts, needs_operators
 
 DRAFTS = {"vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}, "auto": {}}
 DEMO_IN_BF16 = {"checkpoint": DEMO, "device": "cpu", "seed": 5}

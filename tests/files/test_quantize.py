@@ -810,7 +810,7 @@ def test_quantized_demo_stays_the_demo():
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
     """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
-    from scripts.bench.random_model import SHAPES, loading_memory, write_random_model
+    from random_model import SHAPES, loading_memory, write_random_model
 
     shape = SHAPES["1.1b"]
     write_random_model(tmp_path, shape, torch.bfloat16)

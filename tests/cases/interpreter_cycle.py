@@ -1,6 +1,6 @@
 """The Triton kernels of the decode cycle, run by Triton's interpreter on the CPU; test_cycle_triton.py runs this file.
 
-As interpreter_cases.py, in fp32 and in a process of their own; compaction, which moves bits, in every dtype.
+As interpreter_products.py, in fp32 and in a process of their own; compaction, which moves bits, in every dtype.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Our Triton kernels as `ttsem` runs them: their IR on CPU tensors, in bf16 and fp16 with real roundings. test_cuda_offline.py
+"""Our Triton kernels as `ttsem` runs them: their IR on CPU tensors, in bf16 and fp16 with real roundings. test_cycle_offline.py
 runs this file in an environment that has ttsem.
 
 Every access must lie inside of a tensor, no two blocks of threads may touch one element if one of them writes it, what

@@ -372,7 +372,7 @@ def test_a_worker_ends_with_its_device_or_a_test_that_hangs_and_the_others_go_on
     command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-c", "/dev/null", "--rootdir", str(tmp_path)]
     done = subprocess.run(
         [*command, "test_losing.py"], cwd=tmp_path, text=True, stdout=-1, stderr=-2, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "cases")},
     )  # fmt: skip
     told = gpu_check.told_of_tests(done.stdout)
     assert told.startswith("10 tests passed, 0 skipped, 2 failed: "), done.stdout

@@ -1,4 +1,4 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU; test_kernels_triton.py runs this file.
+"""The Triton kernels, run by Triton's interpreter on the CPU; test_products_triton.py runs this file.
 
 Triton reads TRITON_INTERPRET when it is imported, so these cases need a process of their own. Activations are fp32:
 the interpreter computes nonsense in bf16, and has no inline assembly (which is tested apart).
