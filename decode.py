@@ -30,7 +30,7 @@ from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, replace_
 from drafters import LARGEST, Confirmed, Drafter, Root
 from model import Block, KVCache, Transformer, Window, call, causal_window
 from ops.library import has_cpu_operators, on_cpp_device
-from ops.rows import best
+from ops.topk import best
 from ops.tree import place_rows
 from options import GenerateConfig
 from runtime import Clock, LargestTree, compiled, copy_into

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.library import on_cpp_device
-from ops.rows import Children, Expansion, Scores, ancestors
-from ops.tree import Candidates, Shared, next_level, rerank
+from ops.tree import Candidates, Children, Expansion, Scores, Shared, ancestors, next_level, rerank
 from tree_shapes import DynamicTree, StaticTree
 
 

@@ -31,8 +31,7 @@ from draft_tree import (
     root_tree,
 )
 from model import Layers, Transformer, Window
-from ops.rows import Children, Scores
-from ops.tree import Shared, place_rows
+from ops.tree import Children, Scores, Shared, place_rows
 
 LARGEST = 1 << 30  # past the last preset of any drafter
 

@@ -26,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.attention import HeadNorms, compact, rope_angles, rotary, rotary_cache, tree_attention
+from ops.attention import tree_attention
+from ops.compact import compact
 from ops.cpu.layers import FusedModel, fits
 from ops.experts import experts_linear, route
 from ops.library import on_cpp_device
 from ops.linear import has_linear_kernel, linear
-from ops.rows import add, add_norm, rms_norm, swiglu
+from ops.norm import add, add_norm, rms_norm, swiglu
+from ops.rotary import HeadNorms, rope_angles, rotary, rotary_cache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -35,8 +35,8 @@ from checkpoint import (
     write_checkpoint,
 )
 from files import read_json
+from ops.norm import add, swiglu
 from ops.quantized import PRODUCTS, join_zeros, split_zeros
-from ops.rows import add, swiglu
 from options import FORMAT_NAMES, GROUP_SIZES, one_line_errors, option, parse, pick_device
 
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}  # weights to round; a CPU's cache holds so many, a GPU wants few launches

@@ -8,7 +8,7 @@ tree. Drafts may read the same noise ahead of time (Daliri, Musco, Suresh 2024).
 The generator is Philox4x32-10 (Salmon et al., SC 2011) in int64 tensor operations: stateless, equal on CPU and
 GPU, safe in a captured graph. One call gives four words, so four tokens share a counter.
 
-On a CPU the noise, the cuts and the choice are C++ operators (ops/cpu/choice.cpp), beside the plain ones below.
+On a CPU the noise, the cuts and the choice are C++ operators (ops/cpu/sampling.cpp, ops/cpu/topk.cpp), beside the plain ones below.
 Not here: the papers' residual rule (extras/residual.py).
 """
 

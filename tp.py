@@ -47,7 +47,7 @@ from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import ModelConfig, MoEFeedForward, Transformer
 from ops.library import has_cpu_operators, lib
-from ops.rows import best
+from ops.topk import best
 from options import GenerateConfig, one_line_errors, pick_device
 from runtime import use
 from sampling import Sampling
@@ -350,7 +350,7 @@ class RowParallel(nn.Module):
         y = self.part(x)
         return torch.ops.gpt_eagle.sum_ranks(y) if y.is_cuda else torch.ops.gpt_eagle.gather_ranks(y.float())
 
-    partial = forward
+    forward_split_k = forward
 
 
 class VocabParallelHead(nn.Module):

@@ -40,7 +40,7 @@ def has_triton() -> bool:
 def triton_products() -> ModuleType:
     """Import the Triton products. Raises: ValueError where there is no Triton."""
     try:
-        import ops.cuda.products as products
+        import ops.cuda.quantized as products
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

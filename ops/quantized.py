@@ -3,7 +3,7 @@
 CPU (`w4a8`, `w8a8`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row and block of K, and
 everything is integer dot products. A row's result does not depend on the other rows, bit for bit. Without a C++
 compiler the references below compute the same function, slowly.
-CUDA (`w4a16`, `w8a16`; cuda/products.py): activations keep 16 bits.
+CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits.
 
 `PRODUCTS` says for a format and a kind of device how weights are packed, unpacked and multiplied. Given a routing
 (`ops.experts.route`), x is [P, K], weights are stacked, and row i meets the weight of its own expert.
@@ -44,7 +44,7 @@ class Product(NamedTuple):
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
     # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: the result in fp32
     multiply: Callable[..., Tensor]
-    # (x, packed, scale) -> what `ops.rows.add` takes; SwiGLU of outputs with gate above up, [..., n / 2]. None: neither
+    # (x, packed, scale) -> what `ops.norm.add` takes; SwiGLU of outputs with gate above up, [..., n / 2]. None: neither
     split_k: Callable[..., Tensor] | None = None
     swiglu: Callable[..., Tensor] | None = None
 
@@ -159,7 +159,7 @@ def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None,
     x: [..., K] bfloat16, float16 or float32
     packed, scale: from `pack_int4_planes` and `pack_scales`
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the epilogue is "none"
-    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.products.run_product`
+    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
     Returns: [..., N] in x's dtype, or what the epilogue says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -173,7 +173,7 @@ def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None,
     x: [..., K] bfloat16, float16 or float32
     packed: from `pack_int8_planes`; scale: [N] float32
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the epilogue is "none"
-    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.products.run_product`
+    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
     Returns: [..., N] in x's dtype, or what the epilogue says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """

@@ -31,9 +31,9 @@ from eagle_draft import EagleHead, load_head
 from hf.weights import load_model
 from load import accept_rule
 from model import Transformer
-from ops.attention import HeadNorms
 from ops.library import has_cpu_operators
-from ops.rows import rms_norm_reference
+from ops.norm import rms_norm_reference
+from ops.rotary import HeadNorms
 from options import GenerateConfig
 from session import Session
 

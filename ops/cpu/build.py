@@ -136,8 +136,6 @@ OPERATORS: dict[str, Callable | None] = {
     "with_times(Tensor facts, int[] times) -> Tensor": None,
     "widen_blocks(Tensor content, str kind, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
-    "dot_peak(int rounds) -> float": None,
-    "pair_peak(int rounds) -> float": None,
 }  # fmt: skip
 
 
@@ -153,6 +151,18 @@ def compiler() -> str:
     return found
 
 
+def commands(march: str) -> tuple[list[str], list[str]]:
+    """Returns: how to compile a file, and how to link a library. Raises: RuntimeError where there is no compiler."""
+    include = Path(torch.__file__).parent / "include"
+    # a product must not be fused with a sum unless the source says so: results would depend on the compiler
+    command = [
+        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math",
+        "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
+    ]  # fmt: skip
+    return command, ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+
+
 def build(march: str = "") -> Path:
     """Compile the operators into the cache, unless they are there.
 
@@ -161,14 +171,7 @@ def build(march: str = "") -> Path:
     Raises: RuntimeError with the compiler's first error line.
     """
     march = march or os.environ.get("GPT_EAGLE_MARCH") or "native"
-    include = Path(torch.__file__).parent / "include"
-    # a product must not be fused with a sum unless the source says so: results would depend on the compiler
-    command = [
-        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math",
-        "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
-    ]  # fmt: skip
-    link = ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command, link = commands(march)
     sources = {file.name: file.read_text() for file in sorted(HERE.iterdir()) if file.suffix in (".cpp", ".h")}
     key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources.values(), *command, *link])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"

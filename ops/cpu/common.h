@@ -1,5 +1,5 @@
 // What the CPU operators share: loops on several threads, vectors of LANES numbers for the processor at hand, bfloat16,
-// the exponential, the rotary embedding, rows of experts, and how fast a loop of dot products can be.
+// the exponential, the rotary embedding and rows of experts.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -25,28 +25,24 @@ at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool w
                 const std::optional<at::Tensor>& expert);
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert);
-double dot_peak(int64_t rounds);
 }  // namespace quantized
 namespace linear {
 at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
                        const std::optional<at::Tensor>& expert);
-double pair_peak(int64_t rounds);
 }  // namespace linear
 namespace attention {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
                      const at::Tensor& mask);
 }  // namespace attention
-namespace choice {
+namespace sampling {
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& first,
                   int64_t per_row, int64_t vocab, int64_t domain);
 at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p);
-at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
-                const std::optional<at::Tensor>& row);
-}  // namespace choice
+}  // namespace sampling
 
-namespace rows {
+namespace rotary {
 std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tensor& positions, double factor);
-}  // namespace rows
+}  // namespace rotary
 namespace tree {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, int64_t rows, int64_t back);
 }  // namespace tree
@@ -329,20 +325,6 @@ template <int64_t WHOLE, class Out> void put_row(Out* y, const float* sums, int6
     for (int64_t i = 0; i < WHOLE; i++) put(y + i, sums[i]);
   else
     for (int64_t i = 0; i < columns; i++) put(y + i, sums[i]);
-}
-
-// Runs f(thread), which does `each` multiply-adds, on all threads. Returns: how many these are together.
-template <class F> double peak(double each, const F& f) {
-  const int64_t threads = at::get_num_threads();
-  std::vector<float> sink(threads);  // or the compiler would leave the work out
-  parallel(threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) {
-      float lanes[LANES];
-      store(lanes, f(t));
-      sink[t] = lanes[0];
-    }
-  });
-  return threads * each + 0 * sink[0];
 }
 
 // ------------------------------------------------------------------------------------------------ rotary

@@ -348,10 +348,10 @@ struct Cache {  // where the rows go, and what they see
   const at::Tensor &slots, &start, &mask;
 };
 
-// x [B, T, F] through all layers; positions: [B, T]; h: as in `run_layer`, of the first. Where `taps` ascend, copies
+// x [B, T, F] through all layers; positions: [B, T]; h: as in `run_layer`, of the first. Where `aux_layers` ascend, copies
 // these layers' inputs behind each other to `kept` [B, T, any], from column F on. Writes: the cache.
 at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& freq, double factor,
-                      const at::Tensor& positions, const Cache& cache, at::IntArrayRef taps, const at::Tensor& kept,
+                      const at::Tensor& positions, const Cache& cache, at::IntArrayRef aux_layers, const at::Tensor& kept,
                       const std::optional<at::Tensor>& h) {
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), count = int64_t(cache.k.size()), S = cache.k[0].size(2);
   TORCH_CHECK(cache.k.size() == prepared.layers.size() && cache.v.size() == cache.k.size(), "the cache is of ", count,
@@ -364,14 +364,14 @@ at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& 
     const int64_t slot = to.const_data_ptr<int64_t>()[r];
     TORCH_CHECK(slot >= 0 && slot < S, "the cache has ", S, " slots, and no slot ", slot);
   }
-  const auto [cos, sin] = rows::angles(freq, positions, factor);
+  const auto [cos, sin] = rotary::angles(freq, positions, factor);
   const Rows rows{cos, sin, to, cache.start, cache.mask};
   size_t tap = 0;
   for (int64_t i = 0; i <= count; i++) {
-    if (tap < taps.size() && taps[tap] == i) copy_columns(x, kept, int64_t(++tap) * F);
+    if (tap < aux_layers.size() && aux_layers[tap] == i) copy_columns(x, kept, int64_t(++tap) * F);
     if (i < count) x = run_layer(prepared, prepared.layers[i], x, i ? std::nullopt : h, cache.k[i], cache.v[i], rows);
   }
-  TORCH_CHECK(tap == taps.size(), "taps must ascend, from 0 to ", count, "; they are ", taps);
+  TORCH_CHECK(tap == aux_layers.size(), "aux_layers must ascend, from 0 to ", count, "; they are ", aux_layers);
   return x;
 }
 
@@ -395,15 +395,15 @@ struct Head {
   }
   at::Tensor normed(const at::Tensor& x, int64_t i) const { return norm(x, *part(i), prepared.eps); }
 
-  // The target's features as `step` takes them: [B, T, (1 + taps) F] -> [B, T, F]
+  // The target's features as `step` takes them: [B, T, (1 + aux_layers) F] -> [B, T, F]
   at::Tensor fuse(const at::Tensor& features) const {
     if (!of_version_3() || !part(FC)) return part(INPUT_NORM) ? normed(features, INPUT_NORM) : features;
-    const int64_t each = int64_t(parts.size()) - FC_NORMS, width = features.size(-1), taps = std::max<int64_t>(each, 1);
+    const int64_t each = int64_t(parts.size()) - FC_NORMS, width = features.size(-1), aux_layers = std::max<int64_t>(each, 1);
     at::Tensor x = columns_of(features, width - inputs, inputs);
     if (part(INPUT_NORM)) x = normed(x, INPUT_NORM);
     if (each)
-      for (int64_t i = 0; i < taps; i++)
-        copy_columns(normed(columns_of(x, i * inputs / taps, inputs / taps), FC_NORMS + i), x, i * inputs / taps);
+      for (int64_t i = 0; i < aux_layers; i++)
+        copy_columns(normed(columns_of(x, i * inputs / aux_layers, inputs / aux_layers), FC_NORMS + i), x, i * inputs / aux_layers);
     return fc(x);
   }
   // One pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F].
@@ -429,16 +429,16 @@ struct Head {
 // -------------------------------------------------------------------------------------------------- operators
 
 // `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final norm, and behind them
-// the inputs of the layers in taps: [B, T, (1 + taps) F]. Writes: k, v at the slots.
+// the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. Writes: k, v at the slots.
 at::Tensor model(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& holder,
                  const at::Tensor& embedding, const at::Tensor& freq, const at::Tensor& final_norm, double factor,
                  at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
-                 const at::Tensor& mask, at::IntArrayRef taps) {
+                 const at::Tensor& mask, at::IntArrayRef aux_layers) {
   const Prepared& prepared = prepared_in(holder);
   const at::Tensor x = embed(tokens, embedding);
-  const at::Tensor features = empty_rows(x, (1 + int64_t(taps.size())) * x.size(2), at::kBFloat16);
+  const at::Tensor features = empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
   const Cache cache{k, v, slots, start, mask};
-  const at::Tensor y = run_layers(prepared, x, freq, factor, positions, cache, taps, features, std::nullopt);
+  const at::Tensor y = run_layers(prepared, x, freq, factor, positions, cache, aux_layers, features, std::nullopt);
   copy_columns(norm(y, final_norm, prepared.eps), features, 0);
   return features;
 }
@@ -462,7 +462,7 @@ at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::
   return head.step(tokens, rows, positions, {k, v, slots, start, mask});
 }
 
-// `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + taps) F]; count, length: [B];
+// `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + aux_layers) F]; count, length: [B];
 // hidden: [B, 1, F]; inputs: of fc. Writes: k, v behind `length`. Returns: hidden and length, of the rows that count.
 std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const at::Tensor& features,
                                                const at::Tensor& count, const at::Tensor& length,
@@ -490,7 +490,7 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
   return {last, total};
 }
 
-// `rms_norm` of ops/rows.py for bfloat16. x: [..., F]; weight: [F]
+// `rms_norm` of ops/norm.py for bfloat16. x: [..., F]; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const bool known = x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16;
   TORCH_CHECK(known, "x and weight must be bfloat16");

@@ -187,20 +187,6 @@ template <class Out> void product(const Layer& layer, Out* y) {
 
 }  // namespace
 
-// Multiply-adds that one call does on all threads, with everything in registers: the peak to compare with.
-double pair_peak(int64_t rounds) {
-  constexpr int CHAINS = 16;
-  return peak(double(rounds) * CHAINS * LANES * 2, [&](int64_t thread) {
-    Floats acc[CHAINS], total = splat(0.0f);
-    const Pairs w = pairs(splat(0x3f803f80 + int32_t(thread)));
-    for (int i = 0; i < CHAINS; i++) acc[i] = splat(float(i));
-    for (int64_t r = 0; r < rounds; r++)
-      for (int i = 0; i < CHAINS; i++) acc[i] = dot(w, w, acc[i]);
-    for (int i = 0; i < CHAINS; i++) total = multiply_add(acc[i], splat(1.0f), total);
-    return total;
-  });
-}
-
 // ----------------------------------------------------------------------------------------------- operator
 
 // With `expert`, one int64 per row, weight and bias are stacked.

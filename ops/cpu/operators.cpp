@@ -2,10 +2,12 @@
 // them would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
 
 #include "blocks.cpp"
+#include "compact.cpp"
 #include "layers.cpp"
 #include "lookup.cpp"
-#include "rows.cpp"
+#include "rotary.cpp"
 #include "threads.cpp"
+#include "topk.cpp"
 #include "tree.cpp"
 
 #include <torch/library.h>
@@ -21,13 +23,13 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("w8a8", quantized::w8a8)
       .impl("linear_bf16", linear::linear_bf16)
       .impl("attention", attention::attention)
-      .impl("topk", rows::topk)
-      .impl("rotary", rows::rotary)
-      .impl("move_rows", rows::move_rows)
-      .impl("angles", rows::angles)
-      .impl("gumbel", choice::gumbel)
-      .impl("cut", choice::cut)
-      .impl("best", choice::best)
+      .impl("topk", topk::topk)
+      .impl("rotary", rotary::rotary)
+      .impl("move_rows", compact::move_rows)
+      .impl("angles", rotary::angles)
+      .impl("gumbel", sampling::gumbel)
+      .impl("cut", sampling::cut)
+      .impl("best", topk::best)
       .impl("widen_blocks", blocks::widen_blocks)
       .impl("rms_norm", layers::rms_norm)
       .impl("prepare_layers", layers::prepare_layers)
@@ -46,7 +48,5 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("lookup", lookup::lookup)
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
-      .impl("own_threads", own_threads)
-      .impl("dot_peak", quantized::dot_peak)
-      .impl("pair_peak", linear::pair_peak);
+      .impl("own_threads", own_threads);
 }

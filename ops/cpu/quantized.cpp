@@ -256,20 +256,6 @@ template <class F> at::Tensor multiply(const Layer& layer) {
 
 }  // namespace
 
-// Multiply-adds that one call does on all threads, with everything in registers: the peak to compare with.
-double dot_peak(int64_t rounds) {
-  constexpr int CHAINS = 16;
-  return peak(double(rounds) * CHAINS * LANES * 4, [&](int64_t thread) {
-    Ints acc[CHAINS], w = splat(0x01020304 + int32_t(thread));
-    for (int i = 0; i < CHAINS; i++) acc[i] = splat(i);
-    for (int64_t r = 0; r < rounds; r++)
-      for (int i = 0; i < CHAINS; i++) acc[i] = dot<true>(acc[i], w, acc[i]);  // cannot be folded
-    Floats total = splat(0.0f);
-    for (int i = 0; i < CHAINS; i++) total = add_scaled(acc[i], splat(1.0f), total);
-    return total;
-  });
-}
-
 // ---------------------------------------------------------------------------------------------- operators
 
 at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,

@@ -91,7 +91,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     for (int64_t r = first; r < last; r++) {
       const float* drawn = gumbel ? gumbel->data + (r / R * draws + level) * Vt : nullptr;
       score_row(z.data + r * V, V, {drawn, float(temperature)}, id, float(sharpness), scores.data());
-      rows::best_of(scores.data(), V, k, best.data(), column.data());
+      topk::best_of(scores.data(), V, k, best.data(), column.data());
       const float total = float(best[0] + std::log(exponential_sum(scores.data(), V, best[0])));
       for (int64_t i = 0; i < k; i++) {
         const float value = best[i] - total;  // no value may exceed its parent's, not even by rounding

@@ -59,7 +59,7 @@ def compact_kernel(
 
 
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    """`ops.attention.compact`. Allocates nothing and never waits."""
+    """`ops.compact.compact`. Allocates nothing and never waits."""
     B, heads, S, E = buffers[0].shape
     assert all(x.is_contiguous() and x.shape == buffers[0].shape and x.data_ptr() % 16 == 0 for x in buffers)
     cut = plan_compact(path.shape[1], E * buffers[0].element_size())

@@ -5,7 +5,7 @@
 2. An expert's rows are cut into tiles of 16, 32 or 64. P rows make at most `most_tiles` of them, however they are
    spread; so many blocks are launched, those of an expert side by side, so that they share its weight in the cache. A
    block finds its tile in the lists; one that finds none returns at once. Weights are read where they lie.
-3. Between reading rows and writing results through the list is the loop of products.py.
+3. Between reading rows and writing results through the list is the loop of quantized.py.
 
 Trade-off: one kernel serves a single token (a tile per chosen expert), a tree and a prompt, so that a row's bits do not
 depend on the rows beside it (`plan_experts`). Not run on a GPU yet. Source of tiles of one expert each: MegaBlocks
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.layout import COLUMNS
-from ops.cuda.products import (
+from ops.cuda.quantized import (
     Device,
     ProductPlan,
     bits_and_group,
@@ -46,7 +46,7 @@ def plan_experts(
 
     The host cannot look at the routing, so the tile's height follows from the rows that an expert has on average.
     `splits` and the order of every sum are the same for all P: a row's result does not depend on which rows share its
-    expert, on their number, or on its place among them. As in products.py, this assumes something of the hardware that
+    expert, on their number, or on its place among them. As in quantized.py, this assumes something of the hardware that
     test_gpu.py tests.
 
     Trade-off: splits are right for a single token with two experts of 8, or 8 of 128. A prompt reads an expert's weight

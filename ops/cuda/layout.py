@@ -1,4 +1,4 @@
-"""Layouts of int4 and int8 weights on CUDA: words of 16 bits in blocks of K, as cuda/products.py reads them."""
+"""Layouts of int4 and int8 weights on CUDA: words of 16 bits in blocks of K, as cuda/quantized.py reads them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
 def rotary_cache(
     qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: tuple, device: Device
 ) -> Tensor:
-    """`ops.attention.rotary_cache`; norms: two weights and epsilon, or (None, None, 0.0).
+    """`ops.rotary.rotary_cache`; norms: two weights and epsilon, or (None, None, 0.0).
 
     Allocates its result, and nothing else; never waits.
     """

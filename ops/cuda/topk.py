@@ -205,7 +205,7 @@ def _block_keys(scores: Tensor, k: int, sharpness: float) -> tuple[Tensor, Tenso
 
 
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.rows.topk_logsumexp` for k up to MOST. Allocates results and candidates, and nothing else; never waits."""
+    """`ops.topk.topk_logsumexp` for k up to MOST. Allocates results and candidates, and nothing else; never waits."""
     shape, options = scores.shape[:-1], {"device": scores.device}
     values = torch.empty(*shape, k, dtype=torch.float32, **options)
     index = torch.empty(*shape, k, dtype=torch.int64, **options)
@@ -228,7 +228,7 @@ def tiles_of_level(R: int, blocks: int, k: int, count: int, W: int) -> dict[str,
 
 
 def grow_level(found: Any, front: Any, step: Any) -> tuple[Tensor, ...]:
-    """`ops.rows.grow_level` for k up to MOST: of `Scores`, `Frontier`, `Expansion`. Allocates as above; never waits."""
+    """`ops.tree.grow_level` for k up to MOST: of `Scores`, `Frontier`, `Expansion`. Allocates as above; never waits."""
     (B, R, _), k, count, W = found.logits.shape, step.k, step.count, front.seen.shape[2]
     options = {"device": found.logits.device}
     tokens, ranked = (torch.empty(B, R * k, dtype=torch.int64, **options) for _ in range(2))

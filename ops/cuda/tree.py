@@ -72,7 +72,7 @@ def relate_kernel(
 
 
 def best_nodes(values: Tensor, count: int) -> Tensor:
-    """`ops.rows.best_nodes` of up to MOST candidates. Never waits."""
+    """`ops.tree.best_nodes` of up to MOST candidates. Never waits."""
     B, P = values.shape
     chosen = torch.empty(B, count, dtype=torch.int64, device=values.device)
     best_nodes_kernel[(B,)](values.contiguous(), chosen, P, count, POOL=triton.next_power_of_2(P), num_warps=4)
@@ -80,7 +80,7 @@ def best_nodes(values: Tensor, count: int) -> Tensor:
 
 
 def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    """`ops.rows.relate`. Never waits."""
+    """`ops.tree.relate`. Never waits."""
     (B, P), N = parents.shape, chosen.shape[1] + 1
     assert N <= 64, N
     number, above, depths = (torch.empty(B, n, dtype=torch.int64, device=chosen.device) for n in (P + 1, N, N))

@@ -18,8 +18,11 @@ Not here: CUDA (check.py), whole models (papers.py).
 
 from __future__ import annotations
 
+import ctypes
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +37,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-import ops.cpu.build
 from files import write_text
+from ops.cpu import build
 from ops.quantized import PRODUCTS
 from options import one_line_errors, option, parse
 from quantize import FORMATS
@@ -146,12 +149,27 @@ class Ceiling(NamedTuple):
     @staticmethod
     def measure() -> Ceiling:
         """Each the best of five runs, or their median and quartiles."""
-        peaks = [torch.ops.gpt_eagle.dot_peak, torch.ops.gpt_eagle.pair_peak]
+        peaks = peak_loops()
         return Ceiling(read_bandwidth("cpu", 5), *(max(_rate(peak) for _ in range(5)) for peak in peaks))
 
     def __str__(self) -> str:
         peaks = f"{self.int8 / 1e12:.2f} T int8 and {self.bf16 / 1e12:.2f} T bf16 multiply-adds/s"
         return f"{self.bandwidth.text(1e-9, 1)} GB/s, {peaks}"
+
+
+def peak_loops() -> list[Callable[[int], float]]:
+    """Build and load peaks.cpp. Returns: the loops on int8 and on bf16, of (rounds) -> multiply-adds."""
+    command, link = build.commands("native")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "peaks.so")
+        source = Path(__file__).with_name("peaks.cpp")
+        subprocess.run([*command, f"-I{build.HERE}", str(source), *link, "-o", str(library)], check=True)
+        code = ctypes.CDLL(str(library))
+    loops = [code.dot_peak, code.pair_peak]
+    for loop in loops:
+        loop.argtypes = [ctypes.c_int64]
+        loop.restype = ctypes.c_double
+    return loops
 
 
 def _rate(peak: Callable[[int], float]) -> float:
@@ -205,7 +223,7 @@ def bench(config: LinearConfig) -> None:
     config.check()
     if config.threads:
         torch.set_num_threads(config.threads)
-    missing = ops.cpu.build.load_operators()
+    missing = build.load_operators()
     if missing:
         raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))

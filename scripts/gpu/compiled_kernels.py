@@ -41,13 +41,13 @@ from triton.compiler import ASTSource, CompiledKernel
 import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.experts
-import ops.cuda.products
+import ops.cuda.norm
+import ops.cuda.quantized
 import ops.cuda.rotary
-import ops.cuda.rows
 import ops.cuda.topk
 import ops.cuda.tree
 from ops.cuda.experts import plan_experts
-from ops.cuda.products import Device, ProductPlan, plan_product
+from ops.cuda.quantized import Device, ProductPlan, plan_product
 
 # multiprocessors and shared memory of a block: CUDA C++ programming guide, table of compute capabilities
 TARGETS = {
@@ -146,7 +146,7 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     if not case.experts:
         types = x | {"packed_ptr": "*i16"} | scale | {"y_ptr": y, "M": "i32"} | sizes
         constants |= {"GATED": case.gated, "OVERLAPS": int(case.target) >= 90}
-        return Source(ops.cuda.products.matmul_kernel, types, constants, cut.warps, multiples), cut
+        return Source(ops.cuda.quantized.matmul_kernel, types, constants, cut.warps, multiples), cut
     weight = {"weight_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
     types = x | weight | scale | {"lists_ptr": "*i32", "y_ptr": y, "P": "i32"} | sizes
     constants |= {"EXPERTS": case.experts} | ({"scale_ptr": None} if bits == 16 else {})
@@ -177,9 +177,9 @@ def cycle_source(case: CycleCase) -> Source:
     if case.kernel == "add_norm":
         width, dtype = case.heads * case.E, f"*{case.dtype}"
         types = {"x_ptr": dtype, "delta_ptr": "*fp32", "weight_ptr": dtype, "sum_ptr": dtype, "y_ptr": dtype}
-        constants = {"SPLITS": ops.cuda.products.MAX_SPLITS, "WIDTH": triton.next_power_of_2(width)} | overlaps
+        constants = {"SPLITS": ops.cuda.quantized.MAX_SPLITS, "WIDTH": triton.next_power_of_2(width)} | overlaps
         types |= {"size": "i32", "F": "i32", "eps": "fp32"}
-        return Source(ops.cuda.rows.add_norm_kernel, types, constants, ops.cuda.rows.warps_of(width), ("F",))
+        return Source(ops.cuda.norm.add_norm_kernel, types, constants, ops.cuda.norm.warps_of(width), ("F",))
     if case.kernel in ("rotary", "normed_rotary"):
         types = {"qkv_ptr": f"*{case.dtype}", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
         types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}") | {"eps": "fp32", "T": "i32", "S": "i32"}

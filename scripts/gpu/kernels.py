@@ -40,13 +40,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+import ops.compact
+import ops.topk
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 import ops.attention
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
-import ops.rows
 from model import KVCache, ModelConfig
 from options import one_line_errors, option, parse
 
@@ -255,7 +257,7 @@ def compact_contest(kv_heads: int) -> Contest:
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
         buffer.normal_()
-    loop = torch.compile(ops.attention.compact_reference, fullgraph=True, dynamic=False)
+    loop = torch.compile(ops.compact.compact_reference, fullgraph=True, dynamic=False)
     methods = {
         "ours": [lambda s=s: cache.compact(s, path) for s in starts],
         "torch": [lambda s=s: loop(buffers, s, path) for s in starts],
@@ -263,7 +265,7 @@ def compact_contest(kv_heads: int) -> Contest:
 
     def error() -> float:
         want = [b.clone() for b in buffers]
-        ops.attention.compact_reference(want, starts[1], path)
+        ops.compact.compact_reference(want, starts[1], path)
         cache.compact(starts[1], path)
         return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
 
@@ -276,13 +278,13 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     copies = max(2, -(-rotate_bytes // read_bytes))
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
-        "ours": [lambda s=s: ops.rows.topk_logsumexp(s, 10) for s in scores],
-        "torch": [lambda s=s: ops.rows.topk_logsumexp_reference(s, 10) for s in scores],
+        "ours": [lambda s=s: ops.topk.topk_logsumexp(s, 10) for s in scores],
+        "torch": [lambda s=s: ops.topk.topk_logsumexp_reference(s, 10) for s in scores],
     }
 
     def error() -> float:
-        values, index, total = ops.rows.topk_logsumexp(scores[0], 10)
-        best, _, logsumexp = ops.rows.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
+        values, index, total = ops.topk.topk_logsumexp(scores[0], 10)
+        best, _, logsumexp = ops.topk.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
         pairs = ((values, best), (scores[0].gather(-1, index), best), (total, logsumexp))
         return max(relative_error(*pair) for pair in pairs)
 

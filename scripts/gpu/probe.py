@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import ops.norm
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-import ops.rows
 from draft_tree import replace_fields
 from options import one_line_errors, option, parse, pick_device
 from runtime import WARM_UPS, Replay, compiled, device_time, store
@@ -136,7 +137,7 @@ def bandwidth(device: str) -> dict[str, Any]:
 def norm_error(device: str) -> float:
     """Of the norm that adds partial sums. Relative, at most."""
     x, delta, weight = (torch.randn(*shape, device=device) for shape in ((7, 96), (3, 7, 96), (96,)))
-    got, want = ops.rows.add_norm(x, delta, weight, 1e-5), ops.rows.add_norm_reference(x, delta, weight, 1e-5)
+    got, want = ops.norm.add_norm(x, delta, weight, 1e-5), ops.norm.add_norm_reference(x, delta, weight, 1e-5)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
 
 

@@ -24,7 +24,7 @@ try:
     from ops.cuda.attention import CHUNK, SPLITS, plan_attention, splits_of
 except ModuleNotFoundError:
     fail("time_model.py", "the plans of the kernels need Triton, which is not installed; pip install triton")
-from ops.cuda.products import Device, plan_product, shared_bytes
+from ops.cuda.quantized import Device, plan_product, shared_bytes
 from scripts.gpu.compiled_kernels import TARGETS
 
 
@@ -119,7 +119,7 @@ def fluid(steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: in
 def product_us(rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none") -> tuple[float, int]:
     """An int4 (groups of 128) or int8 product, without the sum of its splits. Returns: microseconds, splits.
 
-    epilogue: of the result, see `ops.cuda.products.run_product`
+    epilogue: of the result, see `ops.cuda.quantized.run_product`
     """
     (device, c), step = gpu, 16 // bits * 64  # inputs
     cut = plan_product(rows, N, K, bits, 128 if bits == 4 else 0, torch.bfloat16, device, epilogue)

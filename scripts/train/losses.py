@@ -30,7 +30,7 @@ from drafters import DraftVocab
 from eagle_draft import Eagle3Head, EagleHead
 from hf.heads import DRAFT_INPUTS, Eagle3, EagleConfig
 from model import Attention, Linear, ModelConfig, Transformer
-from ops.attention import rope_angles, rotary
+from ops.rotary import rope_angles, rotary
 from quantize import QuantLinear
 from scripts.train.acceptance import row_inputs
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 
 import ops.attention
+import ops.compact
 import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
+import ops.rotary
 from helpers import share_that_differs, slow, with_head_norms
 from model import KVCache, ModelConfig, rope_angles
 from ops.cuda.launch import Device
-from ops.rows import (
+from ops.tree import (
     Children,
     Expansion,
     Frontier,
@@ -144,7 +146,7 @@ def check_rotary(heads, E, normed, dtype=torch.float32, near=1e-6):
     cache = torch.randn(2, B, kv_heads, S, E).to(dtype)
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, norms or (None, None, 0.0), DEVICE)
-    want = ops.attention.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
+    want = ops.rotary.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=near)
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
     assert dtype == torch.float32 or share_that_differs([got, ours[0]], [want, theirs[0]]) < 0.01
@@ -295,7 +297,7 @@ def check_compaction(cache, starts, paths):
     """Every slot of every buffer, bit for bit."""
     start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
     want = bits(buffers)
-    ops.attention.compact_reference(want, start, path)
+    ops.compact.compact_reference(want, start, path)
     ops.cuda.compact.compact(buffers, cache.addresses, start, path)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
 

@@ -11,7 +11,7 @@ import ops.cuda.experts
 import ops.experts
 from helpers import quantized_experts, slow
 from model import ModelConfig, MoEFeedForward
-from ops.cuda.products import Device, ProductPlan
+from ops.cuda.quantized import Device, ProductPlan
 from ops.library import lib
 from ops.quantized import PRODUCTS
 from quantize import FORMATS as KINDS

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import ops.cuda.layout
-import ops.cuda.products
-import ops.cuda.rows
-import ops.rows
+import ops.cuda.norm
+import ops.cuda.quantized
+import ops.norm
 from helpers import quantized, slow
-from ops.cuda.products import Device, ProductPlan
+from ops.cuda.quantized import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
 FORMATS = ["int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
@@ -23,7 +23,7 @@ def run(x, weights, splits=1, epilogue="none"):
     """The product, cut as it would be for 16-bit activations."""
     tokens = TOKENS[x.shape[0]]
     cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return ops.cuda.products.run_product(x, weights.packed, weights.scale, cut, DEVICE, epilogue)
+    return ops.cuda.quantized.run_product(x, weights.packed, weights.scale, cut, DEVICE, epilogue)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_product(form, rows):
 def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
-    y = ops.cuda.products.run_product(x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4), DEVICE)
+    y = ops.cuda.quantized.run_product(x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4), DEVICE)
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
@@ -91,13 +91,13 @@ def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
     whole = run(x, weights, splits)
     assert torch.equal(run(x, weights, splits, "fp32"), whole)  # fp32 in any case here
     for delta in (parts, whole):
-        total, y = ops.cuda.rows.add_norm(stream, delta, scale, 1e-5, DEVICE)
-        wanted = ops.rows.add_norm_reference(stream, weights.reference(x), scale, 1e-5)
+        total, y = ops.cuda.norm.add_norm(stream, delta, scale, 1e-5, DEVICE)
+        wanted = ops.norm.add_norm_reference(stream, weights.reference(x), scale, 1e-5)
         torch.testing.assert_close((total, y), wanted, atol=5e-4, rtol=2e-5)
-    alone = ops.cuda.rows.add_norm(stream[2:3], parts[:, 2:3], scale, 1e-5, DEVICE)
+    alone = ops.cuda.norm.add_norm(stream[2:3], parts[:, 2:3], scale, 1e-5, DEVICE)
     assert torch.equal(alone[0], total[2:3]) or splits > 1  # one sum was rounded before
-    assert torch.equal(ops.cuda.rows.add_norm(total, None, scale, 1e-5, DEVICE)[1], y)
-    again = ops.cuda.rows.add_norm(stream, parts, scale, 1e-5, DEVICE)
+    assert torch.equal(ops.cuda.norm.add_norm(total, None, scale, 1e-5, DEVICE)[1], y)
+    again = ops.cuda.norm.add_norm(stream, parts, scale, 1e-5, DEVICE)
     assert torch.equal(alone[0], again[0][2:3]) and torch.equal(alone[1], again[1][2:3])
 
 
@@ -109,7 +109,7 @@ def test_swiglu_behind_a_product(form, rows):
     weights = quantized(form, 2 * 67, 640)  # 67 gates above 67 ups
     x = torch.randn(rows, 640)
     y = run(x, weights, epilogue="swiglu")
-    torch.testing.assert_close(y, ops.rows.swiglu(weights.reference(x)), atol=1e-2, rtol=2e-4)
+    torch.testing.assert_close(y, ops.norm.swiglu(weights.reference(x)), atol=1e-2, rtol=2e-4)
 
 
 def test_the_whole_path():
@@ -117,7 +117,7 @@ def test_the_whole_path():
     for form in FORMATS:
         weights = quantized(form, 135, 1024)
         x = torch.randn(3, 1024)
-        y = ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE)
+        y = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE)
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
 
 
@@ -125,5 +125,5 @@ def test_negative_zero_is_zero():
     """A sign without a magnitude, which pack_int8 never writes."""
     packed = torch.full((1, 64, ops.cuda.layout.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
     cut = ProductPlan(16, 64, 1, 2, 4)
-    y = ops.cuda.products.run_product(torch.randn(2, 128), packed, torch.ones(64), cut, DEVICE)
+    y = ops.cuda.quantized.run_product(torch.randn(2, 128), packed, torch.ones(64), cut, DEVICE)
     assert (y == 0).all()

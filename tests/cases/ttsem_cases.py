@@ -21,12 +21,12 @@ import ops.attention
 import ops.cuda.attention
 import ops.cuda.experts
 import ops.cuda.launch
-import ops.cuda.products
-import ops.cuda.rows
-import ops.rows
+import ops.cuda.norm
+import ops.cuda.quantized
+import ops.norm
 from helpers import quantized, quantized_experts
 from interpreter_experts import ROUTINGS
-from ops.cuda.products import Device
+from ops.cuda.quantized import Device
 
 DEVICE = Device(8, 232448, 90)  # an H100 with few processors: few splits
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -63,16 +63,16 @@ PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are mul
 @pytest.mark.parametrize("form,N,K,rows,dtype", PRODUCTS)
 def test_product(form, N, K, rows, dtype):
     weights, x = quantized(form, N, K), torch.randn(rows, K, dtype=dtype)
-    close(ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE), weights.reference(x), dtype)
+    close(ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE), weights.reference(x), dtype)
 
 
 @pytest.mark.parametrize("form,K", DEEP.items())
 def test_a_row_has_the_same_bits_beside_any_others(form, K):
     weights, x = quantized(form, 70, K), torch.randn(64, K, dtype=BF16)
-    assert ops.cuda.products.choose_splits(70, len(weights.packed), DEVICE.processors) > 1
-    whole = ops.cuda.products.matmul(x, weights.packed, weights.scale, DEVICE)
+    assert ops.cuda.quantized.choose_splits(70, len(weights.packed), DEVICE.processors) > 1
+    whole = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE)
     for rows in (1, 5, 26):
-        some = ops.cuda.products.matmul(x[-rows:].clone(), weights.packed, weights.scale, DEVICE)
+        some = ops.cuda.quantized.matmul(x[-rows:].clone(), weights.packed, weights.scale, DEVICE)
         assert torch.equal(some, whole[-rows:]), rows
 
 
@@ -84,18 +84,18 @@ def test_what_follows_a_product(form, rows):
     weights, x = quantized(form, 70, K), torch.randn(rows, K, dtype=BF16)
     product = weights.reference(x.float())
     stream, scale = torch.randn(rows, 70, dtype=BF16), torch.rand(70, dtype=BF16)
-    parts = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "split_k")
+    parts = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "split_k")
     assert len(parts) > 1
-    got = ops.cuda.rows.add_norm(stream, parts, scale, 1e-5, early)
-    want = ops.rows.add_norm_reference(stream, product[None], scale, 1e-5)
+    got = ops.cuda.norm.add_norm(stream, parts, scale, 1e-5, early)
+    want = ops.norm.add_norm_reference(stream, product[None], scale, 1e-5)
     close(got[0], want[0], BF16)
     close(got[1], want[1], BF16, sums=1e-2)  # where x rounds the other way
-    one = ops.cuda.rows.add_norm(stream[:1], parts[:, :1], scale, 1e-5, early)
+    one = ops.cuda.norm.add_norm(stream[:1], parts[:, :1], scale, 1e-5, early)
     assert torch.equal(one[0], got[0][:1]) and torch.equal(one[1], got[1][:1])
-    wide = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "fp32")
+    wide = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "fp32")
     torch.testing.assert_close(wide, product, rtol=1e-4, atol=1e-3 * product.abs().max().item())
-    gated = ops.cuda.products.matmul(x, weights.packed, weights.scale, early, "swiglu")
-    close(gated, ops.rows.swiglu(product), BF16)
+    gated = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "swiglu")
+    close(gated, ops.norm.swiglu(product), BF16)
 
 
 # ------------------------------------------------------------------------------------------- experts

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import ops.attention
+import ops.compact
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -115,13 +116,13 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     target, tree, prompts = golden_target(), StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))), [PROMPT, PROMPT[::-1]]
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
-    moved, reference = [], ops.attention.compact_reference
+    moved, reference = [], ops.compact.compact_reference
 
     def compact(buffers, start, path):
         moved.append(tuple(b.data_ptr() for b in buffers))
         reference(buffers, start, path)
 
-    monkeypatch.setattr(ops.attention, "compact_reference", compact)
+    monkeypatch.setattr(ops.compact, "compact_reference", compact)
     monkeypatch.setattr(model, "compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree, Sampling())
     engine = engine_for(target, drafter, **options)

@@ -24,8 +24,7 @@ from extras.ngram_draft import add_chain
 from helpers import golden_case, golden_head, golden_target, order_of, text_with
 from model import KVCache, ModelConfig
 from ops.library import has_cpu_operators
-from ops.rows import Children
-from ops.tree import Candidates, rerank
+from ops.tree import Candidates, Children, rerank
 from sampling import Sampling
 from tree_shapes import EAGLE1_PATHS, read_tree
 

@@ -17,7 +17,7 @@ from drafters import RootOnly
 from extras import residual
 from extras.residual import residual_accept
 from helpers import chi_square, engine_for, golden_target, order_of, parents_of, text_with
-from ops.rows import best
+from ops.topk import best
 from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, process, uniforms
 from session import Session
 

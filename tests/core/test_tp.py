@@ -317,7 +317,7 @@ def test_ranks_that_do_not_divide(tmp_path, raw, world, rule):
 @pytest.fixture
 def joined(monkeypatch):
     """This process is rank 0 of 2, which have joined."""
-    monkeypatch.setattr(tp, "place", lambda: Rank(0, 2, 0))
+    monkeypatch.setattr(tp, "this_rank", lambda: Rank(0, 2, 0))
     monkeypatch.setattr(tp.dist, "is_initialized", lambda: True)
 
 

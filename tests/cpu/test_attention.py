@@ -12,10 +12,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ops.attention
+import ops.compact
 import ops.cuda.layout
 import ops.library
 import ops.quantized
-import ops.rows
+import ops.topk
+import ops.tree
 from helpers import quantized
 from ops.attention import tree_attention, tree_attention_reference, visible_slots
 from ops.quantized import join_zeros, split_zeros
@@ -191,15 +193,15 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
-    ops.rows._topk_logsumexp_cuda(torch.randn(2, 50), 5)
+    ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
     level, values, parents = level_inputs(5), torch.randn(2, 30), torch.full((2, 30), -1)
-    assert all(map(torch.equal, ops.rows._grow_level_cuda(*level), torch.ops.gpt_eagle.grow_level(*level)))
-    chosen = ops.rows._best_nodes_cuda(values, 7)
-    assert torch.equal(chosen, ops.rows.best_nodes(values, 7))
-    assert all(map(torch.equal, ops.rows._relate_cuda(chosen, parents, 5), ops.rows.relate(chosen, parents, 5)))
+    assert all(map(torch.equal, ops.tree._grow_level_cuda(*level), torch.ops.gpt_eagle.grow_level(*level)))
+    chosen = ops.tree._best_nodes_cuda(values, 7)
+    assert torch.equal(chosen, ops.tree.best_nodes(values, 7))
+    assert all(map(torch.equal, ops.tree._relate_cuda(chosen, parents, 5), ops.tree.relate(chosen, parents, 5)))
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
-    ops.attention._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
+    ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
     assert torch.equal(buffers[3][0, :, 4], want)
     ops.library.has_triton.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
@@ -243,12 +245,12 @@ def test_compaction_registration():
 
 def test_topk_is_that_of_torch():
     scores = torch.randn(2, 3, 500) * 10
-    values, index, total = ops.rows.topk_logsumexp(scores, 7)
+    values, index, total = ops.topk.topk_logsumexp(scores, 7)
     want = scores.topk(7, dim=-1)
     assert torch.equal(values, want.values) and torch.equal(index, want.indices)
     torch.testing.assert_close(total, scores.logsumexp(-1, keepdim=True), atol=1e-6, rtol=2e-7)
     with pytest.raises(ValueError, match="takes float32 scores; these are torch.bfloat16"):
-        ops.rows.topk_logsumexp(scores.bfloat16(), 7)
+        ops.topk.topk_logsumexp(scores.bfloat16(), 7)
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])
@@ -278,8 +280,8 @@ def test_level_registration(count, places):
     torch.library.opcheck(torch.ops.gpt_eagle.grow_level.default, args, test_utils=checks)
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
     tokens, got, *rest = torch.ops.gpt_eagle.grow_level(*args)
-    step = ops.rows.Expansion(k, count, slot, places, by_value)
-    want = ops.rows.grow_level(ops.rows.Scores(logits, sharpness, ids), ops.rows.Frontier(values, seen), step)
+    step = ops.tree.Expansion(k, count, slot, places, by_value)
+    want = ops.tree.grow_level(ops.tree.Scores(logits, sharpness, ids), ops.tree.Frontier(values, seen), step)
     assert torch.equal(tokens, want.tokens) and torch.equal(got, want.values)
     assert all(map(torch.equal, rest, (want.order, *want.front))) if count else not any(x.numel() for x in rest)
 
@@ -384,7 +386,7 @@ def test_weights_of_another_layer_or_format_are_refused():
 
 def test_no_triton_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ops.cuda.products", raising=False)
+    monkeypatch.delitem(sys.modules, "ops.cuda.quantized", raising=False)
     ops.library.triton_products.cache_clear()
     with pytest.raises(ValueError, match="need Triton.*pip install triton"):
         ops.library.triton_products()

@@ -24,6 +24,7 @@ import ops.cpu.layout
 import ops.experts
 import ops.linear
 import ops.quantized
+import ops.rotary
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
 from ops.quantized import BLOCK8, join_zeros
@@ -585,7 +586,7 @@ def rotary_inputs(dtype, width=80):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotary_has_the_bits_of_plain_operations(dtype, march):
     qkv, rope, *heads = rotary_inputs(dtype)
-    want = ops.attention.rotary_reference(qkv, rope, *heads)
+    want = ops.rotary.rotary_reference(qkv, rope, *heads)
     strided = torch.cat((qkv, qkv), -1)[..., : qkv.shape[3]]
     for x in (qkv, strided):
         assert all(map(torch.equal, operators(march).rotary(x, *rope, *heads), want))
@@ -593,7 +594,7 @@ def test_rotary_has_the_bits_of_plain_operations(dtype, march):
 
 def test_rotary_keeps_its_gradient():
     qkv, rope, *heads = rotary_inputs(torch.float32)
-    sum(y.sum() for y in ops.attention.rotary(qkv.requires_grad_(), rope, *heads)).backward()
+    sum(y.sum() for y in ops.rotary.rotary(qkv.requires_grad_(), rope, *heads)).backward()
     assert qkv.grad[:, :, :12].abs().min() > 0 and not qkv.grad[:, :, 12:].any()
 
 
@@ -602,14 +603,14 @@ def test_rotary_norms_each_head_first(dtype):
     """Values and gradients are those of plain operations, whether the norms, the rows or nothing is trained."""
     qkv, rope, heads, kv_heads = rotary_inputs(dtype)
     weights = [(1 + random(80, seed=s) / 4).to(dtype) for s in (1, 2)]
-    want = ops.attention.rotary_reference(with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads)
+    want = ops.rotary.rotary_reference(with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads)
     for trained in ([], weights, [qkv, *weights]):
         leaves = [x.requires_grad_() for x in trained]
-        got = ops.attention.rotary(qkv, rope, heads, kv_heads, (*weights, 0.1))
+        got = ops.rotary.rotary(qkv, rope, heads, kv_heads, (*weights, 0.1))
         assert share_that_differs(got, want) < 0.01
         assert dtype == torch.bfloat16 or all(map(torch.equal, got, want))
         if leaves:
-            plain = ops.attention.rotary_reference(with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads)
+            plain = ops.rotary.rotary_reference(with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads)
             grads, right = (torch.autograd.grad([y.square().sum() for y in ys], leaves) for ys in (got, plain))
             assert all(map(torch.equal, grads, right)) and all(grad.any() for grad in grads)
 
@@ -617,7 +618,7 @@ def test_rotary_norms_each_head_first(dtype):
 def test_rotary_refuses_heads_that_are_not_there():
     qkv, rope, *_ = rotary_inputs(torch.float32)
     with pytest.raises(RuntimeError, match=r"14 \+ 4 heads of 80 elements are not in 16 heads"):
-        ops.attention.rotary(qkv, rope, 14, 4)
+        ops.rotary.rotary(qkv, rope, 14, 4)
 
 
 def test_registrations():

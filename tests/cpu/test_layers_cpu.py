@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ops.attention
+import ops.compact
 from draft_tree import Level, StaticTree
 from drafters import Confirmed, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
@@ -319,7 +320,7 @@ def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:
         parent[1:] = 0  # rows differ
         level = Level(torch.randint(50, (batch, rows), generator=generator), parent, 1, begin, seen)
         positions = state.length[:, None].expand(-1, rows) + (begin > 0)
-        out = drafter.step(state, level, out, positions, Window(slots, state.length, seen))
+        out = drafter.forward_nodes(state, level, out, positions, Window(slots, state.length, seen))
         found.append(out)
         begin += rows
     return [*found, *state.cache.k, *state.cache.v]
@@ -405,7 +406,7 @@ def test_moved_rows(path, dtype):
     buffers = [torch.randn(2, 3, 20, 16, generator=generator).to(dtype) for _ in range(4)]
     want = [b.clone() for b in buffers]
     start, paths = torch.tensor([7, 14]), torch.tensor([path, [0, 3, 5]])
-    ops.attention.compact_reference(want, start, paths)
+    ops.compact.compact_reference(want, start, paths)
     torch.ops.gpt_eagle.move_rows(buffers, start, paths)
     assert all(map(torch.equal, buffers, want))
     with pytest.raises(RuntimeError, match="no slot 20"):

@@ -10,7 +10,8 @@ import torch
 
 from model import rope_angles
 from ops.library import has_cpu_operators
-from ops.rows import best, best_reference, rms_norm, rms_norm_reference
+from ops.norm import rms_norm, rms_norm_reference
+from ops.topk import best, best_reference
 from runtime import compiled
 from sampling import NoiseKey, Sampling, gumbel, process
 

@@ -22,10 +22,12 @@ from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import not_refused
 from model import causal_window
 from ops.library import has_cpu_operators
-from ops.rows import Expansion, Frontier, Scores
 from ops.tree import (
     Candidates,
+    Expansion,
+    Frontier,
     Next,
+    Scores,
     Shared,
     next_level,
     next_level_reference,

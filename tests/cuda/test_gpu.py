@@ -17,9 +17,13 @@ import torch
 
 import lost_device
 import ops.attention
+import ops.compact
 import ops.experts
+import ops.norm
 import ops.quantized
-import ops.rows
+import ops.rotary
+import ops.topk
+import ops.tree
 import sampling
 from decode import Engine, with_cycles
 from draft_tree import DynamicTree, StaticTree
@@ -182,7 +186,7 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
 def compact_by_reference(cache, start, path):
     """What the buffers hold after compaction; the cache itself stays as it is."""
     want = [b.clone() for b in (*cache.k, *cache.v)]
-    ops.attention.compact_reference(want, start, path)
+    ops.compact.compact_reference(want, start, path)
     return want
 
 
@@ -209,7 +213,7 @@ def test_compaction(dtype, kv_heads, E):
         for steps in (1, 2, 7, 33, 64) * 10:
             start, path = torch.randint(700 - 64, (batch,), device="cuda"), random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
-            ops.attention.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            ops.compact.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
 
 
@@ -254,7 +258,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # what top-p leaves
     scores[0, 4] = float("-inf")
-    values, index, total = ops.rows.topk_logsumexp(scores, k)
+    values, index, total = ops.topk.topk_logsumexp(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     assert torch.equal(index, order[..., :k]) if k <= 64 else torch.equal(scores.gather(-1, index), values)
@@ -270,16 +274,16 @@ def test_grow_level(poisoned, by_value, V, k):
     B, R, W, count = 2, 10, 50, min(k, 10)
     logits = (torch.randn(B, R, V, device="cuda") * 10).round(decimals=1)  # ties
     ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
-    found, root = ops.rows.Scores(logits, 1.25, ids), ops.rows.Frontier(torch.zeros(B, R, device="cuda"), seen)
-    level = ops.rows.grow_level(found, root, ops.rows.Expansion(k, 0, 0))
+    found, root = ops.tree.Scores(logits, 1.25, ids), ops.tree.Frontier(torch.zeros(B, R, device="cuda"), seen)
+    level = ops.tree.grow_level(found, root, ops.tree.Expansion(k, 0, 0))
     scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
     assert k > 64 or torch.equal(level.tokens, ids[index[..., :k]].flatten(1))
     torch.testing.assert_close(level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
-    children = ops.rows.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
-    front = ops.rows.Frontier(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
-    step = ops.rows.Expansion(k, count, 3, None, by_value)
-    got, want = ops.rows.grow_level(found, front, step), ops.rows.grow_level_reference(children, front, step)
+    children = ops.tree.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
+    front = ops.tree.Frontier(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
+    step = ops.tree.Expansion(k, count, 3, None, by_value)
+    got, want = ops.tree.grow_level(found, front, step), ops.tree.grow_level_reference(children, front, step)
     assert all(map(torch.equal, (*got[:3], *got.front), (*want[:3], *want.front)))
 
 
@@ -288,12 +292,12 @@ def test_nodes_of_a_tree(poisoned, P, N):
     torch.manual_seed(0)
     values = -torch.randint(0, 99, (2, P), device="cuda").float()
     values[1, 3:] = float("-inf")
-    chosen = ops.rows.best_nodes(values, N - 1)
-    assert torch.equal(chosen, ops.rows.best_nodes_reference(values, N - 1))
+    chosen = ops.tree.best_nodes(values, N - 1)
+    assert torch.equal(chosen, ops.tree.best_nodes_reference(values, N - 1))
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
-    got, want = ops.rows.relate(chosen, parents, N - 1), ops.rows.relate_reference(chosen, parents, N - 1)
+    got, want = ops.tree.relate(chosen, parents, N - 1), ops.tree.relate_reference(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want))
 
 
@@ -367,13 +371,13 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     w = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
 
     def layer() -> tuple[torch.Tensor, ...]:
-        total, y = ops.rows.add_norm(stream, w(x, *narrow[1:3], epilogue="split_k"), scale, 1e-5)
+        total, y = ops.norm.add_norm(stream, w(x, *narrow[1:3], epilogue="split_k"), scale, 1e-5)
         gated = w(y, *wide[1:3], epilogue="swiglu")
         return total, y, gated, w(gated, *narrow[1:3], epilogue="fp32")
 
     got = layer()
-    want = ops.rows.add_norm_reference(stream, narrow.reference(x.float()), scale, 1e-5)
-    for ours, theirs in zip(got, (*want, ops.rows.swiglu(wide.reference(got[1].float())))):
+    want = ops.norm.add_norm_reference(stream, narrow.reference(x.float()), scale, 1e-5)
+    for ours, theirs in zip(got, (*want, ops.norm.swiglu(wide.reference(got[1].float())))):
         torch.testing.assert_close(ours / theirs.abs().max(), theirs.to(ours.dtype) / theirs.abs().max(), **close)
     scores = narrow.reference(got[2].float())
     assert got[3].dtype == torch.float32 and (got[3] - scores).norm() < 1e-4 * scores.norm()
@@ -398,12 +402,12 @@ def test_rotary_cache(heads, normed):
     qkv = torch.randn(B, T, H + 2 * kv_heads, E, device="cuda").bfloat16()
     slots = torch.randperm(S, device="cuda")[:T].expand(B, -1)
     positions = torch.randint(0, 4000, (B, T), device="cuda")
-    rope = ops.attention.rope_angles(torch.rand(E // 2, device="cuda"), positions)
+    rope = ops.rotary.rope_angles(torch.rand(E // 2, device="cuda"), positions)
     norms = (*(1 + torch.randn(2, E, device="cuda") / 4).bfloat16(), 1e-6) if normed else None
     cache = torch.randn(2, B, kv_heads, S, E, device="cuda").bfloat16()
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
-    got = ops.attention.rotary_cache(qkv, rope, *ours, slots, norms)
-    want = ops.attention.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
+    got = ops.rotary.rotary_cache(qkv, rope, *ours, slots, norms)
+    want = ops.rotary.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     near = 0.1 if normed else 0.02  # of the largest values: an ulp that the norm was rounded otherwise
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=1e-2)
     assert share_that_differs([got, ours[0]], [want, theirs[0]]) < 0.01

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 import ops.cuda.layout  # noqa: E402
 from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
-from ops.cuda.products import MAX_SPLITS, choose_splits, minus_zero, plan_product, sum_kernel, unpack_asm  # noqa: E402
+from ops.cuda.quantized import MAX_SPLITS, choose_splits, minus_zero, plan_product, sum_kernel, unpack_asm  # noqa: E402
 from scripts.gpu.compiled_kernels import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
 
 # --------------------------------------------------------------------------------------- interpreter

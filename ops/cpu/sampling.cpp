@@ -1,10 +1,9 @@
-// Choosing tokens on a CPU: the noise of sampling.py, the cuts of top-k and top-p, and the best score of a row.
+// Sampling on a CPU: the noise of sampling.py, and the cuts of top-k and top-p.
 //
 // 1. `gumbel` computes Philox4x32-10 and both logarithms for many counters side by side, in 32 bits where tensors take
 //    64.
 // 2. `cut` sorts only the tokens that can be kept: those beyond the k-th best, or with so little mass that all of them
 //    together are less than what top-p may leave out, are dropped first. Of 49,152 tokens a few hundred stay.
-// 3. `best` adds the noise of a node's draw while it looks for the largest sum.
 //
 // A row's result does not depend on the other rows, and not on whether a compiled or an eager step asks for it. Scores
 // are not NaN.
@@ -15,7 +14,7 @@
 #include <cmath>
 #include <functional>
 
-namespace choice {
+namespace sampling {
 namespace {
 
 constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
@@ -180,41 +179,4 @@ at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, doub
   return result;
 }
 
-// `best` of ops/rows.py. scores: [B, N, V]; noise: [B, R, V]; row: [B, N]
-at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
-                const std::optional<at::Tensor>& row) {
-  const at::Tensor from = scores.contiguous();
-  TORCH_CHECK(from.numel(), "there are no scores");
-  const int64_t B = from.size(0), N = from.size(1), n = from.size(2), draws = noise ? noise->size(1) : 0;
-  const at::Tensor token = at::empty({B, N}, from.options().dtype(at::kLong));
-  const at::Tensor added = noise ? noise->contiguous() : from, which = row ? row->contiguous() : token;
-  TORCH_CHECK(!noise || (row && which.numel() == B * N && added.size(0) == B && added.size(2) == n),
-              "noise must be [B, R, V], and row [B, N]");
-  const float *x = from.const_data_ptr<float>(), *g = added.const_data_ptr<float>();
-  const int64_t* of = which.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < B * N && noise; i++)
-    TORCH_CHECK(of[i] >= 0 && of[i] < draws, "there is no row ", of[i], " of noise");
-  int64_t* to = token.mutable_data_ptr<int64_t>();
-  constexpr int64_t CHUNK = 1024;
-  parallel(B * N, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
-    float sums[CHUNK];
-    for (int64_t r = begin; r < end; r++) {
-      const float* more = noise ? g + (r / N * draws + of[r]) * n : nullptr;
-      float most = LEAST;
-      to[r] = 0;
-      for (int64_t first = 0; first < n; first += CHUNK) {
-        const int64_t size = std::min(CHUNK, n - first);
-        const float* s = x + r * n + first;
-        if (more) {
-          for (int64_t i = 0; i < size; i++) sums[i] = s[i] + more[first + i];
-          s = sums;
-        }
-        const float top = largest(s, size);
-        if (top > most) most = top, to[r] = first + (std::find(s, s + size, top) - s);
-      }
-    }
-  });
-  return token;
-}
-
-}  // namespace choice
+}  // namespace sampling

@@ -51,7 +51,7 @@ def warps_of(F: int) -> int:
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device) -> tuple[Tensor, Tensor]:
-    """`ops.rows.add_norm`; without a delta the sum is x. Allocates its results, and nothing else; never waits."""
+    """`ops.norm.add_norm`; without a delta the sum is x. Allocates its results, and nothing else; never waits."""
     F = x.shape[-1]
     x, y = x.contiguous(), torch.empty_like(x)
     total, splits = (x, 0) if delta is None else (torch.empty_like(x), delta.numel() // x.numel())

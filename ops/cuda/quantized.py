@@ -9,7 +9,7 @@ From a single token to a tree of 64 the product is bound by reading the weights,
 4. Narrow layers cut K into splits, so that every multiprocessor has work. Each split writes fp32 partial sums, which
    are added in a fixed order: no atomics, equal runs give equal bits.
 5. What comes behind a product is done where it costs no launch (`EPILOGUES`): partial sums are added by the norm that takes
-   them (rows.py), and a block that has the gate and the up rows of the same outputs applies SwiGLU.
+   them (norm.py), and a block that has the gate and the up rows of the same outputs applies SwiGLU.
 6. The first weights are fetched before the kernel in front is over (launch.py).
 
 Trade-off: see `plan_product`. Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al.

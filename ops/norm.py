@@ -1,0 +1,97 @@
+"""The norm of features, alone or behind the sum with a layer's output, and the SwiGLU.
+
+C++ on a CPU (cpu/layers.cpp), Triton on CUDA (cuda/norm.py); elsewhere plain operations, which the compiler fuses with
+their surroundings. A row has the same bits in eager and in compiled steps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.library import has_triton, lib, triton_products, uses_cpp
+
+lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide every row by its root mean square, with fp32 statistics. Source: arXiv 1910.07467.
+
+    x: [..., F]; weight: [F]
+    Returns: [..., F].
+    """
+    if x.dtype == weight.dtype == torch.bfloat16 and not _trained(x, weight) and uses_cpp(x):
+        return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
+    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, weight):
+        return torch.ops.gpt_eagle.norm(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def _trained(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # the operators have no gradients
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same by torch's own operators."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    """Add a layer's output to the stream. x: [..., F]; delta: [..., F], or its partial sums, [S, ..., F] fp32."""
+    return (x + delta.sum(0)).to(x.dtype) if delta.dim() > x.dim() else x + delta
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add`, and the `rms_norm` of that; weight: [F]. Returns both, [..., F] each."""
+    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, delta, weight):
+        return torch.ops.gpt_eagle.add_norm(x, delta, weight, eps)
+    x = add(x, delta)
+    return x, rms_norm(x, weight, eps)
+
+
+def add_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same by torch's own operators."""
+    x = add(x, delta)
+    return x, rms_norm_reference(x, weight, eps)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """SiLU of the first half of every row, times the second. y: [..., 2 F]. Source: arXiv 2002.05202."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not has_triton():
+        return add_norm_reference(x, delta, weight, eps)
+    import ops.cuda.norm
+
+    with torch.cuda.device(x.device):
+        return ops.cuda.norm.add_norm(x, delta, weight, eps, triton_products().device_of(x.device.index))
+
+
+def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not has_triton():
+        return rms_norm_reference(x, weight, eps)
+    import ops.cuda.norm
+
+    with torch.cuda.device(x.device):
+        return ops.cuda.norm.add_norm(x, None, weight, eps, triton_products().device_of(x.device.index))[1]
+
+
+@torch.library.register_fake("gpt_eagle::norm", lib=lib)
+def _(x, weight, eps):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("gpt_eagle::add_norm", lib=lib)
+def _(x, delta, weight, eps):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+lib.impl("norm", _norm_cuda, "CUDA")
+lib.impl("add_norm", _add_norm_cuda, "CUDA")

@@ -1,0 +1,75 @@
+"""The best score of every row, with noise added on demand, and the k best with the row's normalizer.
+
+C++ on a CPU (cpu/topk.cpp), Triton on CUDA (cuda/topk.py); elsewhere plain operations, which the compiler fuses with
+their surroundings. A row has the same bits in eager and in compiled steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.library import has_triton, lib, uses_cpp
+
+lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
+
+
+def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None) -> Tensor:
+    """Find the best token of every row of scores; of equal ones the lowest.
+
+    scores: [B, N, V] fp32
+    noise: [B, R, V] fp32, of which row [B, N] int64 is added to each node's scores; None: nothing is
+    Returns: [B, N] int64.
+    """
+    if uses_cpp(scores):
+        return torch.ops.gpt_eagle.best(scores, noise, row)
+    return best_reference(scores, noise, row)
+
+
+def best_reference(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None) -> Tensor:
+    """The same by torch's own operators."""
+    if noise is not None:
+        scores = scores + noise.gather(1, row[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
+    return scores.argmax(-1)
+
+
+def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the k best of every row of scores, best first, and the logarithm of the row's sum of exponentials.
+
+    scores: [..., V] float32
+    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. Equal values come in the order of
+    their indices, except where torch.topk serves, which has no such rule.
+    Raises: ValueError for scores of another dtype.
+    """
+    if scores.dtype != torch.float32:
+        raise ValueError(f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them")
+    if scores.is_cuda:
+        return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
+    if uses_cpp(scores):
+        return torch.ops.gpt_eagle.topk(scores, k)
+    return topk_logsumexp_reference(scores, k)  # plain operations: the compiler fuses them with what made the scores
+
+
+def topk_logsumexp_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's own operators."""
+    return *scores.topk(k, dim=-1), scores.logsumexp(-1, keepdim=True)
+
+
+def _topk_logsumexp_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    if has_triton():
+        import ops.cuda.topk
+
+        if k <= ops.cuda.topk.MOST:
+            with torch.cuda.device(scores.device):
+                return ops.cuda.topk.topk_logsumexp(scores, k)
+    return topk_logsumexp_reference(scores, k)
+
+
+lib.impl("topk_logsumexp", topk_logsumexp_reference, "CPU")
+lib.impl("topk_logsumexp", _topk_logsumexp_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::topk_logsumexp", lib=lib)
+def _(scores, k):
+    shape = scores.shape[:-1]
+    return scores.new_empty(*shape, k), scores.new_empty(*shape, k, dtype=torch.int64), scores.new_empty(*shape, 1)
