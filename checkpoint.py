@@ -62,16 +62,22 @@ class Quantization:
     def check(self, where: str) -> Quantization:
         """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
         if self.format not in FORMAT_NAMES:
-            raise ValueError(f"{where}: the format must be one of {', '.join(FORMAT_NAMES)}; it is {self.format}")
+            raise ValueError(
+                f"{where}: the format must be one of {', '.join(FORMAT_NAMES)}; it is {self.format}"
+            )
         if type(self.group_size) is not int or self.group_size not in (0, *GROUP_SIZES):
             sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(f"{where}: the group size must be one of {sizes}; it is {self.group_size}")
+            raise ValueError(
+                f"{where}: the group size must be one of {sizes}; it is {self.group_size}"
+            )
         return self
 
 
 def foreign_quantization(raw: dict) -> Any:
     """What a config.json says about quantized weights that are not ours, whatever that is; None: nothing."""
-    said = raw.get("quantization_config", raw.get("compression_config"))  # the older key of compressed-tensors
+    said = raw.get(
+        "quantization_config", raw.get("compression_config")
+    )  # the older key of compressed-tensors
     return None if isinstance(said, dict) and said.get("quant_method") == METHOD else said
 
 
@@ -84,11 +90,15 @@ def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | No
     if others is not None:
         method = others.get("quant_method") if isinstance(others, dict) else others
         where = f"{path}: " if path else ""
-        raise ValueError(f"{where}checkpoints quantized with {method} are not supported here; use the original")
+        raise ValueError(
+            f"{where}checkpoints quantized with {method} are not supported here; use the original"
+        )
     said = raw.get("quantization_config")
     if said is None:
         return None
-    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check("quantization_config")
+    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check(
+        "quantization_config"
+    )
 
 
 def scale_name(weight: str) -> str:
@@ -107,9 +117,13 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
         if quant.format == "int4" and n % group:
             remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
             remedy = "another checkpoint" if quant.saved else remedy
-            raise ValueError(f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}")
+            raise ValueError(
+                f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}"
+            )
         if n % 4:
-            raise ValueError(f"{quant.format} needs in_features in multiples of 4; {weight} has {n}")
+            raise ValueError(
+                f"{quant.format} needs in_features in multiples of 4; {weight} has {n}"
+            )
     return replace(quant, group_size=group)
 
 
@@ -133,7 +147,9 @@ class TensorSource(Protocol):
     # weights that others quantized, which are not among the readers, and a function that unpacks one
     quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
     note: str = ""  # to be said when all is read
-    makes_tensors: bool = False  # whether every tensor that is read is a new one, and not a view of a file
+    makes_tensors: bool = (
+        False  # whether every tensor that is read is a new one, and not a view of a file
+    )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor. Raises: ValueError when it is missing.
@@ -155,7 +171,9 @@ class WeightFiles(TensorSource):
         files = self._shards()
         for file in files:
             if not os.path.isfile(file):  # False too for a name that no file can have
-                raise ValueError(f"{path}: the index names {file.name}, which is missing; download it again")
+                raise ValueError(
+                    f"{path}: the index names {file.name}, which is missing; download it again"
+                )
             open_file = self._open_safetensors if file.suffix == ".safetensors" else self._open_bin
             open_file(file)
 
@@ -164,7 +182,11 @@ class WeightFiles(TensorSource):
             index = self.path / f"{stem}{suffix}.index.json"
             if index.is_file():
                 names = read_json(index).get("weight_map")
-                if not isinstance(names, dict) or not names or not all(isinstance(f, str) for f in names.values()):
+                if (
+                    not isinstance(names, dict)
+                    or not names
+                    or not all(isinstance(f, str) for f in names.values())
+                ):
                     raise ValueError(f"{index} has no weight_map; download it again")
                 return [self.path / name for name in sorted(set(names.values()))]
             if (self.path / f"{stem}{suffix}").is_file():
@@ -187,26 +209,41 @@ class WeightFiles(TensorSource):
     def _open_bin(self, file: Path) -> None:
         with read_untrusted(file):
             content = load_pickle(file, mmap=True)
-        if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+        if not isinstance(content, dict) or not all(
+            isinstance(t, Tensor) for t in content.values()
+        ):
             raise ValueError(f"{file} does not hold tensors by name; use a model's own weights")
         for name, tensor in content.items():
-            special = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_complex()
+            special = (
+                tensor.layout != torch.strided
+                or tensor.is_nested
+                or tensor.is_quantized
+                or tensor.is_complex()
+            )
             if type(name) is not str or special or tensor.is_meta:
                 called = one_line(repr(name), 100)
-                raise ValueError(f"{file}: {called} is not the name of a dense tensor; use other weights")
+                raise ValueError(
+                    f"{file}: {called} is not the name of a dense tensor; use other weights"
+                )
             self.readers[name] = tensor.detach  # of a parameter, the tensor
 
 
 def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
     """Check where to write. Raises: ValueError when `out` may not be replaced, or the disk has too little space."""
     if out.exists() and not overwrite:
-        raise ValueError(f"{out} exists; give --overwrite to replace it, or choose another directory")
+        raise ValueError(
+            f"{out} exists; give --overwrite to replace it, or choose another directory"
+        )
     if out.exists() and not (out / "config.json").is_file():
-        raise ValueError(f"--overwrite replaces model directories, and {out} is none; choose another directory")
+        raise ValueError(
+            f"--overwrite replaces model directories, and {out} is none; choose another directory"
+        )
     parent = next(p for p in out.resolve().parents if p.is_dir())
     free = shutil.disk_usage(parent).free
     if need_bytes > free:
-        raise ValueError(f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; make room")
+        raise ValueError(
+            f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; make room"
+        )
 
 
 def write_checkpoint(
@@ -236,13 +273,17 @@ def write_checkpoint(
         for name in COPIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (temporary / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         if out.exists():
             out.rename(old)
         temporary.rename(out)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {out} ({error}); free some space or choose another directory") from None
+        raise ValueError(
+            f"cannot write {out} ({error}); free some space or choose another directory"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -44,7 +44,9 @@ PREFILL_CHUNK = 256  # tokens per prefill pass
 class DecodeState(NamedTuple):
     """B sequences being decoded. The steps replace it; `tokens` and the caches are written in place."""
 
-    tokens: Tensor  # [B, S + 1] int64; tokens[b, pos[b]] is the root; the last column takes what is cut
+    tokens: (
+        Tensor  # [B, S + 1] int64; tokens[b, pos[b]] is the root; the last column takes what is cut
+    )
     pos: Tensor  # [B] int64, index of the root: decided, not yet cached
     draws: Tensor  # [B] int64, tokens drawn in this conversation so far
     done: Tensor  # [B] bool
@@ -89,7 +91,9 @@ class Report(NamedTuple):
         return [Report(row[:-9], *row[-9:-4], row[-4:]) for row in packed]
 
 
-def pick_tokens(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+def pick_tokens(
+    target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor
+) -> Tensor:
     """The target's own token after every feature, [B, N] int64.
 
     features: [B, N, F]; noise: [B, R, V] fp32, None when greedy; row: [B, N] int64, which row of it a feature has
@@ -115,10 +119,18 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    pick_tokens: Callable[..., Tensor] = pick_tokens  # what finds the target's own tokens (with ranks, `tp.pick_tokens`)
-    accept_rule: Callable[..., Accepted] | None = None  # of acceptance, in place of `accept` (extras/residual.py)
-    eos_tensor: Tensor | None = None  # [E] int64, tokens that end a row; -1, which is none, keeps it from being empty
-    cycles: tuple[Callable, ...] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
+    pick_tokens: Callable[..., Tensor] = (
+        pick_tokens  # what finds the target's own tokens (with ranks, `tp.pick_tokens`)
+    )
+    accept_rule: Callable[..., Accepted] | None = (
+        None  # of acceptance, in place of `accept` (extras/residual.py)
+    )
+    eos_tensor: Tensor | None = (
+        None  # [E] int64, tokens that end a row; -1, which is none, keeps it from being empty
+    )
+    cycles: tuple[
+        Callable, ...
+    ] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     tree_policy: Any = field(default_factory=LargestTree)
     pool: list[Any] = field(default_factory=list)  # buffers of sessions that are over
@@ -145,7 +157,9 @@ def with_cycles(engine: Engine) -> Engine:
     engine.drafter.fuse(compile and not cuda)
     ends = [-1, *(() if engine.config.ignore_eos else engine.eos_ids)]
     ends = torch.tensor(ends, device=engine.target.embedding.weight.device)
-    engine = replace(engine, eos_tensor=ends, captured=compile and cuda, tree_policy=LargestTree(), pool=[])
+    engine = replace(
+        engine, eos_tensor=ends, captured=compile and cuda, tree_policy=LargestTree(), pool=[]
+    )
     cycles = [Cycle(engine, preset) for preset in engine.drafter.presets]
     if engine.captured:
         cycles = [cycle.compiled_by_layer() for cycle in cycles]
@@ -159,7 +173,12 @@ class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
     def __init__(self, engine: Engine, drafter: Drafter):
-        self.target, self.drafter, self.rule, self.eos_tensor = engine.target, drafter, engine.config.sampling, engine.eos_tensor
+        self.target, self.drafter, self.rule, self.eos_tensor = (
+            engine.target,
+            drafter,
+            engine.config.sampling,
+            engine.eos_tensor,
+        )
         self.prefer, self.aux_layers = engine.drafter.prefer, engine.drafter.aux_layers
         self.pick_tokens, self.accept_rule = engine.pick_tokens, engine.accept_rule
         device = engine.target.embedding.weight.device
@@ -176,8 +195,12 @@ class Cycle:
         for name in ("draft", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         begin = compiled(self.target.embed)
-        kinds = {type(block.ffn): compiled(call) for block in self.target.layers}  # no guard would tell them apart
-        self.call = lambda part, *rows: kinds[type(part.ffn)](part, *rows) if isinstance(part, Block) else begin(*rows)
+        kinds = {
+            type(block.ffn): compiled(call) for block in self.target.layers
+        }  # no guard would tell them apart
+        self.call = lambda part, *rows: (
+            kinds[type(part.ffn)](part, *rows) if isinstance(part, Block) else begin(*rows)
+        )
         self.in_place = True
         return self
 
@@ -185,7 +208,9 @@ class Cycle:
         """Run the steps, and tell the times between them. Writes: both caches, state.tokens; the state, if in place."""
         clock = Clock(state.pos.device)
         tree, noise = clock(self.draft, state)  # N nodes below the root
-        state, rows, decision = clock(self.verify, cache, state, tree, noise)  # one pass of the target; its own path
+        state, rows, decision = clock(
+            self.verify, cache, state, tree, noise
+        )  # one pass of the target; its own path
         state = clock(self.extend, state, rows)  # the drafter takes in what was accepted
         return state, Outcome(Report.timed(decision.facts, clock.times), tree, decision.path)
 
@@ -203,21 +228,32 @@ class Cycle:
         if self.rule.temperature > 0:
             noise = sampling.gumbel(state.key, state.draws, self.drafter.depth + 1, V)
         if self.drafter.fresh_rows:
-            fresh = sampling.gumbel(state.key, state.draws * NODE_STRIDE, self.drafter.fresh_rows, V, sampling.DRAFT)
-        return self.drafter.propose(state.drafter_state, Root(noise, fresh, Text(state.tokens, state.pos))), noise
+            fresh = sampling.gumbel(
+                state.key, state.draws * NODE_STRIDE, self.drafter.fresh_rows, V, sampling.DRAFT
+            )
+        return self.drafter.propose(
+            state.drafter_state, Root(noise, fresh, Text(state.tokens, state.pos))
+        ), noise
 
     def verify(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Confirmed, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         # slots are not positions; what is done costs no attention to its text
-        slots, begin, positions = place_rows(state.pos, tree.depths, self.drafter.size, done=state.done)
+        slots, begin, positions = place_rows(
+            state.pos, tree.depths, self.drafter.size, done=state.done
+        )
         window = Window(slots, begin, tree.mask)
         features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
         return self.decide(cache, state, tree, noise, features)
 
     def decide(
-        self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor
+        self,
+        cache: KVCache,
+        state: DecodeState,
+        tree: DraftTree,
+        noise: Tensor | None,
+        features: Tensor,
     ) -> tuple[DecodeState, Confirmed, Decision]:
         """Accept and compact. features: [B, N, F]. Writes: the cache, state.tokens; the state, if in place."""
         if self.accept_rule:
@@ -232,7 +268,10 @@ class Cycle:
 
     def extend(self, state: DecodeState, rows: Confirmed) -> DecodeState:
         """Hand the confirmed rows to the drafter. Writes: its cache; the state, if in place."""
-        return self.write_back(state, replace_fields(state, drafter_state=self.drafter.extend(state.drafter_state, rows)))
+        return self.write_back(
+            state,
+            replace_fields(state, drafter_state=self.drafter.extend(state.drafter_state, rows)),
+        )
 
 
 def advance(
@@ -243,7 +282,9 @@ def advance(
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     inside = steps <= accepted.length[:, None]
     is_end = inside & (emitted[:, :, None] == cycle.eos_tensor).any(-1)
-    before_end = torch.where(is_end, steps, emitted.shape[1]).amin(1) + 1  # tokens up to the first end
+    before_end = (
+        torch.where(is_end, steps, emitted.shape[1]).amin(1) + 1
+    )  # tokens up to the first end
     count = torch.minimum(torch.minimum(accepted.length + 1, before_end), state.limit - state.pos)
     count = torch.where(state.done, 0, count)
     pos = state.pos + count
@@ -253,10 +294,14 @@ def advance(
     done = state.done | (is_end & kept).any(1) | (pos >= state.limit)
     path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
     slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
-    rows = Confirmed(torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots)
+    rows = Confirmed(
+        torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots
+    )
     preset = cycle.prefer(Text(state.tokens, pos))
     preset = torch.full_like(pos, LARGEST) if preset is None else preset
-    decision = Decision(Report.pack(emitted, count, accepted.length, done, preset, state.pos), accepted.path)
+    decision = Decision(
+        Report.pack(emitted, count, accepted.length, done, preset, state.pos), accepted.path
+    )
     return replace_fields(state, pos=pos, draws=state.draws + count, done=done), rows, decision
 
 
@@ -279,7 +324,9 @@ def advance_fused(
 # --------------------------------------------------------------------------------------------- prefill
 
 
-def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Tensor, width: int) -> DecodeState:
+def prefill_chunk(
+    engine: Engine, cache: KVCache, state: DecodeState, start: Tensor, width: int
+) -> DecodeState:
     """Run the target over `width` prompt tokens of every row and hand their features to the drafter.
 
     start: [B] int64, index of each row's first token in the chunk; rows that end earlier are padded
@@ -291,23 +338,29 @@ def prefill_chunk(engine: Engine, cache: KVCache, state: DecodeState, start: Ten
     count = (state.pos - start).clamp(max=width)  # [B], real rows
     window = causal_window(start, width)
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
-    features = engine.target(tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers)
+    features = engine.target(
+        tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers
+    )
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     noise, first = None, torch.zeros_like(state.draws)[:, None]  # [B, 1], which row of the noise
     if rule.temperature > 0:
-        noise = sampling.gumbel(state.key, state.draws, 1, engine.target.config.vocab_size)  # [B, 1, V]
+        noise = sampling.gumbel(
+            state.key, state.draws, 1, engine.target.config.vocab_size
+        )  # [B, 1, V]
     root = engine.pick_tokens(engine.target, features.gather(1, last), rule, noise, first)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
     taken = count * (ends_here | (engine.drafter.room == 0))  # rows wait behind whole prompts only
-    rows = Confirmed(state.tokens.gather(1, span), features, taken)  # read again: by now the roots are in
-    done = torch.where(ends_here, (root == engine.eos_tensor).any(1) | (state.pos >= state.limit), state.done)
+    rows = Confirmed(
+        state.tokens.gather(1, span), features, taken
+    )  # read again: by now the roots are in
+    done = torch.where(
+        ends_here, (root == engine.eos_tensor).any(1) | (state.pos >= state.limit), state.done
+    )
     draft = engine.drafter.extend(state.drafter_state, rows)
     return replace_fields(state, draws=state.draws + ends_here, done=done, drafter_state=draft)
 
 
 # --------------------------------------------------------------------------------------------- session
-
-

@@ -38,7 +38,9 @@ class DraftTree(NamedTuple):
     depths: Tensor  # [B, N] int64, root 0
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
-    q: Tensor | None = None  # [B, N, V] fp32, distribution each node's children were sampled from (residual rule)
+    q: Tensor | None = (
+        None  # [B, N, V] fp32, distribution each node's children were sampled from (residual rule)
+    )
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
     # [B, N] int64, slot of each node's row in the drafter's own cache, counted from the root's; 0: it has none
     slots: Tensor | None = None
@@ -65,7 +67,9 @@ class Accepted(NamedTuple):
     moves: Tensor  # [B, D+1] int64, from `compaction`
 
 
-def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Tensor | None = None) -> DraftTree:
+def build_tree(
+    tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Tensor | None = None
+) -> DraftTree:
     """Derive ancestors and depths from parents.
 
     tokens, parents, valid: [B, N]; parents precede children
@@ -95,9 +99,13 @@ def accept(tree: DraftTree, choice: Tensor, depth: int) -> Accepted:
     """
     matches = tree.valid & (tree.tokens == choice.gather(1, tree.parents))
     matches[:, 0] = True
-    accepted = ~(tree.mask & ~matches[:, None]).any(-1)  # [B, N]: the node and all its ancestors match
+    accepted = ~(tree.mask & ~matches[:, None]).any(
+        -1
+    )  # [B, N]: the node and all its ancestors match
     N = accepted.shape[1]
-    order = tree.depths * N + torch.arange(N - 1, -1, -1, device=choice.device)  # unique keys: no ties
+    order = tree.depths * N + torch.arange(
+        N - 1, -1, -1, device=choice.device
+    )  # unique keys: no ties
     node = torch.where(accepted, order, -1).argmax(-1)  # [B]
     path, length = path_to(tree, node, depth)
     return Accepted(path, length, choice.gather(1, path), compaction(path, length))

@@ -42,7 +42,9 @@ class Confirmed(NamedTuple):
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
     features: Tensor  # [B, R, F], f_j; with the drafter's aux_layers [B, R, (1 + aux_layers) F]
     count: Tensor  # [B] int64, how many leading rows are real; the rest is padding
-    slots: Tensor | None = None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none
+    slots: Tensor | None = (
+        None  # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none
+    )
 
 
 class Root(NamedTuple):
@@ -63,7 +65,9 @@ class Drafter:
     smaller: tuple[Drafter, ...] = ()  # further presets over the same state, smallest tree first
     layers: Layers | None = None  # its transformer layers
     timed: bool = False  # whether the host chooses among the presets by their measured speed
-    aux_layers: tuple[int, ...] = ()  # layers of the target whose inputs it wants behind the features, ascending
+    aux_layers: tuple[
+        int, ...
+    ] = ()  # layers of the target whose inputs it wants behind the features, ascending
     room: int = 0  # steps whose rows `extend` may leave to `catch_up`, called before a tree; LARGEST: or may leave out
 
     @property
@@ -124,7 +128,9 @@ class DraftVocab(NamedTuple):
     """Which tokens a drafter scores: all, or some, whose scores are the columns of its logits."""
 
     size: int  # V, tokens of the target
-    ids: Tensor | None = None  # [N] int64, ascending, the token of each column; None: every token, N = V
+    ids: Tensor | None = (
+        None  # [N] int64, ascending, the token of each column; None: every token, N = V
+    )
 
     @property
     def kept(self) -> int:
@@ -154,7 +160,9 @@ class TreeDrafter(Drafter):
     to its path's value; c, the sharpness, is fitted per head.
     """
 
-    keeps_rows = False  # whether rows that ran while drafting stay in the cache when they are accepted
+    keeps_rows = (
+        False  # whether rows that ran while drafting stay in the cache when they are accepted
+    )
 
     def __init__(
         self, target: Transformer, tree: DynamicTree | StaticTree, rule: sampling.Sampling, children: str = "noise",
@@ -166,7 +174,9 @@ class TreeDrafter(Drafter):
         lookup: `extras.ngram_draft.Ngram`, whose continuations of the text take the place of the worst nodes
         """
         if children == "sampled" and isinstance(tree, DynamicTree):
-            raise ValueError("children of a dynamic tree cannot be sampled: pruning them by their own q is lossy")
+            raise ValueError(
+                "children of a dynamic tree cannot be sampled: pruning them by their own q is lossy"
+            )
         self.rule, self.sharpness, self.lookup = rule, sharpness, lookup
         self.children = children if rule.temperature > 0 else "topk"
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
@@ -184,7 +194,10 @@ class TreeDrafter(Drafter):
         self.scratch = sum(tree.widths)  # slots that a draft needs above the root's row
         self.fresh_rows = 1 + self.scratch if self.children == "sampled" else 0
         if self.lookup:
-            self.depth, self.width = max(self.depth, self.lookup.tokens), self.width + self.lookup.branches
+            self.depth, self.width = (
+                max(self.depth, self.lookup.tokens),
+                self.width + self.lookup.branches,
+            )
             if self.lookup.size >= self.size:
                 raise ValueError(
                     f"{self.lookup.size - 1} looked-up tokens leave no room in a tree of {self.size} nodes; "
@@ -205,7 +218,9 @@ class TreeDrafter(Drafter):
         """The root's output, [B, 1, F], and the first scratch slot, which is the position of its children: [B]."""
         raise NotImplementedError
 
-    def forward_nodes(self, state: Any, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+    def forward_nodes(
+        self, state: Any, level: Level, out: Tensor, positions: Tensor, window: Window
+    ) -> Tensor:
         """Run over the nodes of one level. Writes: the cache at `window.slots`.
 
         out: [B, R', F], outputs of the level before, `level.parent` of which is each node's parent
@@ -221,7 +236,11 @@ class TreeDrafter(Drafter):
     def resolved_options(self) -> dict[str, Any]:
         tree, dynamic = self.tree, isinstance(self.tree, DynamicTree)
         choice = {"tree": "dynamic" if dynamic else "chain" if tree.width == 1 else "static"}
-        shape = {"tree_topk": tree.topk, "tree_size": tree.size} if dynamic else {"tree_paths": tree.paths}
+        shape = (
+            {"tree_topk": tree.topk, "tree_size": tree.size}
+            if dynamic
+            else {"tree_paths": tree.paths}
+        )
         shape |= {} if self.vocab.ids is None else {"draft_vocab": self.vocab.kept}
         looked_up = self.lookup.resolved_options() if self.lookup else {}
         return choice | shape | looked_up | {
@@ -238,10 +257,16 @@ class TreeDrafter(Drafter):
             return self._scores(out, level, root)
 
         def run(level: Level, out: Tensor) -> Tensor:
-            slots, _, positions = place_rows(free, level.depth - 1, level.tokens.shape[1], level.slot)
+            slots, _, positions = place_rows(
+                free, level.depth - 1, level.tokens.shape[1], level.slot
+            )
             return self.forward_nodes(state, level, out, positions, Window(slots, free, level.seen))
 
-        graft = Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text)) if self.lookup else None
+        graft = (
+            Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text))
+            if self.lookup
+            else None
+        )
         tree, places = grow(self.tree, root.text, out, children, run, graft)
         return replace_fields(tree, slots=places) if self.keeps_rows else tree
 
@@ -255,8 +280,12 @@ class TreeDrafter(Drafter):
 
     def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """Children drawn without replacement from q. out: [B, R, F]."""
-        first = 1 + sum(self.tree.widths[: level - 1]) if level else 0  # rows of noise that earlier levels took
+        first = (
+            1 + sum(self.tree.widths[: level - 1]) if level else 0
+        )  # rows of noise that earlier levels took
         log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
         fresh = self.vocab.columns(root.fresh[:, first : first + out.shape[1]])
         columns = (log_q + fresh).topk(k, dim=-1).indices
-        return Children(self.vocab.tokens(columns), log_q.gather(2, columns), self.vocab.spread(log_q.exp()))
+        return Children(
+            self.vocab.tokens(columns), log_q.gather(2, columns), self.vocab.spread(log_q.exp())
+        )

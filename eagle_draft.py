@@ -25,7 +25,16 @@ from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantizati
 from draft_tree import DynamicTree, Level, StaticTree, replace_fields
 from drafters import Confirmed, Root, TreeDrafter
 from files import read_json
-from hf.heads import EagleConfig, HeadFiles, draft_lm_head, draft_vocab, head_names, is_unused, read_head, tell
+from hf.heads import (
+    EagleConfig,
+    HeadFiles,
+    draft_lm_head,
+    draft_vocab,
+    head_names,
+    is_unused,
+    read_head,
+    tell,
+)
 from hf.weights import Storage, load_weights
 from model import (
     Block,
@@ -58,7 +67,10 @@ class EagleHead(nn.Module):
         self.embedding = self.lm_head = self.vocab = None  # the target's
         self.layers = Layers(Block(model) for _ in range(model.n_layers))
         self.layers[0].attention_norm = NoNorm()
-        self.norm, self.output_norm = NoNorm(), NoNorm()  # of every output; of what the LM head gets
+        self.norm, self.output_norm = (
+            NoNorm(),
+            NoNorm(),
+        )  # of every output; of what the LM head gets
         self.register_buffer("rope_freq", rope_frequencies(model), persistent=False)  # [E/2] fp32
         if config.eagle3 is None:
             self.fc = Linear(2 * model.dim, model.dim, bias=config.fc_bias)
@@ -98,7 +110,9 @@ class Eagle3Head(EagleHead):
         if eagle3.last_norm != "none":
             setattr(self, "norm" if eagle3.last_norm == "fed" else "output_norm", RMSNorm(dim, eps))
         self.input_norm = RMSNorm(fused, eps) if eagle3.norm_before_fc else NoNorm()
-        self.fc_norm = nn.ModuleList(RMSNorm(eagle3.target_dim, eps) for _ in eagle3.aux_layers if eagle3.fc_norm)
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(eagle3.target_dim, eps) for _ in eagle3.aux_layers if eagle3.fc_norm
+        )
         self.fc = Linear(fused, dim, bias=config.fc_bias) if eagle3.aux_layers else NoNorm()
         if eagle3.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
@@ -106,9 +120,17 @@ class Eagle3Head(EagleHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
-        x = self.input_norm(features[..., eagle3.target_dim if eagle3.aux_layers else 0 :])  # [B, T, aux_layers F], or [B, T, F]
+        x = self.input_norm(
+            features[..., eagle3.target_dim if eagle3.aux_layers else 0 :]
+        )  # [B, T, aux_layers F], or [B, T, F]
         if eagle3.fc_norm:
-            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.chunk(len(eagle3.aux_layers), -1))], -1)
+            x = torch.cat(
+                [
+                    norm(part)
+                    for norm, part in zip(self.fc_norm, x.chunk(len(eagle3.aux_layers), -1))
+                ],
+                -1,
+            )
         return self.fc(x)
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +140,10 @@ class Eagle3Head(EagleHead):
 
 
 def load_head(
-    path: Path, target: Transformer, quant: Quantization | None = None, source: TensorSource | None = None
+    path: Path,
+    target: Transformer,
+    quant: Quantization | None = None,
+    source: TensorSource | None = None,
 ) -> EagleHead:
     """Load a head for `target`, in the target's dtype and on its device.
 
@@ -130,7 +155,9 @@ def load_head(
     with torch.device("meta"):
         head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
     head.vocab = draft_vocab(files, config, weight.device)
-    storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config, path) or quant)
+    storage = Storage(
+        weight.dtype, str(weight.device), saved_quantization(files.config, path) or quant
+    )
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
     head.rope_freq = rope_frequencies(config.model, weight.device)
     if head.embedding is not None and torch.equal(head.embedding.weight, weight):
@@ -166,7 +193,12 @@ class EagleDrafter(TreeDrafter):
 
         options: children, sharpness and vocab (default: the head's own), and lookup, as for `TreeDrafter`
         """
-        super().__init__(target, tree, rule, **{"sharpness": head.config.sharpness, "vocab": head.vocab} | options)
+        super().__init__(
+            target,
+            tree,
+            rule,
+            **{"sharpness": head.config.sharpness, "vocab": head.vocab} | options,
+        )
         self.head, self.layers, self.aux_layers = head, head.layers, head.aux_layers
         self.embedding = head.embedding or target.embedding
         self.lm_head = lm_head or head.lm_head or target.lm_head
@@ -203,7 +235,9 @@ class EagleDrafter(TreeDrafter):
     def root_output(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden, state.length
 
-    def forward_nodes(self, state: EagleState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+    def forward_nodes(
+        self, state: EagleState, level: Level, out: Tensor, positions: Tensor, window: Window
+    ) -> Tensor:
         if self.head.fused is not None:
             return self.head.fused.step(level, out, positions, state.cache, window)
         parents = out.gather(1, level.parent[:, :, None].expand(-1, -1, out.shape[2]))  # [B, R, F]
@@ -228,5 +262,11 @@ def load_drafter(
     lm_head = draft_lm_head(head if head.lm_head else target, quant, vocab.ids if vocab else None)
     options |= {"sharpness": config.sharpness} if config.sharpness else {}
     return EagleDrafter(
-        head, target, config.draft_tree, config.sampling, lm_head, children=config.child_rule, **options
+        head,
+        target,
+        config.draft_tree,
+        config.sampling,
+        lm_head,
+        children=config.child_rule,
+        **options,
     )

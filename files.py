@@ -29,7 +29,10 @@ def one_line(message: Any, most: int = 1000) -> str:
     text = str(message)
     if len(text) > most:
         text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or type(message).__name__
+    return (
+        " ".join("".join(char if char.isprintable() else " " for char in text).split())
+        or type(message).__name__
+    )
 
 
 def _begins_as_gguf(file: Path) -> bool:
@@ -65,20 +68,28 @@ def check_directory(path: Path) -> None:
     """Check that a model directory is there. Raises: ValueError when it is not, or is a file."""
     if path.is_file():
         if path.suffix.lower() != ".gguf" and _begins_as_gguf(path):
-            raise ValueError(f"{path} is a GGUF file without its suffix; rename it to {path.name}.gguf")
+            raise ValueError(
+                f"{path} is a GGUF file without its suffix; rename it to {path.name}.gguf"
+            )
         raise ValueError(f"{path} is a file; a Hugging Face model directory is expected here")
     if not path.is_dir():
-        raise ValueError(f"no such directory: {path}; for a hub model run: python scripts/download.py {path}")
+        raise ValueError(
+            f"no such directory: {path}; for a hub model run: python scripts/download.py {path}"
+        )
 
 
 def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
     check_directory(path.parent)
     if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; a Hugging Face model directory is expected")
+        raise ValueError(
+            f"{path.parent} has no {path.name}; a Hugging Face model directory is expected"
+        )
     value = parse_json(read_text(path), path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}; correct it")
+        raise ValueError(
+            f"{path} must hold a JSON object, not a {type(value).__name__}; correct it"
+        )
     return value
 
 
@@ -126,7 +137,9 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         temporary.unlink(missing_ok=True)
         if real.exists():
-            temporary.touch(stat.S_IMODE(real.stat().st_mode) | stat.S_IWUSR)  # who may not read the old may not now
+            temporary.touch(
+                stat.S_IMODE(real.stat().st_mode) | stat.S_IWUSR
+            )  # who may not read the old may not now
         write(temporary)
         if real.exists():
             shutil.copymode(real, temporary)
@@ -156,7 +169,9 @@ def is_gguf(path: Path) -> bool:
 
 @contextmanager
 def read_untrusted(
-    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+    file: Path,
+    remedy: str = "download it again",
+    fault: str = "is corrupt, truncated or of another kind",
 ) -> Iterator[None]:
     """Let a library read a file: as `errors_as_value_error`, and what it prints is dropped, as a panic in Rust does."""
     with errors_as_value_error(file, remedy, fault), silence_stderr():
@@ -165,7 +180,9 @@ def read_untrusted(
 
 @contextmanager
 def errors_as_value_error(
-    file: Path, remedy: str = "download it again", fault: str = "is corrupt, truncated or of another kind"
+    file: Path,
+    remedy: str = "download it again",
+    fault: str = "is corrupt, truncated or of another kind",
 ) -> Iterator[None]:
     """Turn what a library raises about a file into one ValueError with the file's name. For any thread.
 
@@ -179,7 +196,9 @@ def errors_as_value_error(
         if isinstance(error, ValueError) and str(file) in str(error):
             raise
         if lacks_memory(error):
-            raise ValueError(f"{file} needs more memory than there is; free some, or use a smaller file") from None
+            raise ValueError(
+                f"{file} needs more memory than there is; free some, or use a smaller file"
+            ) from None
         reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
         raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
 
@@ -187,7 +206,11 @@ def errors_as_value_error(
 def lacks_memory(error: BaseException) -> bool:
     """Whether memory ran out, which torch reports as a RuntimeError."""
     words = "allocate memory", "tried to allocate"
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    return (
+        isinstance(error, MemoryError)
+        or isinstance(error, RuntimeError)
+        and any(w in str(error) for w in words)
+    )
 
 
 @contextmanager
@@ -198,7 +221,11 @@ def silence_stderr() -> Iterator[None]:
         try:
             sys.stderr.flush()
             kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        except (AttributeError, OSError, ValueError):  # there is none, as after 2>&-; 2 may be another file
+        except (
+            AttributeError,
+            OSError,
+            ValueError,
+        ):  # there is none, as after 2>&-; 2 may be another file
             kept = None
         if kept is None:
             yield
@@ -211,7 +238,9 @@ def silence_stderr() -> Iterator[None]:
             os.close(kept), os.close(nowhere)
 
 
-_of_the_process = threading.RLock()  # standard error, warnings and limits, while they are replace_fields
+_of_the_process = (
+    threading.RLock()
+)  # standard error, warnings and limits, while they are replace_fields
 
 
 def load_pickle(file: Path, mmap: bool) -> Any:
@@ -238,7 +267,9 @@ def limited_memory(more_bytes: int) -> Iterator[None]:
     try:
         import resource
 
-        pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # of data, as the limit counts them
+        pages = int(
+            Path("/proc/self/statm").read_bytes().split()[5]
+        )  # of data, as the limit counts them
     except (ImportError, OSError):
         yield
         return
@@ -246,7 +277,8 @@ def limited_memory(more_bytes: int) -> Iterator[None]:
         before = resource.getrlimit(resource.RLIMIT_DATA)
         finite = [each for each in before if each != resource.RLIM_INFINITY]
         resource.setrlimit(
-            resource.RLIMIT_DATA, (min([pages * resource.getpagesize() + more_bytes, *finite]), before[1])
+            resource.RLIMIT_DATA,
+            (min([pages * resource.getpagesize() + more_bytes, *finite]), before[1]),
         )
         try:
             yield

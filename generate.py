@@ -138,12 +138,18 @@ class Batch:
         self.first = [first_ids(engine, c) for c in self.conversations]
         samples, size = engine.config.num_samples, engine.config.batch_size
         self.streams = [(p, s) for p in range(len(prompts)) for s in range(samples)]
-        self.groups = [self.streams[first : first + size] for first in range(0, len(self.streams), size)]
+        self.groups = [
+            self.streams[first : first + size] for first in range(0, len(self.streams), size)
+        ]
 
-    def run(self, streams: list[tuple[int, int]], watch: Watcher = nothing, tell: Teller = nothing) -> None:
+    def run(
+        self, streams: list[tuple[int, int]], watch: Watcher = nothing, tell: Teller = nothing
+    ) -> None:
         """Decode some of `streams`, in order: where a conversation is over, the next one takes its row."""
         session, coming, over = Session(self.engine), iter(streams), []
-        talks: list[list[Turn]] = [[] for _ in session.live]  # per row, the turns of its conversation
+        talks: list[list[Turn]] = [
+            [] for _ in session.live
+        ]  # per row, the turns of its conversation
         while True:
             for row, talk in enumerate(talks):
                 if not session.busy(row) and not self._next_turn(session, row, talk):
@@ -177,11 +183,16 @@ class Batch:
         turns = self.conversations[talk[0].index[0]] if talk else []
         if len(talk) == len(turns) or isinstance(turns[0], int):  # ids are a single turn
             return False
-        ids = encode(self.engine, turns[: len(talk) + 1], [text_of(self.engine, entry.new) for entry in talk])
+        ids = encode(
+            self.engine, turns[: len(talk) + 1], [text_of(self.engine, entry.new) for entry in talk]
+        )
         prompt, sample, turn = talk[-1].index
         if len(ids) >= self.engine.context:
             where = f"turn {turn + 2} of prompt {prompt + 1}"
-            print(f"note: {where} no longer fits the context of {self.engine.context} tokens", file=sys.stderr)
+            print(
+                f"note: {where} no longer fits the context of {self.engine.context} tokens",
+                file=sys.stderr,
+            )
             return False
         session.admit(row, ids)
         talk.append(Turn((prompt, sample, turn + 1), ids, []))
@@ -196,17 +207,31 @@ class Batch:
 
 def facts(engine: Engine, entry: Turn) -> dict[str, Any]:
     """What a `Result` tells of a turn, in its first five fields."""
-    told = (entry.index, entry.new, text_of(engine, entry.new), finish_reason(engine, entry.new), len(entry.prompt))
+    told = (
+        entry.index,
+        entry.new,
+        text_of(engine, entry.new),
+        finish_reason(engine, entry.new),
+        len(entry.prompt),
+    )
     return dict(zip([f.name for f in fields(Result)], told))
 
 
 def text_of(engine: Engine, ids: list[int]) -> str:
     """The text of new tokens; a plain continuation keeps its leading space."""
-    return engine.tokenizer.decode(ids, continuation=engine.template is None) if engine.tokenizer else ""
+    return (
+        engine.tokenizer.decode(ids, continuation=engine.template is None)
+        if engine.tokenizer
+        else ""
+    )
 
 
 def generate(
-    engine: Engine, prompts: list[str | Conversation], watch: Watcher = nothing, tell: Teller = nothing, **options: Any
+    engine: Engine,
+    prompts: list[str | Conversation],
+    watch: Watcher = nothing,
+    tell: Teller = nothing,
+    **options: Any,
 ) -> Result:
     """Decode prompts, `num_samples` times each: `batch_size` rows, each of which takes the next when it has ended.
 
@@ -217,7 +242,9 @@ def generate(
     if options:
         bad = options.keys() - {"max_new_tokens", "num_samples", "seed"}
         if bad:
-            raise ValueError(f"{', '.join(sorted(bad))} cannot change after load(); load another engine")
+            raise ValueError(
+                f"{', '.join(sorted(bad))} cannot change after load(); load another engine"
+            )
         GenerateConfig(**options).check()
         engine = replace(engine, config=replace(engine.config, **options))
     if isinstance(prompts, str):
@@ -244,7 +271,9 @@ def compare(drafted: Batch, tell: Teller = nothing) -> tuple[Result, dict[str, A
     same = [x == y for x, y in zip(a.tokens, b.tokens)]
     rate = a.stats["tokens_per_s"]
     speedup = b.stats["tokens_per_s"] / rate if rate else 0.0
-    exact = engine.config.accept == "exact"  # the residual rule draws other tokens from the same distribution
+    exact = (
+        engine.config.accept == "exact"
+    )  # the residual rule draws other tokens from the same distribution
     identical = sum(same) / len(same) if exact else None
     return b, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
 
@@ -259,8 +288,12 @@ def finish_reason(engine: Engine, new: list[int]) -> str:
 def stream(engine: Engine, prompt: str | list[int]) -> Iterator[str]:
     """Decode one prompt, a text or token ids, and yield its text as it is decided, never half a character."""
     if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
-        raise ValueError("stream() takes one text or one list of token ids; use generate() for turns")
-    yield from stream_text(Session(engine), first_ids(engine, [prompt] if isinstance(prompt, str) else prompt))
+        raise ValueError(
+            "stream() takes one text or one list of token ids; use generate() for turns"
+        )
+    yield from stream_text(
+        Session(engine), first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
+    )
 
 
 def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
@@ -281,14 +314,18 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode, print and write every conversation as it ends, and the files that were asked for."""
     config, batch = engine.config, Batch(engine, prompts)
     quiet = "-" in (config.json, config.trace, config.profile)
-    one_turn = len(prompts) == config.num_samples == 1 and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
+    one_turn = len(prompts) == config.num_samples == 1 and (
+        isinstance(prompts[0][0], int) or len(prompts[0]) == 1
+    )
     streams, results = batch.streams, None
     if config.results:
         from extras.results import Results
 
         results = Results(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
-    live = one_turn and streams and not quiet and not config.compare and engine.tokenizer is not None
+    live = (
+        one_turn and streams and not quiet and not config.compare and engine.tokenizer is not None
+    )
     decoder = engine.tokenizer.stream(continuation=engine.template is None) if live else None
     gap = chain([""], repeat("\n"))  # between one and the next
     show = in_order(streams, lambda texts: print(next(gap) + "\n\n".join(texts), flush=True))
@@ -298,7 +335,10 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         if results:
             results.add(turns)
         if not quiet and not live:
-            show(talk[0].index[:2], [turn["text"] if engine.tokenizer else str(turn["tokens"]) for turn in turns])
+            show(
+                talk[0].index[:2],
+                [turn["text"] if engine.tokenizer else str(turn["tokens"]) for turn in turns],
+            )
 
     with torch.profiler.profile() if config.profile else nullcontext() as profiler:
         if config.compare:
@@ -319,8 +359,13 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         write_text(config.trace, "\n".join(json.dumps(row) for row in result.trace))
     if config.json:
         document = {k: v for k, v in asdict(result).items() if k != "trace"}
-        ran = asdict(config) | {"context": engine.context} | engine.drafter.resolved_options()  # what the defaults came to
-        write_text(config.json, json.dumps(document | {"config": ran, "environment": environment(config.device)}))
+        ran = (
+            asdict(config) | {"context": engine.context} | engine.drafter.resolved_options()
+        )  # what the defaults came to
+        write_text(
+            config.json,
+            json.dumps(document | {"config": ran, "environment": environment(config.device)}),
+        )
 
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:

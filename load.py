@@ -31,7 +31,9 @@ from session import PREFILL_WIDTHS, Session
 from stats import rows_memory
 
 TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
-MAX_DEFAULT_CONTEXT = 4096  # tokens; models trained for 128k would otherwise fill the memory with cache
+MAX_DEFAULT_CONTEXT = (
+    4096  # tokens; models trained for 128k would otherwise fill the memory with cache
+)
 
 
 def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
@@ -52,14 +54,22 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         config = replace(config, quant=saved.format)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
-    template = chat_template(path, tokenizer, config.chat, config.system) if config.chat is not None else None
+    template = (
+        chat_template(path, tokenizer, config.chat, config.system)
+        if config.chat is not None
+        else None
+    )
     stop_ids = template.stop_ids(tokenizer) if template else ()
     own_eos = tokenizer.eos_ids if tokenizer else ()
     context = config.context or min(target.config.max_context, MAX_DEFAULT_CONTEXT)
     if context > target.config.max_context:
-        raise ValueError(f"--context {context} is beyond the model's {target.config.max_context} positions; lower it")
+        raise ValueError(
+            f"--context {context} is beyond the model's {target.config.max_context} positions; lower it"
+        )
     config = resolve_draft(config, path)
-    drafter = tp.split_lm_head(target, make_drafter(target, config))  # in int4 with the group asked for, or its own
+    drafter = tp.split_lm_head(
+        target, make_drafter(target, config)
+    )  # in int4 with the group asked for, or its own
     if config.quant == "int4":
         config = replace(config, group_size=int4_group(target))
     engine = Engine(
@@ -113,7 +123,10 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
                 added = head_extras(target, config)
             drafter = eagle_draft.load_drafter(target, config, **added)
     if config.tree_shape == "auto" and tp.this_rank().world_size > 1:
-        print("note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ", file=sys.stderr)
+        print(
+            "note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ",
+            file=sys.stderr,
+        )
     elif config.tree_shape == "auto":
         from extras.autosize import with_smaller_trees
 
@@ -127,17 +140,29 @@ def warm_up(engine: Engine) -> Engine:
     On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
     """
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
-    tp.check_same_on_all_ranks(engine.config, compile=engine.config.compile and not reason, **engine.drafter.resolved_options())
+    tp.check_same_on_all_ranks(
+        engine.config,
+        compile=engine.config.compile and not reason,
+        **engine.drafter.resolved_options(),
+    )
     if reason:
         print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
     began = time.perf_counter()
     for _ in range(1 + WARM_UPS if engine.captured else 0):
         for width in PREFILL_WIDTHS:
-            short = replace(engine, config=replace(engine.config, max_new_tokens=1))  # prompts alone
-            list(Session(short).run([[0] * min(width, engine.context - 1)] * engine.config.batch_size))
+            short = replace(
+                engine, config=replace(engine.config, max_new_tokens=1)
+            )  # prompts alone
+            list(
+                Session(short).run(
+                    [[0] * min(width, engine.context - 1)] * engine.config.batch_size
+                )
+            )
         time_cycles(engine, say_what_compiles)
-    return with_tree_policy(replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0))
+    return with_tree_policy(
+        replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0)
+    )
 
 
 def with_tree_policy(engine: Engine) -> Engine:
@@ -146,12 +171,21 @@ def with_tree_policy(engine: Engine) -> Engine:
         return engine
     from extras.autosize import sizer_of
 
-    return replace(engine, tree_policy=sizer_of(engine, time_cycles(engine) if engine.captured else ()))
+    return replace(
+        engine, tree_policy=sizer_of(engine, time_cycles(engine) if engine.captured else ())
+    )
 
 
 def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
     """Seconds of a cycle of every preset, with rows that decode behind some tokens. say: as `time_presets` takes it."""
     session, start = Session(engine), min(TIMED_BEHIND, engine.context // 2)
-    session.state.pos.fill_(start), session.state.limit.fill_(engine.context - 1), session.state.done.fill_(False)
-    copy_into(session.state.drafter_state, engine.drafter.rewind(session.state.drafter_state, session.state.pos))
+    (
+        session.state.pos.fill_(start),
+        session.state.limit.fill_(engine.context - 1),
+        session.state.done.fill_(False),
+    )
+    copy_into(
+        session.state.drafter_state,
+        engine.drafter.rewind(session.state.drafter_state, session.state.pos),
+    )
     return time_presets(session.time_cycle, engine.drafter.presets, say)

@@ -51,18 +51,26 @@ class ModelConfig:
     vocab_size: int
     norm_eps: float = 1e-5  # rms_norm_eps
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
+    rope_scaling: dict | None = (
+        None  # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
+    )
     max_context: int = 2048  # max_position_embeddings or what YaRN makes of it; the sliding window where that is less
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
+    qk_norm: bool = (
+        False  # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
+    )
     n_experts: int = 0  # num_local_experts or num_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
     expert_dim: int = 0  # moe_intermediate_size; 0: ffn_dim
     norm_topk: bool = True  # norm_topk_prob: the chosen experts' routing weights add up to 1
-    dense_layers: tuple[int, ...] = ()  # mlp_only_layers, decoder_sparse_step: layers without experts
-    expert_names: str = "mixtral"  # (ours) what files call the experts' weights: a key of hf/weights.py's EXPERTS
+    dense_layers: tuple[
+        int, ...
+    ] = ()  # mlp_only_layers, decoder_sparse_step: layers without experts
+    expert_names: str = (
+        "mixtral"  # (ours) what files call the experts' weights: a key of hf/weights.py's EXPERTS
+    )
     tie_embeddings: bool = False  # tie_word_embeddings
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
@@ -90,12 +98,20 @@ class KVCache(NamedTuple):
     addresses: Tensor  # [2 n_layers] int64, where k and v lie: what a kernel over all layers takes
 
     @staticmethod
-    def empty(config: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device: str) -> KVCache:
+    def empty(
+        config: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device: str
+    ) -> KVCache:
         """Allocate zeroed buffers for `batch` rows of `slots` slots. On a CPU, memory is taken as slots are used."""
         shape = torch.Size((batch, config.n_kv_heads, slots, config.head_dim))
-        zeros = _zeros_on_demand if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
+        zeros = (
+            _zeros_on_demand
+            if torch.device(device).type == "cpu"
+            else partial(torch.zeros, device=device)
+        )
         k, v = (tuple(zeros(shape, dtype=dtype) for _ in range(config.n_layers)) for _ in range(2))
-        return KVCache(k, v, torch.tensor([buffer.data_ptr() for buffer in (*k, *v)], device=device))
+        return KVCache(
+            k, v, torch.tensor([buffer.data_ptr() for buffer in (*k, *v)], device=device)
+        )
 
     def row(self, row: int) -> KVCache:
         """One row, as views, whose addresses no kernel knows: it cannot be compacted."""
@@ -114,7 +130,9 @@ class KVCache(NamedTuple):
 
 def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """As `torch.zeros`, which would write them all: 100 MB take 0.2 s. numpy asks the system for zeroed pages."""
-    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    )
 
 
 class Window(NamedTuple):
@@ -162,7 +180,9 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
         low, high = (config.head_dim * math.log(original / (2 * math.pi * t)) / base for t in turns)
         low, high = (math.floor(low), math.ceil(high)) if scaling["truncate"] else (low, high)
         low, high = max(float(low), 0.0), min(float(high), config.head_dim - 1.0)
-        blend = 1 - ((torch.arange(len(freq), device=device) - low) / (high - low or 0.001)).clamp(0, 1)
+        blend = 1 - ((torch.arange(len(freq), device=device) - low) / (high - low or 0.001)).clamp(
+            0, 1
+        )
     else:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = original * freq / (2 * math.pi)  # rotations within the original context
@@ -213,7 +233,9 @@ class Linear(nn.Linear):
     def forward_split_k(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
         return self(x)
 
-    def forward_swiglu(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+    def forward_swiglu(
+        self, x: Tensor
+    ) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
         return swiglu(self(x))
 
 
@@ -228,7 +250,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+        )
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.wqkv = Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
@@ -249,9 +275,13 @@ class Attention(nn.Module):
         """
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
         if kv is None:
-            q, k = rotary(qkv, rope, self.heads, self.kv_heads, self.head_norms)  # [B, T, H, E], [B, T, Hkv, E]
+            q, k = rotary(
+                qkv, rope, self.heads, self.kv_heads, self.head_norms
+            )  # [B, T, H, E], [B, T, Hkv, E]
             y = F.scaled_dot_product_attention(
-                *(t.transpose(1, 2) for t in (q, k, qkv[:, :, -self.kv_heads :])), is_causal=True, enable_gqa=True
+                *(t.transpose(1, 2) for t in (q, k, qkv[:, :, -self.kv_heads :])),
+                is_causal=True,
+                enable_gqa=True,
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).flatten(2))
         q = rotary_cache(qkv, rope, *kv, window.slots, self.head_norms)  # [B, T, H, E]
@@ -302,7 +332,9 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight, self.in_features = nn.Parameter(torch.empty(experts, outputs, inputs)), inputs
 
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from ops.experts.route -> [P, N]
+    def forward(
+        self, x: Tensor, routing: Tensor
+    ) -> Tensor:  # [P, K], from ops.experts.route -> [P, N]
         return experts_linear(x, self.weight, routing)
 
     def operands(self) -> tuple[Tensor, None, None]:
@@ -321,7 +353,9 @@ class MoEFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
-        rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)  # [P, F], P = B T J: a token's experts in order
+        rows = x.flatten(0, 1).repeat_interleave(
+            share.shape[2], 0
+        )  # [P, F], P = B T J: a token's experts in order
         routing = route(expert.flatten(), len(self.router.weight))
         y = self.w2(swiglu(self.w13(rows, routing)), routing)  # [P, F]
         # always summed in the router's order, whichever rows shared an expert
@@ -338,7 +372,9 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = MoEFeedForward(config) if config.n_experts else FeedForward(config)
 
-    def forward(self, x: Tensor, h: Tensor, after: nn.Module, rope, kv=None, window=None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, h: Tensor, after: nn.Module, rope, kv=None, window=None
+    ) -> tuple[Tensor, Tensor]:
         """Run the layer; for the others see `Attention.forward`.
 
         x: [B, T, F], the residual stream; h: [B, T, F], its norm; after: the norm of what comes next
@@ -397,7 +433,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         # zeros until loaded or initialized: normal_ on the meta device would import all of torch.compile (1 s, 70 MB)
-        self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.dim), freeze=False)
+        self.embedding = nn.Embedding.from_pretrained(
+            torch.zeros(config.vocab_size, config.dim), freeze=False
+        )
         self.layers = Layers(Block(config.at(i)) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
@@ -429,9 +467,13 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""
-        return self.embedding(tokens), rope_angles(self.rope_freq, positions, self.config.rope_factor)
+        return self.embedding(tokens), rope_angles(
+            self.rope_freq, positions, self.config.rope_factor
+        )
 
-    def logits(self, features: Tensor) -> Tensor:  # [..., F], or with aux_layers behind them -> [..., V] fp32
+    def logits(
+        self, features: Tensor
+    ) -> Tensor:  # [..., F], or with aux_layers behind them -> [..., V] fp32
         if features.shape[-1] > self.config.dim:
             features = features[..., : self.config.dim]
         return self.lm_head(features)

@@ -52,24 +52,42 @@ class Need(NamedTuple):
 
 
 DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
-HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: o.draft not in ("model", "ngram"))
+HEAD = Need(
+    "does nothing with --draft {0.draft}; drop it", lambda o: o.draft not in ("model", "ngram")
+)
 MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
-LOOKUP = Need("belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram"))
-TREE = Need("does nothing with --draft ngram, which has a tree of its own; drop it", lambda o: o.draft != "ngram")
-GROWN = Need("belongs to --tree dynamic and auto; drop it", lambda o: o.tree_shape in ("dynamic", "auto"))
-LEVELS = Need("belongs to dynamic trees and chains, not to a static one; drop it", lambda o: o.tree_shape != "static")
-ONE_SIZE = Need("needs a tree of one size; --tree auto changes it: use --tree dynamic", lambda o: o.tree != "auto")
+LOOKUP = Need(
+    "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
+)
+TREE = Need(
+    "does nothing with --draft ngram, which has a tree of its own; drop it",
+    lambda o: o.draft != "ngram",
+)
+GROWN = Need(
+    "belongs to --tree dynamic and auto; drop it", lambda o: o.tree_shape in ("dynamic", "auto")
+)
+LEVELS = Need(
+    "belongs to dynamic trees and chains, not to a static one; drop it",
+    lambda o: o.tree_shape != "static",
+)
+ONE_SIZE = Need(
+    "needs a tree of one size; --tree auto changes it: use --tree dynamic",
+    lambda o: o.tree != "auto",
+)
 SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
 INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
 INFLATABLE = Need(
-    "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one", lambda o: o.checkpoint != DEFAULT
+    "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
+    lambda o: o.checkpoint != DEFAULT,
 )
 SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
 TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
 TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
 CHAT = Need("belongs to a chat template; add --chat", lambda o: o.chat is not None)
 ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)
-NOT_CHAT = Need("cannot go with --interactive, which is one conversation", lambda o: not o.interactive)
+NOT_CHAT = Need(
+    "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
+)
 
 
 def option(
@@ -77,7 +95,15 @@ def option(
     least: int | None = None, most: int = MOST, flag: bool = True, **extra: Any,
 ) -> Any:  # fmt: skip
     """A dataclass field that is also a flag, unless `flag` is False. least, most: the range of a number."""
-    metadata = {"help": help, "choices": choices, "needs": needs, "least": least, "most": most, "flag": flag, **extra}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "needs": needs,
+        "least": least,
+        "most": most,
+        "flag": flag,
+        **extra,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -86,12 +112,17 @@ class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
     checkpoint: str = option(
-        DEFAULT, "the target: a Hugging Face directory or a GGUF file; the default is fetched at the first use (93 MB)"
+        DEFAULT,
+        "the target: a Hugging Face directory or a GGUF file; the default is fetched at the first use (93 MB)",
     )
     inflate: str = option(
-        "", "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b", needs=(INFLATABLE,)
+        "",
+        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
+        needs=(INFLATABLE,),
     )
-    random_twin: bool = option(False, "random weights instead of that function", needs=(SHAPE,), flag=False)
+    random_twin: bool = option(
+        False, "random weights instead of that function", needs=(SHAPE,), flag=False
+    )
     draft: str = option(
         "",
         "who drafts: a head, a lookup in the text so far, another model; default: eagle when a head is given or "
@@ -108,10 +139,15 @@ class GenerateConfig:
         least=0,
     )  # fmt: skip
     token_ranks: str = option(
-        "", "a list of token ids by frequency for draft_vocab", needs=(DRAFT, HEAD, TRIMMED), flag=False
+        "",
+        "a list of token ids by frequency for draft_vocab",
+        needs=(DRAFT, HEAD, TRIMMED),
+        flag=False,
     )
     draft_checkpoint: str = option(
-        "", "the draft model (--draft model): a Hugging Face directory, or a GGUF file", needs=(DRAFT, MODEL)
+        "",
+        "the draft model (--draft model): a Hugging Face directory, or a GGUF file",
+        needs=(DRAFT, MODEL),
     )
     ngram_tokens: int = option(
         0, "tokens copied per continuation; default: 10, into a head's tree on a CPU 4", needs=(DRAFT, LOOKUP), least=1,
@@ -121,7 +157,9 @@ class GenerateConfig:
         0, "different continuations at most; default: 2, into a head's tree on a CPU 1", needs=(DRAFT, LOOKUP), least=1,
         flag=False,
     )  # fmt: skip
-    ngram_max: int = option(3, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    ngram_max: int = option(
+        3, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
+    )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     tree: str = option(
         "",
@@ -131,8 +169,12 @@ class GenerateConfig:
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, TREE),
     )
-    tree_file: str = option("", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE))
-    tree_depth: int = option(6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1)
+    tree_file: str = option(
+        "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE)
+    )
+    tree_depth: int = option(
+        6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1
+    )
     tree_topk: int = option(
         0,
         "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU 4",
@@ -170,15 +212,24 @@ class GenerateConfig:
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
     chat: str | None = option(
-        None, "apply a chat template: the checkpoint's own, or the built-in one named", needs=(TEXT,), optional=True
+        None,
+        "apply a chat template: the checkpoint's own, or the built-in one named",
+        needs=(TEXT,),
+        optional=True,
     )
     system: str | None = option(
-        None, "system message of the chat, '' for an empty one; default: the template's own", needs=(CHAT,)
+        None,
+        "system message of the chat, '' for an empty one; default: the template's own",
+        needs=(CHAT,),
     )
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
-    top_k: int = option(0, "sample among the k most likely tokens; 0: all", needs=(SAMPLED,), least=0)
-    top_p: float = option(1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,))
+    top_k: int = option(
+        0, "sample among the k most likely tokens; 0: all", needs=(SAMPLED,), least=0
+    )
+    top_p: float = option(
+        1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,)
+    )
     seed: int = option(
         0, "of the sampling noise; the same seed gives the same tokens for every drafter and tree", least=0,
         most=2**64 - 1,
@@ -186,7 +237,9 @@ class GenerateConfig:
     ignore_eos: bool = option(False, "go on after an end-of-sequence token")
     num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
-    context: int = option(0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0)
+    context: int = option(
+        0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0
+    )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
         0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides the inputs of every layer",
@@ -196,19 +249,27 @@ class GenerateConfig:
         "", "the same for the draft; default: as the target; a head of a 16-bit target: int8, on CUDA int4",
         ("none", *FORMAT_NAMES), needs=(DRAFT, TREE),
     )  # fmt: skip
-    compile: bool = option(False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured")
+    compile: bool = option(
+        False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
+    )
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     compare: bool = option(
-        False, "also decode without drafting, check that the tokens agree, print the speedup", needs=(NOT_CHAT,)
+        False,
+        "also decode without drafting, check that the tokens agree, print the speedup",
+        needs=(NOT_CHAT,),
     )
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
     results: str = option(
         "", "write every conversation to this JSONL file when it is over; a run that was stopped goes on behind it",
         needs=(NOT_CHAT, ONCE),
     )  # fmt: skip
-    trace: str = option("", "write one JSON line per cycle and row; - is standard output", needs=(NOT_CHAT,))
-    profile: str = option("", "write a profiler trace of the decoding (chrome://tracing)", needs=(NOT_CHAT,))
+    trace: str = option(
+        "", "write one JSON line per cycle and row; - is standard output", needs=(NOT_CHAT,)
+    )
+    profile: str = option(
+        "", "write a profiler trace of the decoding (chrome://tracing)", needs=(NOT_CHAT,)
+    )
 
     @property
     def sampling(self) -> Sampling:
@@ -222,7 +283,12 @@ class GenerateConfig:
             return "static" if self.tree_file else self.tree
         if self.draft == "model":
             return "chain"
-        grown = self.draft == "eagle+ngram" or self.expand_by != "value" or self.no_rerank or self.accept != "exact"
+        grown = (
+            self.draft == "eagle+ngram"
+            or self.expand_by != "value"
+            or self.no_rerank
+            or self.accept != "exact"
+        )
         return "dynamic" if grown else "auto"
 
     @property
@@ -237,7 +303,9 @@ class GenerateConfig:
             # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu/time_model.py); a CPU's
             # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
             cuda = (self.device or pick_device("")).startswith("cuda")
-            default_topk, default_size = (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
+            default_topk, default_size = (
+                (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
+            )
             topk = topk or default_topk
             size = size or default_size
         return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
@@ -267,19 +335,28 @@ class GenerateConfig:
     def _check_values(self) -> None:
         size = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
         _rule(self.tree_size <= MAX_NODES, size)
-        _rule(self.tree_depth < MAX_NODES, f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}")
+        _rule(
+            self.tree_depth < MAX_NODES,
+            f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}",
+        )
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
         _rule(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         sizes = (0, *GROUP_SIZES)
-        _rule(self.group_size in sizes, f"--group_size must be one of {sizes}; it is {self.group_size}")
+        _rule(
+            self.group_size in sizes,
+            f"--group_size must be one of {sizes}; it is {self.group_size}",
+        )
         named = self.draft != "model" or self.draft_checkpoint != ""
         _rule(named, "--draft model needs --draft_checkpoint; name its directory")
 
     def _check_names(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, str) and name not in ("prompt", "system"):
-                _rule(_can_name(value), f"--{name} has a character that no name can have: {value!a}; drop it")
+                _rule(
+                    _can_name(value),
+                    f"--{name} has a character that no name can have: {value!a}; drop it",
+                )
 
     def _check_files(self) -> None:
         """Before anything is computed, so that nothing is lost."""
@@ -289,23 +366,38 @@ class GenerateConfig:
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
         _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
-        _rule(self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text")
-        _rule(self.results != "-", "--results is read again by the next run; name a file instead of -")
+        _rule(
+            self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text"
+        )
+        _rule(
+            self.results != "-", "--results is read again by the next run; name a file instead of -"
+        )
         for name in ("json", "results", "trace", "profile"):
             where = Path(getattr(self, name))
             try:
                 where.with_name(where.name + TEMPORARY).exists() if where.name else None
             except OSError as error:
-                raise ValueError(f"--{name}: cannot write {where}: {error.strerror}; name another file") from None
-            _rule(where.parent.is_dir(), f"--{name}: cannot write {where}; there is no directory {where.parent}")
+                raise ValueError(
+                    f"--{name}: cannot write {where}: {error.strerror}; name another file"
+                ) from None
+            _rule(
+                where.parent.is_dir(),
+                f"--{name}: cannot write {where}; there is no directory {where.parent}",
+            )
             whole = not getattr(self, name) or not where.is_dir()
             _rule(whole, f"--{name}: {where} is a directory; name a file")
 
     def _check_tree(self) -> None:
-        _rule(not self.tree_file or self.tree in ("", "static"), f"--tree_file is a static tree, not {self.tree}")
+        _rule(
+            not self.tree_file or self.tree in ("", "static"),
+            f"--tree_file is a static tree, not {self.tree}",
+        )
         if self.draft == "eagle+ngram":
             whole = self.tree_shape == "dynamic" and not self.no_rerank
-            _rule(whole, "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag")
+            _rule(
+                whole,
+                "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag",
+            )
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             _ = self.draft_tree  # a size beyond its candidates is refused
@@ -317,12 +409,18 @@ class GenerateConfig:
             lossy = "--accept residual needs a draft that does not read the target's noise; use"
             _rule(self.children != "noise", f"{lossy} --children {'topk' if grown else 'sampled'}")
             sampled = grown or self.children != "topk"
-            _rule(sampled, "--accept residual samples the children of static trees; drop --children topk")
+            _rule(
+                sampled,
+                "--accept residual samples the children of static trees; drop --children topk",
+            )
             if not grown:  # its rule takes the k-th child for the k-th draw
                 paths = self.draft_tree.paths
-                gap = next((p for p in sorted(paths) if p[-1] and (*p[:-1], p[-1] - 1) not in paths), None)
+                gap = next(
+                    (p for p in sorted(paths) if p[-1] and (*p[:-1], p[-1] - 1) not in paths), None
+                )
                 _rule(
-                    gap is None, f"--accept residual needs ranks without gaps; before {gap} another is missing: add it"
+                    gap is None,
+                    f"--accept residual needs ranks without gaps; before {gap} another is missing: add it",
                 )
 
 
@@ -331,8 +429,13 @@ def check_ranges(options: Any) -> None:
     for f in fields(options):
         value, least, most = getattr(options, f.name), f.metadata["least"], f.metadata["most"]
         if f.type in ("int", "float"):
-            fits = isinstance(value, Integral if f.type == "int" else Real) and not isinstance(value, bool)
-            _rule(fits, f"--{f.name} must be a {'whole ' if f.type == 'int' else ''}number; it is {value!r}")
+            fits = isinstance(value, Integral if f.type == "int" else Real) and not isinstance(
+                value, bool
+            )
+            _rule(
+                fits,
+                f"--{f.name} must be a {'whole ' if f.type == 'int' else ''}number; it is {value!r}",
+            )
             _rule(
                 least is None or value == f.default or value >= least,
                 f"--{f.name} must be at least {least}; it is {value}",
@@ -364,7 +467,13 @@ def fail(program: str, message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse(options: type, program: str, description: str, argv: list[str] | None = None, settings: bool = False) -> Any:
+def parse(
+    options: type,
+    program: str,
+    description: str,
+    argv: list[str] | None = None,
+    settings: bool = False,
+) -> Any:
     """Read the command line into a dataclass whose fields are made by `option`. Exits with status 2 on a mistake.
 
     settings: take fields with `flag=False` too
@@ -377,7 +486,10 @@ def parse(options: type, program: str, description: str, argv: list[str] | None 
         if not (f.metadata["flag"] or settings):
             continue
         shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
-        extra: dict[str, Any] = {"help": (f.metadata["help"] + shown).replace("%", "%%"), "default": f.default}
+        extra: dict[str, Any] = {
+            "help": (f.metadata["help"] + shown).replace("%", "%%"),
+            "default": f.default,
+        }
         if f.type == "bool":
             extra["action"] = "store_true"
         else:
@@ -410,7 +522,10 @@ def one_line_errors(program: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("extras"):
             raise
-        fail(program, f"{error.name} is not here; restore the folder extras/, or use --draft none or --tree dynamic")
+        fail(
+            program,
+            f"{error.name} is not here; restore the folder extras/, or use --draft none or --tree dynamic",
+        )
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports it
 
@@ -420,14 +535,19 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     if config.prompt_ids is not None:
         parts = config.prompt_ids.replace(" ", "").split(",")
         if not all(re.fullmatch(r"-?\d+", p) for p in parts):
-            raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids!r}")
+            raise ValueError(
+                f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids!r}"
+            )
         return [[int(p) for p in parts]]
     if config.prompt is not None:
         return [[config.prompt]]
     if not config.prompt_file:
         named = os.path.realpath(config.checkpoint)
         text = next((text for path, text in PROMPTS if os.path.realpath(path) == named), None)
-        _rule(text is not None, "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive")
+        _rule(
+            text is not None,
+            "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive",
+        )
         return [[text]]
     return _prompts_of_file(Path(config.prompt_file))
 
@@ -436,9 +556,15 @@ def _prompts_of_file(path: Path) -> list[Conversation]:
     if path.suffix == ".jsonl":
         turns = [row.get("turns") for row in read_jsonl(path, "--prompt_file")]
         for number, each in enumerate(turns, 1):
-            if not isinstance(each, list) or not each or not all(isinstance(t, str) and t for t in each):
+            if (
+                not isinstance(each, list)
+                or not each
+                or not all(isinstance(t, str) and t for t in each)
+            ):
                 form = '{"turns": ["text", ...]}'
-                raise ValueError(f"--prompt_file: {path} row {number} has no list of texts; write it as {form}")
+                raise ValueError(
+                    f"--prompt_file: {path} row {number} has no list of texts; write it as {form}"
+                )
         return turns
     text = read_named(path, "--prompt_file")
     if not text.strip():
@@ -482,7 +608,10 @@ def pick_device(name: str) -> str:
         f"--device {name}: this machine or this torch has no CUDA device",
     )
     index, count = torch.device(name).index or 0, torch.cuda.device_count()
-    _rule(kind == "cpu" or index < count, f"--device {name}: there are {count} CUDA devices, counted from 0")
+    _rule(
+        kind == "cpu" or index < count,
+        f"--device {name}: there are {count} CUDA devices, counted from 0",
+    )
     return name
 
 

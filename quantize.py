@@ -39,8 +39,13 @@ from ops.norm import add, swiglu
 from ops.quantized import PRODUCTS, join_zeros, split_zeros
 from options import FORMAT_NAMES, GROUP_SIZES, one_line_errors, option, parse, pick_device
 
-AT_ONCE = {"cpu": 2**17, "cuda": 2**24}  # weights to round; a CPU's cache holds so many, a GPU wants few launches
-SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))  # tried for code -8, in units of the largest magnitude
+AT_ONCE = {
+    "cpu": 2**17,
+    "cuda": 2**24,
+}  # weights to round; a CPU's cache holds so many, a GPU wants few launches
+SEARCH = tuple(
+    8 / 7 - 0.04 * i for i in range(12)
+)  # tried for code -8, in units of the largest magnitude
 
 
 # ------------------------------------------------------------------------------------------------ formats
@@ -53,7 +58,9 @@ class QuantLinear(nn.Module):
     file_dtype: ClassVar[torch.dtype]
     scale_dtype: ClassVar[torch.dtype]
 
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp32_out: bool = False):
+    def __init__(
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp32_out: bool = False
+    ):
         """codes: [N, K] int8; scale: as the format has it, on the same device
 
         fp32_out: outputs in fp32 (LM heads), never rounded
@@ -61,7 +68,9 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.fp32_out = fp32_out
-        self.group_size = self.in_features // scale.shape[1] if scale.dim() > 1 else 0  # 0: one scale per output
+        self.group_size = (
+            self.in_features // scale.shape[1] if scale.dim() > 1 else 0
+        )  # 0: one scale per output
         self.product = PRODUCTS[self.format, codes.device.type]
         packed, scale = self.product.pack(codes, scale)
         self.register_buffer("packed", packed)
@@ -118,12 +127,20 @@ class QuantLinear(nn.Module):
         return cls.file_shape(shape).numel() * cls.file_dtype.itemsize + scales
 
     @classmethod
-    def from_float(cls, weight: Tensor, bias: Tensor | None = None, group_size: int = 128, fp32_out: bool = False):
+    def from_float(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        group_size: int = 128,
+        fp32_out: bool = False,
+    ):
         """Make a layer of a weight, [N, K] float, on the weight's device."""
         return cls(*cls.encode(weight, group_size), bias, fp32_out)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        if self.product.split_k and self.bias is not None and not self.fp32_out:  # what adds the sums adds the bias
+        if (
+            self.product.split_k and self.bias is not None and not self.fp32_out
+        ):  # what adds the sums adds the bias
             return add(self.bias, self.product.split_k(x, self.packed, self.scale))
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.fp32_out)
         return y if self.bias is None else y + self.bias
@@ -132,7 +149,9 @@ class QuantLinear(nn.Module):
         whole = self.product.split_k is None or self.bias is not None
         return self(x) if whole else self.product.split_k(x, self.packed, self.scale)
 
-    def forward_swiglu(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+    def forward_swiglu(
+        self, x: Tensor
+    ) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
         apart = self.product.swiglu is None or self.bias is not None
         return swiglu(self(x)) if apart else self.product.swiglu(x, self.packed, self.scale)
 
@@ -147,7 +166,9 @@ class QuantLinear(nn.Module):
     def rows(self, ids: Tensor) -> QuantLinear:
         """A layer with some of the outputs, and the codes and scales of this one. ids: [R] int64."""
         codes, scale = self.codes_and_scale()
-        return type(self)(codes[ids], scale[ids], None if self.bias is None else self.bias[ids], self.fp32_out)
+        return type(self)(
+            codes[ids], scale[ids], None if self.bias is None else self.bias[ids], self.fp32_out
+        )
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Packed codes, scale and bias, as ops/cpu/layers.py takes them."""
@@ -179,7 +200,12 @@ class Int4Linear(QuantLinear):
     format, file_dtype, scale_dtype = "int4", torch.uint8, torch.bfloat16
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp32_out: bool = False, zero: Tensor | None = None
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        fp32_out: bool = False,
+        zero: Tensor | None = None,
     ):
         """Make a layer of the weight (codes - zero) * scale, in fp32: nothing is rounded.
 
@@ -191,7 +217,9 @@ class Int4Linear(QuantLinear):
         sizes = [size for size in GROUP_SIZES if group % size == 0 and not rest]
         if not sizes:
             rule = f"int4 groups must be of a multiple of {GROUP_SIZES[0]} inputs"
-            raise ValueError(f"{rule}; {scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8")
+            raise ValueError(
+                f"{rule}; {scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8"
+            )
         if zero is not None or scale.dtype == torch.float16:
             scale = join_zeros(scale, zero)
         super().__init__(codes, scale.repeat_interleave(group // sizes[-1], 1), bias, fp32_out)
@@ -199,8 +227,12 @@ class Int4Linear(QuantLinear):
     @staticmethod
     def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
         groups = weight.unflatten(1, (scale.shape[1], -1))  # [N, K/G, G]
-        scale.copy_(_search_scale(groups).squeeze(-1))  # rounds to bf16; the codes are made for the rounded scale
-        codes.copy_(_round_int4(groups, scale.float()[..., None], torch.empty_like(groups)).flatten(1))
+        scale.copy_(
+            _search_scale(groups).squeeze(-1)
+        )  # rounds to bf16; the codes are made for the rounded scale
+        codes.copy_(
+            _round_int4(groups, scale.float()[..., None], torch.empty_like(groups)).flatten(1)
+        )
 
     @staticmethod
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
@@ -229,7 +261,9 @@ class Int4Linear(QuantLinear):
 class QuantExperts(nn.Module):
     """A linear layer per expert, with stacked codes and scales in place of their weights."""
 
-    def __init__(self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, ...]], experts: int):
+    def __init__(
+        self, kind: type[QuantLinear], codes_and_scales: Iterator[tuple[Tensor, ...]], experts: int
+    ):
         """codes_and_scales: of one expert after the other, each computed in its turn, so that only one exists twice;
         with int4, zero points may follow"""
         super().__init__()
@@ -242,7 +276,9 @@ class QuantExperts(nn.Module):
                 self.register_buffer("scale", one.scale.new_empty(experts, *one.scale.shape))
             self.packed[e], self.scale[e] = one.packed, one.scale
 
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:  # [P, K], from ops.experts.route -> [P, N]
+    def forward(
+        self, x: Tensor, routing: Tensor
+    ) -> Tensor:  # [P, K], from ops.experts.route -> [P, N]
         return self.product.multiply(x, self.packed, self.scale, self.out_features, False, routing)
 
     def operands(self) -> tuple[Tensor, Tensor, None]:
@@ -252,7 +288,10 @@ class QuantExperts(nn.Module):
     def dequantize(self) -> Tensor:
         """The weights that the codes and scales stand for, [E, N, K] fp32."""
         shape = (self.out_features, self.in_features)
-        parts = (self.product.unpack(packed, scale, *shape) for packed, scale in zip(self.packed, self.scale))
+        parts = (
+            self.product.unpack(packed, scale, *shape)
+            for packed, scale in zip(self.packed, self.scale)
+        )
         return torch.stack([self.kind.decode(codes, scale) for codes, scale in parts])
 
 
@@ -293,7 +332,9 @@ class QuantizeConfig:
 
     checkpoint: str = option("", "Hugging Face directory of a target model or an EAGLE head")
     quant: str = option("int4", "format", FORMAT_NAMES)
-    group_size: int = option(0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all")
+    group_size: int = option(
+        0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all"
+    )
     out: str = option("", "directory to write")
     device: str = option("cpu", "where to compute: cpu or cuda")
     overwrite: bool = option(False, "replace the directory if it is there")
@@ -317,7 +358,12 @@ def encoded(files: TensorSource, quant: Quantization, device: str) -> Iterator[t
         elif not name.endswith("rotary_emb.inv_freq"):
             yield name, tensor.clone()
         end = "\n" if number == len(files.readers) else ""
-        print(f"\r{quant.format}: {number} of {len(files.readers)} tensors", end=end, file=sys.stderr, flush=True)
+        print(
+            f"\r{quant.format}: {number} of {len(files.readers)} tensors",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def quantize_directory(
@@ -331,7 +377,9 @@ def quantize_directory(
     quant.check("--quant")
     raw = read_json(path / "config.json")
     if saved_quantization(raw, path) is not None:
-        raise ValueError(f"{path} is quantized already ({raw['quantization_config']['format']}); give the original")
+        raise ValueError(
+            f"{path} is quantized already ({raw['quantization_config']['format']}); give the original"
+        )
     if out.resolve() in (path.resolve(), *path.resolve().parents):
         raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
     check_out(out, overwrite)
@@ -353,12 +401,16 @@ def main(argv: list[str] | None = None) -> None:
 
     with one_line_errors("quantize.py"):
         if not config.checkpoint or not config.out:
-            raise ValueError("--checkpoint and --out are needed: the directory to read and the one to write")
+            raise ValueError(
+                "--checkpoint and --out are needed: the directory to read and the one to write"
+            )
         quant = Quantization(config.quant, config.group_size)
         out, device = Path(config.out), pick_device(config.device)
         quantize_directory(Path(config.checkpoint), out, quant, device, config.overwrite)
         size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
-        print(f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: python generate.py --checkpoint {config.out}")
+        print(
+            f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: python generate.py --checkpoint {config.out}"
+        )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def use(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device).index or 0)
         products = torch.backends.cuda.matmul
-        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+        products.allow_bf16_reduced_precision_reduction = (
+            products.allow_fp16_reduced_precision_reduction
+        ) = False
 
 
 class Replay:
@@ -48,7 +50,9 @@ class Replay:
 
     captures = True  # until a capture fails: its stream and its memory may stay as they were then
 
-    def __init__(self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None):
+    def __init__(
+        self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None
+    ):
         """scratch: memory that graphs share whose bodies return nothing, and which are dropped together"""
         self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
         self.scratch = {} if scratch is None else scratch
@@ -56,7 +60,12 @@ class Replay:
     def __call__(self) -> Any:
         """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
         self.runs += 1
-        if self.device.type == "cuda" and Replay.captures and self.graph is None and self.runs > WARM_UPS:
+        if (
+            self.device.type == "cuda"
+            and Replay.captures
+            and self.graph is None
+            and self.runs > WARM_UPS
+        ):
             self._capture()
         if self.graph is None:
             self.result = self.body()
@@ -66,7 +75,10 @@ class Replay:
 
     def _capture(self) -> None:
         """Record the body, which does not run. Where that fails, say why; it runs as it is from then on."""
-        graph, nothing = torch.cuda.CUDAGraph(), self.result is None  # which the warm-ups have returned
+        graph, nothing = (
+            torch.cuda.CUDAGraph(),
+            self.result is None,
+        )  # which the warm-ups have returned
         pool = self.scratch if nothing else {}
         torch.cuda.synchronize(self.device)
         try:
@@ -77,11 +89,16 @@ class Replay:
             self.graph = graph
             if nothing:
                 self.scratch.setdefault("pool", graph.pool())
-        except Exception as error:  # of the body; or of the end of a capture that the body's own error has broken
+        except (
+            Exception
+        ) as error:  # of the body; or of the end of a capture that the body's own error has broken
             Replay.captures, self.result = False, None
             error = error.__context__ or error
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            print(f"note: cycles are not captured and are slower, since a capture failed: {reason}", file=sys.stderr)
+            print(
+                f"note: cycles are not captured and are slower, since a capture failed: {reason}",
+                file=sys.stderr,
+            )
 
 
 def tree_leaves(record: Any) -> list[Tensor]:
@@ -154,9 +171,13 @@ def compiled(step: Callable) -> Callable:
 
     # a code object of its own: Dynamo counts compilations per code object and stops at a limit, which many engines in
     # one process would reach together
-    code = body.__code__.replace(co_name=f"{getattr(step, '__name__', type(step).__name__)}_{next(_compiled)}")
+    code = body.__code__.replace(
+        co_name=f"{getattr(step, '__name__', type(step).__name__)}_{next(_compiled)}"
+    )
     own = FunctionType(code, body.__globals__, code.co_name, None, body.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS | {"guard_filter_fn": _guards_of_modes})
+    return torch.compile(
+        own, fullgraph=True, dynamic=False, options=OPTIONS | {"guard_filter_fn": _guards_of_modes}
+    )
 
 
 _compiled = itertools.count()
@@ -168,7 +189,9 @@ def why_not_compiled(device: str) -> str:
         return "" if has_cpu_operators() else "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
-    except Exception as error:  # whatever a missing or broken compiler raises, it is told and not hidden
+    except (
+        Exception
+    ) as error:  # whatever a missing or broken compiler raises, it is told and not hidden
         return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
     return ""
 
@@ -176,11 +199,17 @@ def why_not_compiled(device: str) -> str:
 def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
     """Show on a terminal what is being waited for."""
     if sys.stderr.isatty():
-        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}" if number < len(presets) else ""
+        text = (
+            f"compiling {number + 1} of {len(presets)}: {presets[number].name}"
+            if number < len(presets)
+            else ""
+        )
         print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
-def time_presets(time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None) -> list[float]:
+def time_presets(
+    time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None
+) -> list[float]:
     """Run some cycles of every preset. say: told the number of each, with all of them, and at last how many there are.
 
     Returns: the time of one (s); the first two after a change do not count.

@@ -39,7 +39,9 @@ class NoiseKey(NamedTuple):
     sample: Tensor  # [B] int64, index of the sample of that prompt
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Philox4x32-10 on broadcastable int64 words in [0, 2^32). Returns: four int64 words.
 
     Source: Salmon et al. 2011; agrees with the known answers of Random123.
@@ -48,7 +50,10 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     k0, k1 = key
     for _ in range(10):
         p0, p1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]  # wrap modulo 2^64
-        high0, high1 = (p0 >> 32) & MASK32, (p1 >> 32) & MASK32  # the shift is arithmetic, hence the mask
+        high0, high1 = (
+            (p0 >> 32) & MASK32,
+            (p1 >> 32) & MASK32,
+        )  # the shift is arithmetic, hence the mask
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & MASK32, high0 ^ c3 ^ k1, p0 & MASK32
         k0, k1 = (k0 + PHILOX_WEYL[0]) & MASK32, (k1 + PHILOX_WEYL[1]) & MASK32
     return c0, c1, c2, c3
@@ -64,7 +69,9 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
     blocks = torch.arange((count + 3) // 4, device=draws.device)  # [C]
     word = draws[:, :, None] + (domain << DOMAIN_SHIFT)  # [B, R, 1]
     counter = (blocks, word, key.sample[:, None, None], key.prompt[:, None, None])
-    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, key.seed[..., None, None].unbind(-3))), dim=-1)
+    words = torch.stack(
+        torch.broadcast_tensors(*philox4x32(counter, key.seed[..., None, None].unbind(-3))), dim=-1
+    )
     bits = words.flatten(2)[:, :, :count]  # [B, R, count]
     # fp32 rounds the topmost values to 1, where the logarithms below would give infinity
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
@@ -73,9 +80,13 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
 def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CHOICE) -> Tensor:
     """Standard Gumbel noise of consecutive draws: [B, rows, vocab] fp32. first: [B] int64, the first draw of each."""
     if on_cpp_device(first):
-        return torch.ops.gpt_eagle.gumbel(key.seed, key.prompt, key.sample, first, rows, vocab, domain)
+        return torch.ops.gpt_eagle.gumbel(
+            key.seed, key.prompt, key.sample, first, rows, vocab, domain
+        )
     draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
-    return -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))  # log1p keeps the upper tail fine
+    return -torch.log(
+        -torch.log1p(-uniforms(key, draws, vocab, domain))
+    )  # log1p keeps the upper tail fine
 
 
 def process(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -51,14 +51,19 @@ class Buffers:
         )  # fmt: skip
         self.start = number[:1].clone()  # of a chunk of a prompt
         self.waits = 0  # steps since the drafter took in what waits
-        self.replays, self.scratch = {}, {}  # by preset, or width and row, what was captured; where prefills compute
+        self.replays, self.scratch = (
+            {},
+            {},
+        )  # by preset, or width and row, what was captured; where prefills compute
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
         """Make every row idle and empty. Writes: the state in place."""
         zeros = torch.zeros_like(self.state.pos)
         self.state.tokens.zero_()
         draft, self.waits = engine.drafter.rewind(self.state.drafter_state, zeros), 0
-        copy_into(self.state, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft))
+        copy_into(
+            self.state, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft)
+        )
 
     def prefill(self, engine: Engine, row: int, start: int, width: int) -> None:
         """`prefill_chunk` of one row alone, whatever the others do. Writes: its part of the buffers, in place."""
@@ -68,7 +73,10 @@ class Buffers:
         self.catch_up(engine, reader := engine.tree_policy.prefill_tree)
 
         def body() -> None:
-            state, own = sequence_of(self.state, row), replace(engine, drafter=engine.drafter.presets[reader])
+            state, own = (
+                sequence_of(self.state, row),
+                replace(engine, drafter=engine.drafter.presets[reader]),
+            )
             copy_into(state, prefill_chunk(own, self.cache.row(row), state, self.start, width))
 
         self._replay(engine, ("prefill", width, row, reader), body)
@@ -78,7 +86,11 @@ class Buffers:
         room = engine.drafter.presets[preset].room
         if self.waits and self.waits >= room:
             draft, text = self.state.drafter_state, Text(self.state.tokens, self.state.pos)
-            self._replay(engine, "rows that wait", lambda: copy_into(draft, engine.drafter.catch_up(draft, text)))
+            self._replay(
+                engine,
+                "rows that wait",
+                lambda: copy_into(draft, engine.drafter.catch_up(draft, text)),
+            )
             self.waits = 0
         self.waits += room > 0
 
@@ -107,13 +119,17 @@ class InFlight(NamedTuple):
     report: HostCopy
     preset: int
     began: float  # host's clock (s)
-    tree_trace: HostCopy | None  # for the trace: tokens, parents, depths, accepted path, and values where it has them
+    tree_trace: (
+        HostCopy | None
+    )  # for the trace: tokens, parents, depths, accepted path, and values where it has them
 
 
 class Session:
     """B rows over one cache, each with its own conversation. What a row has cached stays until it is overwritten."""
 
-    def __init__(self, engine: Engine, streams: Sequence[tuple[int, int]] = (), host_lag: int | None = None):
+    def __init__(
+        self, engine: Engine, streams: Sequence[tuple[int, int]] = (), host_lag: int | None = None
+    ):
         """streams: (prompt, sample) per row, the key of its noise, until `admit` names another; (0, 0) for further rows
         host_lag: cycles launched before the host reads the first of them; default 1 on CUDA, 0 elsewhere
         """
@@ -123,12 +139,22 @@ class Session:
         weakref.finalize(self, engine.pool.append, self.work)
         device, streams = self.state.pos.device, [*streams, *[(0, 0)] * (B - len(streams))]
         self.host_lag = int(device.type == "cuda") if host_lag is None else host_lag
-        seed, columns = engine.config.seed, (torch.tensor(column, device=device) for column in zip(*streams))
+        seed, columns = (
+            engine.config.seed,
+            (torch.tensor(column, device=device) for column in zip(*streams)),
+        )
         words = torch.tensor([seed & sampling.MASK32, seed >> 32], device=device).expand(B, 2)
         self.work.reset(engine, NoiseKey(words, *columns))
-        self.preset, self.read_at = 0, 0.0  # the largest that makes sense next; when a report was last read (s)
-        self.history: list[list[int]] = [[] for _ in range(B)]  # every token, prompts and roots included
-        self.waiting: dict[int, list[int]] = {}  # prompts that are not cached whole, by row; history has what is
+        self.preset, self.read_at = (
+            0,
+            0.0,
+        )  # the largest that makes sense next; when a report was last read (s)
+        self.history: list[list[int]] = [
+            [] for _ in range(B)
+        ]  # every token, prompts and roots included
+        self.waiting: dict[
+            int, list[int]
+        ] = {}  # prompts that are not cached whole, by row; history has what is
         self.live = [False] * B  # rows that decode
         self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
         self.stats, self.trace = Stats(), []
@@ -153,7 +179,9 @@ class Session:
         while any(self.live) or self.waiting:
             yield self.step()
 
-    def admit(self, row: int, prompt: list[int], stream: tuple[int, int] | None = None, most: int = 0) -> None:
+    def admit(
+        self, row: int, prompt: list[int], stream: tuple[int, int] | None = None, most: int = 0
+    ) -> None:
         """Give a row a turn: the coming steps cache its prompt and decode, beside the other rows.
 
         prompt: the conversation so far, below `engine.context` tokens; what the row has cached of it is not run again
@@ -188,7 +216,9 @@ class Session:
         Returns: the new tokens of every row that were read. Writes: history, stats, trace.
         """
         new: list[list[int]] = [[] for _ in self.history]
-        began = self.read_at if self.pending else time.perf_counter()  # only a device goes on while the caller works
+        began = (
+            self.read_at if self.pending else time.perf_counter()
+        )  # only a device goes on while the caller works
         late = 0 if self.waiting else self.host_lag  # prompts are cached when no cycle is in flight
         while any(self.live) and len(self.pending) <= late:
             self.pending.append(self._launch())
@@ -213,10 +243,15 @@ class Session:
                 self.work.prefill(self.engine, row, begin, len(chunk))
                 self.history[row] += chunk
                 left -= len(chunk)
-                root = int(self.state.tokens[row, len(prompt)])  # waits for the chunk: its time counts as prefill
+                root = int(
+                    self.state.tokens[row, len(prompt)]
+                )  # waits for the chunk: its time counts as prefill
                 if len(self.history[row]) == len(prompt):
                     new[row] = [root]
-                    self.live[row], self.preset = not self.state.done[row], len(self.engine.cycles) - 1
+                    self.live[row], self.preset = (
+                        not self.state.done[row],
+                        len(self.engine.cycles) - 1,
+                    )
                     del self.waiting[row]
 
     def _launch(self, preset: int | None = None) -> InFlight:
@@ -248,7 +283,10 @@ class Session:
     def _read(self, launched: InFlight, new: list[list[int]]) -> None:
         """Take in what a cycle decided. Writes: its tokens, to `new`; live, preset, stats, trace."""
         (packed,) = launched.report.read()
-        reports, tree_trace = Report.rows(packed), launched.tree_trace.read() if launched.tree_trace else None
+        reports, tree_trace = (
+            Report.rows(packed),
+            launched.tree_trace.read() if launched.tree_trace else None,
+        )
         live = [row for row, report in enumerate(reports) if self.live[row] and report.count]
         if not live:  # a surplus cycle
             return
@@ -266,4 +304,6 @@ class Session:
         wanted = max((reports[row].preset for row in live if self.live[row]), default=0)
         self.preset = min(wanted, len(self.engine.cycles) - 1)
         stats.presets.append((launched.preset, self._seconds(launched, reports[0])))
-        self.engine.tree_policy.observe(launched.preset, sum(lengths) / len(live), stats.presets[-1][1], len(live))
+        self.engine.tree_policy.observe(
+            launched.preset, sum(lengths) / len(live), stats.presets[-1][1], len(live)
+        )

@@ -21,14 +21,20 @@ import torch
 class Stats:
     """What happened, added up over every row and cycle."""
 
-    accept_lengths: list[int] = field(default_factory=list)  # per cycle and live row, bonus not counted
-    live_rows: list[list[int]] = field(default_factory=list)  # per cycle, the rows that these lengths belong to
+    accept_lengths: list[int] = field(
+        default_factory=list
+    )  # per cycle and live row, bonus not counted
+    live_rows: list[list[int]] = field(
+        default_factory=list
+    )  # per cycle, the rows that these lengths belong to
     tokens: int = 0  # decoded after prefill
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0  # drafting and extending
     verify_s: float = 0.0
-    presets: list[tuple[int, float]] = field(default_factory=list)  # per cycle, what ran and its seconds
+    presets: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # per cycle, what ran and its seconds
 
     def add(self, other: Stats) -> None:
         """Add what another session measured."""
@@ -80,13 +86,17 @@ def stats_line(stats: dict[str, Any]) -> str:
     if "tree_auto" in stats:
         most = max(stats["tree_auto"], key=lambda preset: preset["cycles"])
         times = (
-            f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted" if most["cycles"] else "unused"
+            f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted"
+            if most["cycles"]
+            else "unused"
         )
         name = "no tree, drafting does not pay here," if most["tree"] == "none" else most["tree"]
         cycles = sum(preset["cycles"] for preset in stats["tree_auto"])
         line += f"; tree auto: {name} in {most['cycles']} of {cycles} cycles ({times})"
     if "speedup" in stats:
-        line += f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
+        line += (
+            f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
+        )
         if stats["identical"] is not None:
             line += f", {100 * stats['identical']:.0f} % of sequences identical"
     return line
@@ -122,7 +132,9 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
     }
 
@@ -159,7 +171,9 @@ def free_bytes(device: str) -> int:
         free = 1024 * (kb["MemAvailable:"] + kb["SwapFree:"]) // ranks
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no container, or one without a limit
-            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) // ranks - resident_bytes())
+            free = min(
+                free, int(Path("/sys/fs/cgroup", limit).read_text()) // ranks - resident_bytes()
+            )
     return free
 
 
@@ -187,12 +201,20 @@ def rows_memory(engine: Any) -> str:
     """
     target, drafter, weight = engine.target, engine.drafter, engine.target.embedding.weight
     caches, drafts = (
-        engine.slots * weight.itemsize * sum(2 * b.attention.kv_heads * b.attention.head_dim for b in layers or ())
+        engine.slots
+        * weight.itemsize
+        * sum(2 * b.attention.kv_heads * b.attention.head_dim for b in layers or ())
         for layers in (target.layers, drafter.layers)
     )
-    noise = drafter.size + drafter.depth + 1 if engine.config.temperature else 0  # rows, with those of adjusted scores
+    noise = (
+        drafter.size + drafter.depth + 1 if engine.config.temperature else 0
+    )  # rows, with those of adjusted scores
     scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
-    plan = {"the caches": caches + drafts, "scores of a tree": scores, "its candidates": 20 * drafter.width**2}
+    plan = {
+        "the caches": caches + drafts,
+        "scores of a tree": scores,
+        "its candidates": 20 * drafter.width**2,
+    }
     plan |= {"those without a draft": caches} if engine.config.compare else {}
     remedy = "lower --batch_size, --context or --tree_topk"
     return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)

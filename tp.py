@@ -55,7 +55,15 @@ from sampling import Sampling
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
 WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure
 FILES = ("json", "trace", "profile")  # options that only rank 0 obeys
-ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")  # layers whose outputs are split
+ROWS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "w1",
+    "w3",
+)  # layers whose outputs are split
 COLUMNS = ("o_proj", "down_proj", "w2")  # whose inputs are
 
 
@@ -82,7 +90,9 @@ def this_rank() -> Rank:
         value = os.environ.get(name, "")
         if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
             rule = f"WORLD_SIZE is set in the environment, and {name} is {value!r}"
-            raise ValueError(f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE")
+            raise ValueError(
+                f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE"
+            )
     return Rank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
@@ -92,7 +102,9 @@ def refuse_torchrun() -> None:
     if here.rank:
         sys.exit(2)
     if here.world_size > 1:
-        raise ValueError("torchrun splits what generate.py loads, and nothing else; start this program without it")
+        raise ValueError(
+            "torchrun splits what generate.py loads, and nothing else; start this program without it"
+        )
 
 
 @contextmanager
@@ -105,7 +117,10 @@ def ranks(program: str) -> Iterator[None]:
         return
     said, silent = io.StringIO(), here.rank > 0
     try:
-        with redirect_stdout(io.StringIO() if silent else sys.stdout), redirect_stderr(said if silent else sys.stderr):
+        with (
+            redirect_stdout(io.StringIO() if silent else sys.stdout),
+            redirect_stderr(said if silent else sys.stderr),
+        ):
             yield
     except BaseException as error:
         status = error.code if isinstance(error, SystemExit) else 1
@@ -124,7 +139,9 @@ def ranks(program: str) -> Iterator[None]:
 def _says_why(here: Rank) -> bool:
     """Whether this rank, which fails, is to say why: rank 0 is where it fails soon too, else the first that asks."""
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
+        )
         if here.rank == 0:
             store.set("gpt_eagle/rank 0", "failed")
         for _ in range(10 * WAIT_FOR_RANK_0_S if here.rank else 0):
@@ -152,10 +169,22 @@ def check(config: GenerateConfig) -> None:
     config.check()
     file = config.prompt_file
     for flag, given, reason in (
-        ("--tree auto", config.tree == "auto", "it goes by the ranks' clocks, which differ: use --tree dynamic"),
+        (
+            "--tree auto",
+            config.tree == "auto",
+            "it goes by the ranks' clocks, which differ: use --tree dynamic",
+        ),
         ("--results", config.results, "one process may read and write it: use --json"),
-        ("--interactive", config.interactive, "there is one keyboard: use --prompt_file with turns"),
-        (f"--prompt_file {file}", os.path.exists(file) and not os.path.isfile(file), "all ranks read it: use a file"),
+        (
+            "--interactive",
+            config.interactive,
+            "there is one keyboard: use --prompt_file with turns",
+        ),
+        (
+            f"--prompt_file {file}",
+            os.path.exists(file) and not os.path.isfile(file),
+            "all ranks read it: use a file",
+        ),
     ):
         if given and this_rank().world_size > 1:
             raise ValueError(f"{flag} cannot go with torchrun: {reason}")
@@ -176,7 +205,9 @@ def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
             store, *_ = next(dist.rendezvous("env://", timeout=wait))
             check_devices(store, torch.device(device).type, here)
             backend = "gloo" if device == "cpu" else "nccl"
-            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait)
+            dist.init_process_group(
+                backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait
+            )
     use(device)
     kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     kind = kind if device == "cpu" else torch.cuda.get_device_name()
@@ -188,7 +219,9 @@ def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
 def check_devices(store: dist.Store, kind: str, here: Rank) -> None:
     """Check that all ranks have the same kind of device, before they need it to talk. Raises: ValueError."""
     store.set(f"gpt_eagle/device of {here.rank}", kind)
-    kinds = [store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world_size)]  # waits for each
+    kinds = [
+        store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world_size)
+    ]  # waits for each
     check_same("device", kinds)
 
 
@@ -218,7 +251,9 @@ def _device(config: GenerateConfig, here: Rank) -> str:
     if name == "cpu":
         return name
     if torch.device(name).index is not None:
-        raise ValueError(f"--device {name} is one GPU, and every rank needs its own; use --device cuda")
+        raise ValueError(
+            f"--device {name} is one GPU, and every rank needs its own; use --device cuda"
+        )
     return pick_device(f"cuda:{here.local}")
 
 
@@ -240,21 +275,42 @@ class ShardedFiles(TensorSource):
         split = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
         split |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
         self.config = files.config | {name: size // here.world_size for name, size in split.items()}
-        self.config |= {"num_key_value_heads": config.n_kv_heads // self.kv_parts, "head_dim": config.head_dim}
-        self.readers = {name: lambda n=name, read=read: self._cut(n, read()) for name, read in files.readers.items()}
-        self.quantized = {name: partial(self._codes, name, read) for name, read in files.quantized.items()}
+        self.config |= {
+            "num_key_value_heads": config.n_kv_heads // self.kv_parts,
+            "head_dim": config.head_dim,
+        }
+        self.readers = {
+            name: lambda n=name, read=read: self._cut(n, read())
+            for name, read in files.readers.items()
+        }
+        self.quantized = {
+            name: partial(self._codes, name, read) for name, read in files.quantized.items()
+        }
 
     def _codes(self, name: str, read: Callable[[], Codes]) -> Codes:
         codes, *scales = read()
-        if name.split(".")[-2] in COLUMNS and scales[0].shape[-1] > 1 < scales[0].dim():  # groups; ours may be parts
-            check_parts(self.whole, self.here.world_size, self.path, codes.shape[1] // scales[0].shape[1])
-        return Codes(self._cut(name, codes), *(t if t is None else self._cut(scale_name(name), t) for t in scales))
+        if (
+            name.split(".")[-2] in COLUMNS and scales[0].shape[-1] > 1 < scales[0].dim()
+        ):  # groups; ours may be parts
+            check_parts(
+                self.whole, self.here.world_size, self.path, codes.shape[1] // scales[0].shape[1]
+            )
+        return Codes(
+            self._cut(name, codes),
+            *(t if t is None else self._cut(scale_name(name), t) for t in scales),
+        )
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part, of codes, scales and biases too. A wrong shape stays wrong, which the loader says."""
-        layer, parts, part = name.rpartition(".")[0].rpartition(".")[2], self.here.world_size, self.here.rank
+        layer, parts, part = (
+            name.rpartition(".")[0].rpartition(".")[2],
+            self.here.world_size,
+            self.here.rank,
+        )
         dim = int(layer in COLUMNS)
-        if layer not in (*ROWS, *COLUMNS) or whole.dim() <= dim or whole.shape[dim] == 1:  # a bias, scales of outputs
+        if (
+            layer not in (*ROWS, *COLUMNS) or whole.dim() <= dim or whole.shape[dim] == 1
+        ):  # a bias, scales of outputs
             return whole
         if layer in ("k_proj", "v_proj"):
             parts, part = self.kv_parts, part * self.kv_parts // parts
@@ -269,7 +325,9 @@ def split_inputs(config: ModelConfig) -> list[int]:
     return [config.n_heads * config.head_dim, *experts, *dense]
 
 
-def check_parts(config: ModelConfig, world: int, path: Path, group: int = 1, smaller: bool = False) -> None:
+def check_parts(
+    config: ModelConfig, world: int, path: Path, group: int = 1, smaller: bool = False
+) -> None:
     """Check that so many ranks can have equal parts of a model. Raises: ValueError.
 
     group: inputs that share a scale, and must be on one rank; smaller: whether --group_size can change it
@@ -286,12 +344,18 @@ def check_parts(config: ModelConfig, world: int, path: Path, group: int = 1, sma
         rule = f"the number of ranks must divide {sizes}, and divide {kv_heads} KV heads or be a multiple of them"
         remedy = f"make it {' or '.join(str(n) for n in range(1, 65) if n == 1 or fits(n))}"
         group = gcd(group, *(size // world for size in inputs))
-        remedy += f", or use --group_size {group}" if smaller and group >= 32 and fits(world) else ""
+        remedy += (
+            f", or use --group_size {group}" if smaller and group >= 32 and fits(world) else ""
+        )
         raise ValueError(f"{path}: {rule}; it is {world}: {remedy}")
 
 
 def load_model(
-    path: Path, dtype: torch.dtype | None, device: str, quant: Quantization | None, source: TensorSource | None
+    path: Path,
+    dtype: torch.dtype | None,
+    device: str,
+    quant: Quantization | None,
+    source: TensorSource | None,
 ) -> Transformer:
     """`hf.weights.load_model`, of this rank's share where there are several. Raises: ValueError, as both do."""
     here = this_rank()
@@ -333,8 +397,12 @@ def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
 
 # ------------------------------------------------------------------------------------------- collectives
 
-lib.define("gather_ranks(Tensor x) -> Tensor")  # [...] -> [N, ...], what every rank has, in their order
-lib.define("sum_ranks(Tensor x) -> Tensor")  # the sum of what they have, in x's dtype; the same bits on every rank
+lib.define(
+    "gather_ranks(Tensor x) -> Tensor"
+)  # [...] -> [N, ...], what every rank has, in their order
+lib.define(
+    "sum_ranks(Tensor x) -> Tensor"
+)  # the sum of what they have, in x's dtype; the same bits on every rank
 
 
 class RowParallel(nn.Module):
@@ -348,7 +416,11 @@ class RowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
         y = self.part(x)
-        return torch.ops.gpt_eagle.sum_ranks(y) if y.is_cuda else torch.ops.gpt_eagle.gather_ranks(y.float())
+        return (
+            torch.ops.gpt_eagle.sum_ranks(y)
+            if y.is_cuda
+            else torch.ops.gpt_eagle.gather_ranks(y.float())
+        )
 
     forward_split_k = forward
 
@@ -366,7 +438,9 @@ class VocabParallelHead(nn.Module):
         self.register_buffer("ids", ids.to(device))  # [ceil(V / N)] int64, the token of each output
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
-        scores = torch.ops.gpt_eagle.gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
+        scores = (
+            torch.ops.gpt_eagle.gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)
+        )  # [..., N ceil(V / N)]
         return scores[..., : self.vocab].contiguous()
 
     def best(self, x: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
@@ -384,13 +458,17 @@ class VocabParallelHead(nn.Module):
         return torch.stack((score.double(), self.ids[token].double()), -1)
 
 
-def pick_tokens(target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+def pick_tokens(
+    target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor
+) -> Tensor:
     """`decode.pick_tokens` with a split LM head: the best of what the ranks would choose. Cuts need all scores."""
     if noise is not None and (rule.top_k > 0 or rule.top_p < 1):
         return best(sampling.process(target.logits(features), rule), noise, row)
     own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
-    first = score.argmax(0, keepdim=True)  # of equal scores the first rank's, which is the lowest token's
+    first = score.argmax(
+        0, keepdim=True
+    )  # of equal scores the first rank's, which is the lowest token's
     return token.gather(0, first)[0].long()
 
 

@@ -29,7 +29,9 @@ class DynamicTree:
     size: int = 60  # N, verified nodes, root included
     expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
     rerank: bool = True  # False keeps the first levels whole (EAGLE-2 Table 3)
-    whole: Tensor | None = field(default=None, compare=False, repr=False)  # the nodes then; made by `on`
+    whole: Tensor | None = field(
+        default=None, compare=False, repr=False
+    )  # the nodes then; made by `on`
 
     def __post_init__(self):
         pool = self.topk + (self.depth - 1) * self.topk**2
@@ -81,7 +83,9 @@ class DynamicTree:
 
 
 # EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2. Source: arXiv 2401.15077.
-MC_SIM_7B = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+MC_SIM_7B = (
+    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+)
 EAGLE1_PATHS = tuple(tuple(map(int, path)) for path in MC_SIM_7B.split())
 
 
@@ -103,7 +107,9 @@ class StaticTree:
     def __post_init__(self):
         """Sort the paths, root's () included: `levels`, by depth in node order; `inner`, those that have children."""
         parents, depth = {path[:-1] for path in self.paths}, max(map(len, self.paths))
-        levels = [sorted(path for path in ((), *self.paths) if len(path) == d) for d in range(depth + 1)]
+        levels = [
+            sorted(path for path in ((), *self.paths) if len(path) == d) for d in range(depth + 1)
+        ]
         inner = [[path for path in level if path in parents] for level in levels[:-1]]
         facts = {"depth": depth, "size": len(self.paths) + 1, "levels": levels, "inner": inner}
         self.__dict__.update(facts)  # the dataclass is frozen
@@ -136,8 +142,12 @@ class StaticTree:
         begins = [0]
         for level, inner in enumerate(self.inner):
             begins.append(begins[-1] + len(inner) * self.ranks(level))
-        nodes = [begins[len(path) - 1] + self._place(path) for level in self.levels[1:] for path in level]
-        return replace(self, places=tuple(torch.tensor([x], device=device) for x in (*expanded, nodes)))
+        nodes = [
+            begins[len(path) - 1] + self._place(path) for level in self.levels[1:] for path in level
+        ]
+        return replace(
+            self, places=tuple(torch.tensor([x], device=device) for x in (*expanded, nodes))
+        )
 
     by_value = True  # their order does not matter
 
@@ -156,13 +166,19 @@ def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
         isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
     )
     if not whole or not raw:
-        raise ValueError(f"--tree_file: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]")
+        raise ValueError(
+            f"--tree_file: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
+        )
     paths = {tuple(p) for p in raw}
     orphan = next((list(p) for p in sorted(paths) if len(p) > 1 and p[:-1] not in paths), None)
     if orphan is not None:
-        raise ValueError(f"--tree_file: {file} has the path {orphan} without its parent {orphan[:-1]}; add it")
+        raise ValueError(
+            f"--tree_file: {file} has the path {orphan} without its parent {orphan[:-1]}; add it"
+        )
     if len(paths) != len(raw):
         raise ValueError(f"--tree_file: {file} lists a path twice")
     if len(paths) + 1 > MAX_NODES:
-        raise ValueError(f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}")
+        raise ValueError(
+            f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
+        )
     return tuple(paths)

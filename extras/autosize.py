@@ -35,13 +35,22 @@ from extras.deferred import Deferred, Idle
 from extras.remembered import file_of, recall, remember
 from model import Transformer
 
-FADE = 1 - 1 / 128  # weight that a value keeps from cycle to cycle; what is accepted fades by each row
+FADE = (
+    1 - 1 / 128
+)  # weight that a value keeps from cycle to cycle; what is accepted fades by each row
 PACE_GAIN = 1 / 16  # share of a cycle's deviation that is put down to the machine's pace, at least
 PRIOR_WEIGHT = 16  # of the rule of thumb for accepted tokens (cycles of a row)
 COST_WEIGHT = 0.5  # of the rule of thumb for costs (cycles)
 RECALLED = 8  # what is remembered counts for at most (cycles, tokens); costs never fade below that
-MISS, MISS_WEIGHT = 0.25, 2  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
-NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4}  # costs of a further node at first, by format, as on AVX2 (LOG.md)
+MISS, MISS_WEIGHT = (
+    0.25,
+    2,
+)  # share of tokens missed at first, about as published for EAGLE-1; its weight (tokens)
+NODE = {
+    "none": 0.12,
+    "int8": 0.3,
+    "int4": 0.4,
+}  # costs of a further node at first, by format, as on AVX2 (LOG.md)
 HOLD = 3  # cycles for which a decision holds
 FIRST_BUDGET = 3.0  # for the first probe of all (cycles without a tree)
 SHARE = 0.007  # of the time that probes may lose
@@ -63,7 +72,9 @@ SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 3, 8), TreeShape(5, 4, 16), TreeShape
 def with_smaller_trees(drafter: TreeDrafter, target: Transformer) -> Deferred:
     """The same with presets: its tree is the largest, none the smallest, and the host chooses."""
     tree = drafter.tree
-    fit = [s for s in SHAPES if s.depth <= tree.depth and s.topk <= tree.width and s.size < tree.size]
+    fit = [
+        s for s in SHAPES if s.depth <= tree.depth and s.topk <= tree.width and s.size < tree.size
+    ]
     trees = [StaticTree.chain(s.depth) if s.topk == 1 else DynamicTree(*s) for s in fit]
     smaller = [Deferred(drafter.with_tree(tree), target) for tree in trees]
     return Deferred(drafter, target, [Idle(drafter, target), *smaller])
@@ -90,7 +101,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     node *= rows / (1 + (rows - 1) * node)  # a cycle without a tree has a node per row
     # prompts that are captured have to be read: each way is a graph of its own
     may_skip_prompts = not engine.captured and drafter.presets[0].room == LARGEST
-    sizer = Autosizer(shapes, known, node, [preset.name for preset in drafter.presets], may_skip_prompts)
+    sizer = Autosizer(
+        shapes, known, node, [preset.name for preset in drafter.presets], may_skip_prompts
+    )
     if file:
         weakref.finalize(sizer, _save, file, known, asdict(known))
     return sizer
@@ -185,18 +198,36 @@ class Autosizer:
     """Chooses among presets, numbered from the smallest tree, which is the root alone."""
 
     def __init__(
-        self, shapes: Sequence[TreeShape], known: Known, node: float, names: Sequence[str] = (), may_skip_prompts: bool = False
+        self,
+        shapes: Sequence[TreeShape],
+        known: Known,
+        node: float,
+        names: Sequence[str] = (),
+        may_skip_prompts: bool = False,
     ):
         """shapes, names: of the presets; known: what the choice starts from, which is kept up to date
 
         node: what a further node costs at first, relative to a cycle without a tree
         may_skip_prompts: whether the smallest preset may leave out prompts
         """
-        self.shapes, self.known, self.node, self.names, self.may_skip_prompts = shapes, known, node, names, may_skip_prompts
+        self.shapes, self.known, self.node, self.names, self.may_skip_prompts = (
+            shapes,
+            known,
+            node,
+            names,
+            may_skip_prompts,
+        )
         self.accepted = [0.0] * len(shapes)  # fading means, the bonus not counted
         self.weights = [0.0] * len(shapes)  # cycles of a row that these stand for
-        self.pace, self.cycles = 0.0, 0  # seconds of a cycle that costs 1; cycles that it was measured by
-        self.budget, self.last, self.left = 0.0, -1, 0  # cost; preset observed last; cycles until the next decision
+        self.pace, self.cycles = (
+            0.0,
+            0,
+        )  # seconds of a cycle that costs 1; cycles that it was measured by
+        self.budget, self.last, self.left = (
+            0.0,
+            -1,
+            0,
+        )  # cost; preset observed last; cycles until the next decision
         self._decide()
         if known.seen[0] == 0:  # the pace is set without a tree
             self.budget = FIRST_BUDGET if self.best == 0 else 0.0
@@ -244,9 +275,14 @@ class Autosizer:
         self.best = self.running = rates.index(max(rates))
         self.left = HOLD
         near = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
-        loss = {p: HOLD * costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS) for p in sorted(near)}
+        loss = {
+            p: HOLD * costs[p] * max(1 - rates[p] / rates[self.best], LEAST_LOSS)
+            for p in sorted(near)
+        }
         # what costs little to try, and is little known
-        probe = min(loss, key=lambda preset: loss[preset] * (1 + self.known.seen[preset]), default=self.best)
+        probe = min(
+            loss, key=lambda preset: loss[preset] * (1 + self.known.seen[preset]), default=self.best
+        )
         if self.budget > loss.get(probe, 0.0):
             self.running, self.budget = probe, 0.0
 
@@ -265,17 +301,23 @@ class Autosizer:
         self.last = preset
         shape = self.shapes[preset]
         if shape.depth:
-            missed = min(shape.depth - accepted, 1.0)  # a row's path ends with the first token that is missed
+            missed = min(
+                shape.depth - accepted, 1.0
+            )  # a row's path ends with the first token that is missed
             tried = accepted + missed
             known.miss_weight = fade * known.miss_weight + rows * tried
-            known.miss += rows * (missed * shape.topk ** (1 / 3) - tried * known.miss) / known.miss_weight
+            known.miss += (
+                rows * (missed * shape.topk ** (1 / 3) - tried * known.miss) / known.miss_weight
+            )
 
     def _time(self, preset: int, seconds: float, cost: float) -> None:
         """Learn from a cycle's time. cost: as expected"""
         known = self.known
         self.cycles += 1
         deviation = min(seconds / (self.pace * cost), 2.0) - 1  # one very slow cycle says little
-        sure = known.seen[preset] / (known.seen[preset] + COST_WEIGHT)  # a time that was guessed tells no pace
+        sure = known.seen[preset] / (
+            known.seen[preset] + COST_WEIGHT
+        )  # a time that was guessed tells no pace
         self.pace *= 1 + sure * max(PACE_GAIN, 1 / self.cycles) * deviation
         known.seen[preset] += 1
         known.costs[preset] += (cost * (1 + deviation) - known.costs[preset]) / known.seen[preset]

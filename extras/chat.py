@@ -14,7 +14,9 @@ from session import Session
 from stats import Stats, stats_line, summary
 
 
-def chat(engine: Engine, encode: Callable[..., list[int]], stream_text: Callable[..., Iterator[str]]) -> None:
+def chat(
+    engine: Engine, encode: Callable[..., list[int]], stream_text: Callable[..., Iterator[str]]
+) -> None:
     """Talk until the end of input.
 
     encode: token ids of (engine, turns, answers); stream_text: the text of an answer as it is decided, of (session, ids)
@@ -40,7 +42,9 @@ def chat(engine: Engine, encode: Callable[..., list[int]], stream_text: Callable
             continue
         dropped = len(turns) + 1 - len(said)
         if dropped:
-            print(f"[the context of {engine.context} tokens is full: {dropped} oldest turn(s) dropped]")
+            print(
+                f"[the context of {engine.context} tokens is full: {dropped} oldest turn(s) dropped]"
+            )
         turns, answers = said, past
         session.stats, answer = Stats(), ""
         try:

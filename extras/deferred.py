@@ -43,12 +43,26 @@ class Deferred(Drafter):
     timed = True
 
     def __init__(
-        self, drafter: TreeDrafter, target: Transformer, smaller: Sequence[Drafter] = (), grower: Drafter | None = None
+        self,
+        drafter: TreeDrafter,
+        target: Transformer,
+        smaller: Sequence[Drafter] = (),
+        grower: Drafter | None = None,
     ):
         """smaller: presets over the same state, smallest tree first; grower: of the tree, if not the drafter itself"""
         grower = grower or drafter
-        self.drafter, self.grower, self.weight, self.smaller = drafter, grower, target.embedding.weight, (*smaller,)
-        self.depth, self.size, self.width, self.fresh_rows = grower.depth, grower.size, grower.width, grower.fresh_rows
+        self.drafter, self.grower, self.weight, self.smaller = (
+            drafter,
+            grower,
+            target.embedding.weight,
+            (*smaller,),
+        )
+        self.depth, self.size, self.width, self.fresh_rows = (
+            grower.depth,
+            grower.size,
+            grower.width,
+            grower.fresh_rows,
+        )
         self.layers, self.aux_layers = drafter.layers, drafter.aux_layers
 
     @property
@@ -63,15 +77,22 @@ class Deferred(Drafter):
         return self.drafter.prefer(text)
 
     def resolved_options(self) -> dict[str, Any]:
-        return self.drafter.resolved_options() | {"tree": "auto", "trees": [preset.name for preset in self.presets]}
+        return self.drafter.resolved_options() | {
+            "tree": "auto",
+            "trees": [preset.name for preset in self.presets],
+        }
 
     def init(self, batch: int, slots: int) -> Waiting:
-        features = self.weight.new_zeros(batch, ROOM + 1, (1 + len(self.aux_layers)) * self.weight.shape[1])
+        features = self.weight.new_zeros(
+            batch, ROOM + 1, (1 + len(self.aux_layers)) * self.weight.shape[1]
+        )
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
         return Waiting(self.drafter.init(batch, slots), features, count, count.clone())
 
     def extend(self, state: Waiting, rows: Confirmed) -> Waiting:
-        return replace_fields(state, own=self.drafter.extend(state.own, rows), passed=state.passed + rows.count)
+        return replace_fields(
+            state, own=self.drafter.extend(state.own, rows), passed=state.passed + rows.count
+        )
 
     def rewind(self, state: Waiting, length: Tensor) -> Waiting:
         """As of any drafter; no row waits any more. Behind a gap it may keep some rows that the text no longer has.
@@ -82,7 +103,9 @@ class Deferred(Drafter):
         if not self.drafter.keeps_rows:  # a gap: fewer rows than the text
             own = torch.where(state.passed > 0, torch.minimum(length, state.own.length), length)
         count = torch.zeros_like(state.count)
-        return replace_fields(state, own=self.drafter.rewind(state.own, own), count=count, passed=length)
+        return replace_fields(
+            state, own=self.drafter.rewind(state.own, own), count=count, passed=length
+        )
 
     def propose(self, state: Waiting, root: Root) -> DraftTree:
         return self.grower.propose(state.own, root)
@@ -97,7 +120,9 @@ class Deferred(Drafter):
         at = (text.pos - kept - again)[:, None] + steps  # [B, ROOM + 1], places in the text
         tokens = text.tokens.gather(1, at.clamp(0, text.tokens.shape[1] - 1))
         places = ((state.count - kept)[:, None] + steps[:ROOM]) % ROOM
-        features = state.features.gather(1, places[:, :, None].expand(-1, -1, state.features.shape[2]))
+        features = state.features.gather(
+            1, places[:, :, None].expand(-1, -1, state.features.shape[2])
+        )
         own = self.drafter.rewind(state.own, state.own.length - again)
         own = self.drafter.extend(own, Confirmed(tokens, features, kept + again))
         return replace_fields(state, own=own, count=torch.zeros_like(state.count))
@@ -108,7 +133,9 @@ class Idle(Deferred):
 
     def __init__(self, drafter: TreeDrafter, target: Transformer):
         super().__init__(drafter, target, grower=RootOnly())
-        self.room = ROOM - 1 if drafter.keeps_rows else LARGEST  # with the row before, as many as are kept
+        self.room = (
+            ROOM - 1 if drafter.keeps_rows else LARGEST
+        )  # with the row before, as many as are kept
 
     def extend(self, state: Waiting, rows: Confirmed) -> Waiting:
         """Keep the last rows. Writes: the features that wait."""
@@ -119,5 +146,9 @@ class Idle(Deferred):
         step = torch.arange(rows.features.shape[1], device=state.count.device)
         count, number = rows.count[:, None], state.count[:, None] + step  # [B, 1], [B, R]
         place = torch.where((step < count) & (step >= count - ROOM), number % ROOM, ROOM)
-        state.features[torch.arange(len(place), device=place.device)[:, None], place] = rows.features
-        return replace_fields(state, count=state.count + rows.count, passed=state.passed + len(step))
+        state.features[torch.arange(len(place), device=place.device)[:, None], place] = (
+            rows.features
+        )
+        return replace_fields(
+            state, count=state.count + rows.count, passed=state.passed + len(step)
+        )

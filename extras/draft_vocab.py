@@ -40,10 +40,14 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     """
     count, size, head = config.draft_vocab, target.config.vocab_size, Path(config.eagle)
     files = HeadFiles(head, WeightFiles(head))
-    if "d2t" in files.readers and draft_vocab(files, read_head(files, target.config), target.embedding.weight.device):
+    if "d2t" in files.readers and draft_vocab(
+        files, read_head(files, target.config), target.embedding.weight.device
+    ):
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
     if count > size:
-        raise ValueError(f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it")
+        raise ValueError(
+            f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it"
+        )
     path = Path(config.token_ranks or head / RANKS)
     if not path.is_file():
         command = f"python scripts/train/rank_tokens.py --checkpoint {config.checkpoint} --data FILES --out {path}"
@@ -52,8 +56,12 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
         )
     ids = read_ranks(path, size)
     if count > len(ids):
-        raise ValueError(f"--draft_vocab {count} is more than the {len(ids)} tokens that {path} ranks; lower it")
-    return DraftVocab(size, torch.tensor(sorted(ids[:count]), device=target.embedding.weight.device))
+        raise ValueError(
+            f"--draft_vocab {count} is more than the {len(ids)} tokens that {path} ranks; lower it"
+        )
+    return DraftVocab(
+        size, torch.tensor(sorted(ids[:count]), device=target.embedding.weight.device)
+    )
 
 
 def read_ranks(path: Path, size: int) -> list[int]:
@@ -72,7 +80,11 @@ def read_ranks(path: Path, size: int) -> list[int]:
         raise ValueError(f"{path} must be {form}; write it as [13, 29871, 29892]")
     bad = next((i for i in ids if not 0 <= i < size), None)
     if bad is not None:
-        raise ValueError(f"{path} ranks the token {bad}, the target has 0..{size - 1}; use ranks of its own tokenizer")
+        raise ValueError(
+            f"{path} ranks the token {bad}, the target has 0..{size - 1}; use ranks of its own tokenizer"
+        )
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{path} lists a token twice; make it again with scripts/train/rank_tokens.py")
+        raise ValueError(
+            f"{path} lists a token twice; make it again with scripts/train/rank_tokens.py"
+        )
     return ids

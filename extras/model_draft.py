@@ -34,7 +34,9 @@ from sampling import Sampling
 
 
 @torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once
-def _pass(model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache, window: Window) -> Tensor:
+def _pass(
+    model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache, window: Window
+) -> Tensor:
     return model(tokens, positions, cache, window)  # [B, R, F]
 
 
@@ -51,7 +53,12 @@ class ModelDrafter(TreeDrafter):
     keeps_rows = True
 
     def __init__(
-        self, model: Transformer, target: Transformer, tree: DynamicTree | StaticTree, rule: Sampling, **options: Any
+        self,
+        model: Transformer,
+        target: Transformer,
+        tree: DynamicTree | StaticTree,
+        rule: Sampling,
+        **options: Any,
     ):
         """model: of the target's own vocabulary; options: children and sharpness, as for `TreeDrafter`"""
         assert model.config.vocab_size == target.config.vocab_size, (model.config, target.config)
@@ -95,7 +102,9 @@ class ModelDrafter(TreeDrafter):
         tree = super().propose(state, root)
         if not self.shorter:
             return tree
-        inside = root.text.pos[:, None] + tree.depths <= self.model.config.max_context  # a node's parent was read
+        inside = (
+            root.text.pos[:, None] + tree.depths <= self.model.config.max_context
+        )  # a node's parent was read
         return replace_fields(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
     def root_output(self, state: ModelState, root: Root) -> tuple[Tensor, Tensor]:
@@ -104,7 +113,9 @@ class ModelDrafter(TreeDrafter):
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
         return out[:, 1:], state.length + 1
 
-    def forward_nodes(self, state: ModelState, level: Level, out: Tensor, positions: Tensor, window: Window) -> Tensor:
+    def forward_nodes(
+        self, state: ModelState, level: Level, out: Tensor, positions: Tensor, window: Window
+    ) -> Tensor:
         return _pass(self.model, level.tokens, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
@@ -124,9 +135,13 @@ def check_same_tokens(target: Path, draft: Path, size: int) -> None:
         return
     ours, theirs = (Tokenizer.load(path).token_bytes() for path in (target, draft))
     if ours != theirs:
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
+        )
         a, b = (repr(tokens[at]) if at < len(tokens) else "nothing" for tokens in (ours, theirs))
-        raise ValueError(f"token {at} is {a} in the tokenizer of {target} and {b} in that of {draft}; {remedy}")
+        raise ValueError(
+            f"token {at} is {a} in the tokenizer of {target} and {b} in that of {draft}; {remedy}"
+        )
 
 
 def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:

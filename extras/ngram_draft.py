@@ -52,7 +52,10 @@ class Ngram:
     def from_config(config: GenerateConfig) -> Ngram:
         """The options; by default fewer tokens in a head's tree on a CPU, where trees are small."""
         few = config.draft == "eagle+ngram" and not config.device.startswith("cuda")
-        tokens, branches = config.ngram_tokens or (4 if few else 10), config.ngram_branches or (1 if few else 2)
+        tokens, branches = (
+            config.ngram_tokens or (4 if few else 10),
+            config.ngram_branches or (1 if few else 2),
+        )
         return Ngram(tokens, branches, config.ngram_max, config.ngram_min)
 
     @property
@@ -70,7 +73,9 @@ class Ngram:
         if on_cpp_device(tokens):
             return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, found))
         for k in range(self.branches):
-            values = torch.where(found[:, k, None], -float(k), float("-inf")).expand(-1, self.tokens)  # [B, L]
+            values = torch.where(found[:, k, None], -float(k), float("-inf")).expand(
+                -1, self.tokens
+            )  # [B, L]
             pool = add_chain(pool, tokens[:, k], values)
         return pool
 
@@ -85,7 +90,9 @@ def match_lengths(text: Text, longest: int) -> Tensor:
     length = torch.zeros_like(text.tokens)
     for back in range(longest):
         last = text.tokens.gather(1, (text.pos - back).clamp(min=0)[:, None])  # [B, 1]
-        equal = equal & (text.tokens.roll(back, 1) == last) & (place >= back)  # what roll wraps around is cut
+        equal = (
+            equal & (text.tokens.roll(back, 1) == last) & (place >= back)
+        )  # what roll wraps around is cut
         length = length + equal
     return length
 
@@ -102,9 +109,13 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     steps = torch.arange(ngram.tokens, device=text.pos.device)
     length = match_lengths(text, ngram.max)
     score = torch.where(length >= ngram.min, length * S + place, -1)  # [B, S]
-    period = (text.pos[:, None] - place).clamp(min=1)[:, :, None]  # [B, S, 1], distance of the copy from its source
+    period = (text.pos[:, None] - place).clamp(min=1)[
+        :, :, None
+    ]  # [B, S, 1], distance of the copy from its source
     source = (place[:, None] + 1 + steps % period).clamp(max=S - 1)  # [B, S, L]
-    copies = text.tokens.gather(1, source.flatten(1)).view_as(source)  # [B, S, L], what each place continues with
+    copies = text.tokens.gather(1, source.flatten(1)).view_as(
+        source
+    )  # [B, S, L], what each place continues with
     chains, found = [], []
     for _ in range(ngram.branches):
         best = score.argmax(1, keepdim=True)  # [B, 1]
@@ -124,7 +135,9 @@ def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
     above = torch.full_like(tokens[:, :1], -1)  # [B, 1], flat index of the node above
     for token, value in zip(tokens.split(1, 1), values.split(1, 1)):  # [B, 1]
         P = pool.tokens.shape[1]
-        same = (pool.parents == above) & (pool.tokens == token) & (pool.values > float("-inf"))  # [B, P], one at most
+        same = (
+            (pool.parents == above) & (pool.tokens == token) & (pool.values > float("-inf"))
+        )  # [B, P], one at most
         found = same.any(1, keepdim=True)
         here = (same * torch.arange(P, device=tokens.device)).sum(1, keepdim=True)  # [B, 1]
         raised = torch.where(same, torch.maximum(pool.values, value), pool.values)

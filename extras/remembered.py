@@ -50,20 +50,30 @@ def file_of(engine: Engine) -> Path | None:
     config = engine.config
     try:
         place = folder()
-        models = [_identity(path) for path in (config.checkpoint, config.eagle, config.draft_checkpoint) if path]
+        models = [
+            _identity(path)
+            for path in (config.checkpoint, config.eagle, config.draft_checkpoint)
+            if path
+        ]
     except (OSError, RuntimeError):
         return None
     chip = torch.cuda.get_device_name() if config.device.startswith("cuda") else processor()
     options = [getattr(config, name) for name in OPTIONS]
     presets = [preset.name for preset in engine.drafter.presets]
-    key = json.dumps([models, options, config.temperature > 0, presets, torch.get_num_threads(), chip])
+    key = json.dumps(
+        [models, options, config.temperature > 0, presets, torch.get_num_threads(), chip]
+    )
     return place and place / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _identity(path: str) -> list[Any]:
     """Facts that change with the weights of a file or a directory."""
     real = Path(os.path.realpath(path))
-    files = sorted(file for file in real.iterdir() if file.suffix in WEIGHTS) if real.is_dir() else [real]
+    files = (
+        sorted(file for file in real.iterdir() if file.suffix in WEIGHTS)
+        if real.is_dir()
+        else [real]
+    )
     facts = [(file.name, file.stat()) for file in files]
     return [str(real), *([name, each.st_size, each.st_mtime_ns] for name, each in facts)]
 
@@ -86,8 +96,13 @@ def remember(file: Path, value: Any) -> None:
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_own(place)
         with alone(place):
-            replace_file(file, lambda path: path.write_text(json.dumps(value) + "\n", encoding="utf-8"))
+            replace_file(
+                file, lambda path: path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+            )
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
-            print(f"note: --tree auto cannot write to {place} ({reason}) and will start anew", file=sys.stderr)
+            print(
+                f"note: --tree auto cannot write to {place} ({reason}) and will start anew",
+                file=sys.stderr,
+            )

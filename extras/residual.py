@@ -19,10 +19,14 @@ from decode import Cycle, DecodeState
 from draft_tree import Accepted, DraftTree, compaction, path_to
 
 
-def accept_residual(tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle) -> Accepted:
+def accept_residual(
+    tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle
+) -> Accepted:
     """Accept by the papers' rule; `Engine.accept_rule`. logits: [B, N, V]; noise: [B, D+1, V]."""
     p = sampling.process(logits, cycle.rule).softmax(-1)  # [B, N, V]
-    uniform = sampling.uniforms(state.key, state.draws[:, None], tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
+    uniform = sampling.uniforms(
+        state.key, state.draws[:, None], tree.tokens.shape[1], sampling.ACCEPT
+    )[:, 0]
     node, rest = residual_accept(tree, p, uniform, cycle.drafter.depth, cycle.drafter.width)
     path, length = path_to(tree, node, cycle.drafter.depth)
     last = length[:, None]  # [B, 1]
@@ -39,7 +43,9 @@ class Residual(NamedTuple):
     p: Tensor  # [B, V] fp32, distribution of the token after it
 
 
-def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, width: int) -> Residual:
+def residual_accept(
+    tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, width: int
+) -> Residual:
     """Multi-round rejection sampling down the tree.
 
     At each node its children are tried in node order: accept with min(1, p/q); after a rejection p becomes
@@ -54,28 +60,40 @@ def residual_accept(tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, wid
     """
     numbers = torch.arange(tree.tokens.shape[1], device=p.device)  # [N]
     siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (numbers > 0)  # [B, N, N]
-    rank = (siblings & (numbers < numbers[:, None])).sum(-1)  # [B, N], place among the parent's children
+    rank = (siblings & (numbers < numbers[:, None])).sum(
+        -1
+    )  # [B, N], place among the parent's children
     node = torch.zeros(p.shape[0], dtype=torch.long, device=p.device)  # [B]
     used = torch.zeros_like(node)
-    walking = torch.ones_like(node, dtype=torch.bool)  # [B], a node that rejected all its children ends the walk
+    walking = torch.ones_like(
+        node, dtype=torch.bool
+    )  # [B], a node that rejected all its children ends the walk
     current = p[:, 0]  # [B, V]
     for _ in range(depth):
         parent, moved = node, torch.zeros_like(node, dtype=torch.bool)
         proposal = _at(tree.q, parent) if tree.q is not None else None  # [B, V]
         for r in range(width):
-            child_here = (tree.parents == parent[:, None]) & (rank == r) & (numbers > 0) & tree.valid  # [B, N]
+            child_here = (
+                (tree.parents == parent[:, None]) & (rank == r) & (numbers > 0) & tree.valid
+            )  # [B, N]
             child = child_here.int().argmax(-1, keepdim=True)  # [B, 1]
             trying = child_here.any(-1) & walking & ~moved
             token = tree.tokens.gather(1, child)  # [B, 1]
             p_x = current.gather(1, token).squeeze(1)
-            q_x = proposal.gather(1, token).squeeze(1) if proposal is not None else torch.ones_like(p_x)
+            q_x = (
+                proposal.gather(1, token).squeeze(1)
+                if proposal is not None
+                else torch.ones_like(p_x)
+            )
             u = uniform.gather(1, used[:, None]).squeeze(1)
             used = used + trying
             taken = trying & (q_x > 0) & (u * q_x <= p_x)
             rejected = (trying & ~taken & (q_x > 0))[:, None]
             current = torch.where(rejected, _residual(current, proposal, token), current)
             if proposal is not None:  # a tried token leaves the proposal of its later siblings
-                proposal = torch.where(trying[:, None], _normalise(proposal.scatter(1, token, 0.0)), proposal)
+                proposal = torch.where(
+                    trying[:, None], _normalise(proposal.scatter(1, token, 0.0)), proposal
+                )
             node = torch.where(taken, child.squeeze(1), node)
             moved = moved | taken
         current = torch.where(moved[:, None], _at(p, node), current)

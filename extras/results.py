@@ -58,7 +58,9 @@ class Results:
             self._read()
             part = next((name for name in ("json", "trace") if config[name] and self.done), "")
             if part:
-                raise ValueError(f"--{part} would hold only what this run decodes; drop it, or name another --results")
+                raise ValueError(
+                    f"--{part} would hold only what this run decodes; drop it, or name another --results"
+                )
         except ValueError:
             self.lock.close()
             raise
@@ -67,7 +69,9 @@ class Results:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"--results: another run writes {self.path}; wait for it, or name another file") from None
+            raise ValueError(
+                f"--results: another run writes {self.path}; wait for it, or name another file"
+            ) from None
 
     def _read(self) -> None:
         text = read_text(self.path)
@@ -75,11 +79,16 @@ class Results:
         for number, line in enumerate(whole.split("\n") if whole else (), 1):
             self.done.add(self._key(line, f"--results: {self.path} line {number}"))
         if not rest.startswith(BEGIN[: len(rest)]):
-            raise ValueError(f"--results: {self.path} ends with what no run has written; name another file")
+            raise ValueError(
+                f"--results: {self.path} ends with what no run has written; name another file"
+            )
         if rest:
             os.truncate(self.path, len(text.encode()) - len(rest.encode()))
         if text:
-            total, done = len(self.conversations) * self.samples, sum(key[1] < self.samples for key in self.done)
+            total, done = (
+                len(self.conversations) * self.samples,
+                sum(key[1] < self.samples for key in self.done),
+            )
             print(f"note: {done} of {total} results are in {self.path} already", file=sys.stderr)
 
     def _digest(self, prompt: int, sample: int) -> str:
@@ -90,9 +99,15 @@ class Results:
         row = parse_json(line, where)
         known = isinstance(row, dict) and {"run", "prompt", "sample"} <= row.keys()
         key = (row["prompt"], row["sample"]) if known else ()
-        ours = known and all(type(n) is int and n >= 0 for n in key) and key[0] < len(self.conversations)
+        ours = (
+            known
+            and all(type(n) is int and n >= 0 for n in key)
+            and key[0] < len(self.conversations)
+        )
         if not ours or row["run"] != self._digest(*key):
-            raise ValueError(f"{where} is no result of these prompts and options; name another file")
+            raise ValueError(
+                f"{where} is no result of these prompts and options; name another file"
+            )
         return key
 
     def add(self, turns: list[dict[str, Any]]) -> None:
@@ -107,4 +122,6 @@ class Results:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            raise ValueError(f"--results: cannot write {self.path}: {error.strerror}; name another file") from None
+            raise ValueError(
+                f"--results: cannot write {self.path}: {error.strerror}; name another file"
+            ) from None

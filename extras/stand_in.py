@@ -35,7 +35,11 @@ from options import GenerateConfig
 
 NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
 
-MOST = {"n_layers": 2**10, "vocab_size": 2**24, "n_experts": 2**12}  # of a size that can be asked for; others: 2^20
+MOST = {
+    "n_layers": 2**10,
+    "vocab_size": 2**24,
+    "n_experts": 2**12,
+}  # of a size that can be asked for; others: 2^20
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,25 @@ class Shape:
         sizes = [f.name for f in fields(Shape) if f.name != "name"]
         for change in changes:
             if not re.fullmatch(rf"({'|'.join(sizes)})=[1-9]\d*", change):
-                raise ValueError(f"shape {text}: {change!r} must be like n_layers=9; the sizes are {', '.join(sizes)}")
+                raise ValueError(
+                    f"shape {text}: {change!r} must be like n_layers=9; the sizes are {', '.join(sizes)}"
+                )
         values = {key: int(value) for key, value in (change.split("=") for change in changes)}
-        big = next((f"{key}={value}" for key, value in values.items() if value > MOST.get(key, 2**20)), None)
+        big = next(
+            (f"{key}={value}" for key, value in values.items() if value > MOST.get(key, 2**20)),
+            None,
+        )
         if big:
             raise ValueError(f"shape {text}: no model has {big}; choose a smaller shape")
         return replace(SHAPES[name], name=text, **values)
 
 
-def _shape(name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int) -> Shape:
-    return Shape(name, dim, layers, heads, kv_heads, head_dim=128, ffn_dim=ffn_dim, vocab_size=vocab)
+def _shape(
+    name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int
+) -> Shape:
+    return Shape(
+        name, dim, layers, heads, kv_heads, head_dim=128, ffn_dim=ffn_dim, vocab_size=vocab
+    )
 
 
 def _mixtral(*sizes: Any) -> Shape:
@@ -81,15 +94,23 @@ def _mixtral(*sizes: Any) -> Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        _shape("tiny-0.5b", 1024, 24, 8, 4, 5376, 32000),  # 0.47 B in the layers + 0.03 B in the LM head
-        _shape("tiny-1b", 2048, 22, 16, 4, 5632, 32000),  # 0.99 B + 0.07 B; TinyLlama with heads of 128
+        _shape(
+            "tiny-0.5b", 1024, 24, 8, 4, 5376, 32000
+        ),  # 0.47 B in the layers + 0.03 B in the LM head
+        _shape(
+            "tiny-1b", 2048, 22, 16, 4, 5632, 32000
+        ),  # 0.99 B + 0.07 B; TinyLlama with heads of 128
         _shape("llama2-7b", 4096, 32, 32, 32, 11008, 32000),
         _shape("llama2-13b", 5120, 40, 40, 40, 13824, 32000),
         _shape("llama2-70b", 8192, 80, 64, 8, 28672, 32000),
         _shape("llama3-8b", 4096, 32, 32, 8, 14336, 128256),
         _shape("llama3-70b", 8192, 80, 64, 8, 28672, 128256),
-        _mixtral("mixtral-tiny", 1024, 32, 8, 4, 3584, 32000),  # a quarter of 8x7b's width: 2.99 B, 0.87 B of them used
-        _mixtral("mixtral-8x7b", 4096, 32, 32, 8, 14336, 32000),  # 46.7 B, 12.9 B of them used for a token
+        _mixtral(
+            "mixtral-tiny", 1024, 32, 8, 4, 3584, 32000
+        ),  # a quarter of 8x7b's width: 2.99 B, 0.87 B of them used
+        _mixtral(
+            "mixtral-8x7b", 4096, 32, 32, 8, 14336, 32000
+        ),  # 46.7 B, 12.9 B of them used for a token
     )
 }
 
@@ -101,7 +122,9 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
             f"{where} has biases in its layers, and only layers without can be inflated; use another model"
         )
     if small.qk_norm or (small.rope_scaling or {}).get("rope_type") == "yarn":
-        raise ValueError(f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; use another model")
+        raise ValueError(
+            f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; use another model"
+        )
     _check_mixture(small, shape, where)
     if shape.n_heads % shape.n_kv_heads:
         raise ValueError(
@@ -115,8 +138,16 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
     for name, least, why in (
         ("dim", small.dim + 1, "the width and one channel"),
         ("n_layers", small.n_layers, "every layer"),
-        ("n_kv_heads", small.n_kv_heads * math.ceil(group / large_group), f"its heads in groups of {large_group}"),
-        ("ffn_dim", small.ffn_dim + spare_neurons, "every neuron" + " and one more" * spare_neurons),
+        (
+            "n_kv_heads",
+            small.n_kv_heads * math.ceil(group / large_group),
+            f"its heads in groups of {large_group}",
+        ),
+        (
+            "ffn_dim",
+            small.ffn_dim + spare_neurons,
+            "every neuron" + " and one more" * spare_neurons,
+        ),
         ("vocab_size", small.vocab_size, "every token"),
     ):
         if getattr(shape, name) < least:
@@ -128,8 +159,14 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
 
 def _check_mixture(small: ModelConfig, shape: Shape, where: Path) -> None:
     if (small.n_experts > 0) != (shape.n_experts > 0):
-        what, other = ("a mixture of experts", "dense") if small.n_experts else ("dense", "a mixture of experts")
-        fits = ", ".join(name for name, s in SHAPES.items() if (s.n_experts > 0) == (small.n_experts > 0))
+        what, other = (
+            ("a mixture of experts", "dense")
+            if small.n_experts
+            else ("dense", "a mixture of experts")
+        )
+        fits = ", ".join(
+            name for name, s in SHAPES.items() if (s.n_experts > 0) == (small.n_experts > 0)
+        )
         raise ValueError(
             f"shape {shape.name} is {other}, and {where} is {what}: one cannot become the other; choose one of {fits}"
         )
@@ -175,7 +212,9 @@ class Placement:
 
     small: ModelConfig
     shape: Shape
-    amplifies: bool = False  # whether a neuron of this layer amplifies channel d: in the last layer of a head
+    amplifies: bool = (
+        False  # whether a neuron of this layer amplifies channel d: in the last layer of a head
+    )
 
     @property
     def shrink(self) -> float:
@@ -204,7 +243,10 @@ class Placement:
 
     def q_heads(self) -> Tensor:
         """The large head of each small one, in the group of a KV head that repeats its own: [H] int64."""
-        group, large_group = self.small.n_heads // self.small.n_kv_heads, self.shape.n_heads // self.shape.n_kv_heads
+        group, large_group = (
+            self.small.n_heads // self.small.n_kv_heads,
+            self.shape.n_heads // self.shape.n_kv_heads,
+        )
         head = torch.arange(self.small.n_heads)
         kv, i = head // group, head % group
         return (kv * self.copies + i // large_group) * large_group + i % large_group
@@ -228,7 +270,9 @@ class Placement:
     def norm(self, out: Tensor, small: Tensor | None) -> None:  # [D]
         if small is not None:
             out[: self.small.dim] = small * self.shrink
-        if self.amplifies:  # the root mean square there is about 2 in the demo's head: 0.1 after the norm
+        if (
+            self.amplifies
+        ):  # the root mean square there is about 2 in the demo's head: 0.1 after the norm
             out[self.small.dim] = self.shrink / (4 * self.constant)
 
     def final_norm(self, out: Tensor, small: Tensor) -> None:  # [D]
@@ -255,7 +299,9 @@ class Placement:
 
     # -------------------------------------------------------------------------------------- layers
 
-    def _project(self, out: Tensor, small: Tensor, to: Tensor, source: Tensor | None = None) -> None:
+    def _project(
+        self, out: Tensor, small: Tensor, to: Tensor, source: Tensor | None = None
+    ) -> None:
         """Write rows of a projection of the residual stream. to, source: [R] int64, large and small rows."""
         rows = small if source is None else small[source]
         out[:, : self.small.dim + 1] = 0
@@ -265,7 +311,9 @@ class Placement:
     def q_proj(self, out: Tensor, small: Tensor | None) -> None:  # [H * E, D]
         if small is not None:
             gain = math.sqrt(self.shape.head_dim / self.small.head_dim)
-            self._project(out, small * gain, self._heads(self.q_heads(), self.rotary(), self.shape.head_dim))
+            self._project(
+                out, small * gain, self._heads(self.q_heads(), self.rotary(), self.shape.head_dim)
+            )
 
     def k_proj(self, out: Tensor, small: Tensor | None) -> None:  # [Hkv * E, D]
         if small is not None:
@@ -280,7 +328,12 @@ class Placement:
     def _project_kv(self, out: Tensor, small: Tensor, places: Tensor) -> None:
         heads = self.kv_heads()
         to = self._heads(torch.arange(len(heads)), places, self.shape.head_dim)
-        self._project(out, small, to, self._heads(heads, torch.arange(self.small.head_dim), self.small.head_dim))
+        self._project(
+            out,
+            small,
+            to,
+            self._heads(heads, torch.arange(self.small.head_dim), self.small.head_dim),
+        )
 
     def o_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, H * E]
         if small is None:
@@ -288,8 +341,12 @@ class Placement:
         d, e, shape = self.small.dim, self.small.head_dim, self.shape
         small = small.view(d, -1, e)  # [d, h, e]
         large = out.view(shape.dim, shape.n_heads, shape.head_dim)  # [D, H, E]
-        large[:d] *= _limit(out, small.abs().amax(2).amin(1))[:, None, None]  # below the largest number of every head
-        reached = len(self.kv_heads()) * (shape.n_heads // shape.n_kv_heads)  # heads that read values other than zero
+        large[:d] *= _limit(out, small.abs().amax(2).amin(1))[
+            :, None, None
+        ]  # below the largest number of every head
+        reached = len(self.kv_heads()) * (
+            shape.n_heads // shape.n_kv_heads
+        )  # heads that read values other than zero
         large[:, :reached, :e] = 0
         large[:d, self.q_heads(), :e] = small.to(out.dtype)
 
@@ -340,7 +397,9 @@ class Recipe(NamedTuple):
     source: str | None  # name of the small model's tensor
 
 
-def _ffn_parts(place: Placement) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor | None], None]]]:
+def _ffn_parts(
+    place: Placement,
+) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor | None], None]]]:
     """Sizes and methods for a feed-forward, or for those of all experts, by Hugging Face name."""
     wide, narrow = (place.shape.ffn_dim, place.shape.dim), (place.shape.dim, place.shape.ffn_dim)
     parts = ((wide, place.gate_proj), (wide, place.up_proj), (narrow, place.down_proj))
@@ -348,10 +407,14 @@ def _ffn_parts(place: Placement) -> dict[str, tuple[tuple[int, ...], Callable[[T
         return {f"mlp.{name}_proj": part for name, part in zip(("gate", "up", "down"), parts)}
     moe = "block_sparse_moe.experts."
     experts = range(place.shape.n_experts)
-    return {f"{moe}{e}.{name}": part for e in experts for name, part in zip(("w1", "w3", "w2"), parts)}
+    return {
+        f"{moe}{e}.{name}": part for e in experts for name, part in zip(("w1", "w3", "w2"), parts)
+    }
 
 
-def _layer_recipes(place: Placement, large: str, small: str, real: bool = True) -> dict[str, Recipe]:
+def _layer_recipes(
+    place: Placement, large: str, small: str, real: bool = True
+) -> dict[str, Recipe]:
     """The tensors of one layer, by Hugging Face name.
 
     large, small: what the names begin with; real: False for a further layer, which adds zero and routes like `small`
@@ -373,21 +436,27 @@ def _layer_recipes(place: Placement, large: str, small: str, real: bool = True) 
     }
     copied = parts if real else routing if shape.n_experts else {}
     return {
-        f"{large}{part}.weight": Recipe(size, make, f"{small}{part}.weight" if part in copied else None)
+        f"{large}{part}.weight": Recipe(
+            size, make, f"{small}{part}.weight" if part in copied else None
+        )
         for part, (size, make) in parts.items()
     }
 
 
 def _target_recipes(place: Placement) -> dict[str, Recipe]:
     small, shape = place.small, place.shape
-    real = {i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)}  # evenly spread, in order
+    real = {
+        i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)
+    }  # evenly spread, in order
     embedding, table = "model.embed_tokens.weight", (shape.vocab_size, shape.dim)
     recipes, before = {embedding: Recipe(table, place.embedding, embedding)}, 0
     for i in range(shape.n_layers):
         before = real.get(i, before)  # the last real layer up to here
         recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{before}.", i in real)
     recipes["model.norm.weight"] = Recipe((shape.dim,), place.final_norm, "model.norm.weight")
-    recipes["lm_head.weight"] = Recipe(table, place.lm_head, embedding if small.tie_embeddings else "lm_head.weight")
+    recipes["lm_head.weight"] = Recipe(
+        table, place.lm_head, embedding if small.tie_embeddings else "lm_head.weight"
+    )
     return recipes
 
 
@@ -398,8 +467,12 @@ def _head_recipes(place: Placement, biased: bool) -> dict[str, Recipe]:
         "fc.bias": Recipe((dim,), place.fc_bias, "fc.bias" if biased else None),
     }
     for i in range(place.small.n_layers):
-        recipes |= _layer_recipes(replace(place, amplifies=i == last), f"layers.{i}.", f"layers.{i}.")
-    del recipes["layers.0.input_layernorm.weight"]  # the first layer has no norm before its attention
+        recipes |= _layer_recipes(
+            replace(place, amplifies=i == last), f"layers.{i}.", f"layers.{i}."
+        )
+    del recipes[
+        "layers.0.input_layernorm.weight"
+    ]  # the first layer has no norm before its attention
     return recipes
 
 
@@ -425,21 +498,38 @@ class InflatedFiles(TensorSource):
         """Compute one tensor, in the model's dtype. It is the same every time on one kind of device."""
         recipe = self.recipes[name]
         out = torch.empty(recipe.size, dtype=self.dtype, device=self.device)
-        low, high = (0.5, 1.5) if out.dim() == 1 else (-_filler_bound(recipe.size), _filler_bound(recipe.size))
-        out.uniform_(low, high, generator=torch.Generator(self.device).manual_seed(zlib.crc32(name.encode())))
+        low, high = (
+            (0.5, 1.5)
+            if out.dim() == 1
+            else (-_filler_bound(recipe.size), _filler_bound(recipe.size))
+        )
+        out.uniform_(
+            low, high, generator=torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        )
         if not self.random_twin:
-            recipe.make(out, self._source(recipe.source).to(self.device, torch.float64) if recipe.source else None)
+            recipe.make(
+                out,
+                self._source(recipe.source).to(self.device, torch.float64)
+                if recipe.source
+                else None,
+            )
         return out
 
     def _source(self, name: str) -> Tensor:
         small, size = self.small.read(name), self.sizes[name]
         if small.shape != size:
-            raise ValueError(f"{self.path}: {name} is {list(small.shape)}, config.json says {list(size)}; correct it")
+            raise ValueError(
+                f"{self.path}: {name} is {list(small.shape)}, config.json says {list(size)}; correct it"
+            )
         return small
 
 
 def inflate_target(
-    path: Path, shape: Shape, dtype: torch.dtype | None = None, device: str = "cpu", random_twin: bool = False
+    path: Path,
+    shape: Shape,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    random_twin: bool = False,
 ) -> InflatedFiles:
     """Describe a stand-in of this shape for the target in `path`.
 
@@ -465,7 +555,9 @@ def inflate_head(
     small: the head's own configuration
     Raises: ValueError for a directory or a shape that cannot be used.
     """
-    shape = replace(shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0)  # a head's layers are dense
+    shape = replace(
+        shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0
+    )  # a head's layers are dense
     check_fit(small, shape, path, spare_neurons=1)
     place = Placement(small, shape)
     recipes = partial(_head_recipes, biased=bool(read_json(path / "config.json").get("bias", True)))
@@ -474,7 +566,14 @@ def inflate_head(
 
 
 def _own_shape(small: ModelConfig) -> Shape:
-    return Shape("", **{field.name: getattr(small, field.name) for field in fields(Shape) if field.name != "name"})
+    return Shape(
+        "",
+        **{
+            field.name: getattr(small, field.name)
+            for field in fields(Shape)
+            if field.name != "name"
+        },
+    )
 
 
 def _inflate(
@@ -486,13 +585,20 @@ def _inflate(
     random_twin: bool,
 ) -> InflatedFiles:
     recipes = recipes_of(place)
-    sizes = {name: recipe.size for name, recipe in recipes_of(replace(place, shape=_own_shape(place.small))).items()}
+    sizes = {
+        name: recipe.size
+        for name, recipe in recipes_of(replace(place, shape=_own_shape(place.small))).items()
+    }
     files, shape = open_source(path), place.shape
     raw = files.config
     if raw.get("stand_in"):
-        raise ValueError(f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from")
+        raise ValueError(
+            f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from"
+        )
     if saved_quantization(raw) is not None:
-        raise ValueError(f"{path} is quantized; inflate the original, and quantize the result with --quant")
+        raise ValueError(
+            f"{path} is quantized; inflate the original, and quantize the result with --quant"
+        )
     check_experts(place.small, files)
     missing = sorted({r.source for r in recipes.values() if r.source} - set(files.readers))
     if missing:
@@ -500,7 +606,9 @@ def _inflate(
         raise ValueError(f"{path}: {missing[0]} is missing; {kinds} can be inflated")
     dtype = dtype or DTYPES.get(place.small.dtype)
     if dtype is None:
-        raise ValueError(f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
+        raise ValueError(
+            f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; use --dtype"
+        )
     what = "model of random weights" if random_twin else f"function of {path.resolve().name}"
     config = raw | {
         "hidden_size": shape.dim,
@@ -530,7 +638,9 @@ def target_source(config: GenerateConfig) -> TensorSource:
 def head_config(path: Path) -> ModelConfig:
     """The shape of a head that can be inflated. Raises: ValueError for a head of version 3."""
     if version_of(WeightFiles(path).readers) == 3:
-        raise ValueError(f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; name another --eagle")
+        raise ValueError(
+            f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; name another --eagle"
+        )
     return EagleConfig.from_dir(path).model
 
 

@@ -107,13 +107,17 @@ class JinjaTemplate(ChatTemplate):
         # compared with another message, not with none: this one may be the template's own default
         other = replace(self, system=f"{question} {self.system}")
         if (self.system or "").strip() and text == other.render(turns, answers):
-            raise ValueError(f"{self.path}: its chat template leaves out the system message; drop --system")
+            raise ValueError(
+                f"{self.path}: its chat template leaves out the system message; drop --system"
+            )
         return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
 
 
 def refusal(path: Path, reason: Any) -> ValueError:
     """The one line about a template that cannot be used."""
-    return ValueError(f"{path}: its chat template {reason}; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}")
+    return ValueError(
+        f"{path}: its chat template {reason}; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+    )
 
 
 def template_text(path: Path) -> str | None:
@@ -139,11 +143,15 @@ def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> Jinj
     """The checkpoint's own template. Raises: ValueError when it has none, or one that fails."""
     text = template_text(path)
     if text is None:
-        raise ValueError(f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}")
+        raise ValueError(
+            f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        )
     try:
         from hf.sandbox import Template
     except ImportError:
-        raise ValueError(f"the chat template of {path} needs the package jinja2; run: pip install jinja2") from None
+        raise ValueError(
+            f"the chat template of {path} needs the package jinja2; run: pip install jinja2"
+        ) from None
     if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
         least = ".".join(map(str, OLDEST_JINJA2))
         raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")
@@ -169,19 +177,25 @@ class FixedTemplate(ChatTemplate):
     reply: str  # before an earlier answer
     next: str  # between an earlier answer and the turn after it
     stops: tuple[str, ...] = ()  # tokens that end an answer besides EOS
-    trim_turns: bool = False  # whether to drop white space around a turn; around an answer it is always dropped
+    trim_turns: bool = (
+        False  # whether to drop white space around a turn; around an answer it is always dropped
+    )
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """As the base class."""
         *earlier, last = (turn.strip() for turn in turns) if self.trim_turns else turns
         pairs = zip(earlier, answers, strict=True)
-        past = "".join(turn + self.ask + self.reply + answer.strip() + self.next for turn, answer in pairs)
+        past = "".join(
+            turn + self.ask + self.reply + answer.strip() + self.next for turn, answer in pairs
+        )
         opening = self.slot.replace("{system}", self.system) if self.system else ""
         return self.start + opening + self.turn + past + last + self.ask
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """As the base class. Raises: ValueError when the tokenizer lacks one of the template's tokens."""
-        for token in CONTROL.findall(self.start + self.slot + self.turn + self.ask + self.reply + self.next):
+        for token in CONTROL.findall(
+            self.start + self.slot + self.turn + self.ask + self.reply + self.next
+        ):
             if tokenizer.id_of(token) is None:
                 raise ValueError(
                     f"the chat template {self.name} needs the control token {token}, which this tokenizer lacks; "
@@ -192,7 +206,9 @@ class FixedTemplate(ChatTemplate):
     def with_system(self, text: str) -> FixedTemplate:
         """The template with another system message. Raises: ValueError when it has no place for one."""
         if not self.slot:
-            raise ValueError(f"the chat template {self.name} has no place for a system message; drop --system")
+            raise ValueError(
+                f"the chat template {self.name} has no place for a system message; drop --system"
+            )
         return replace(self, system=text)
 
 
@@ -235,7 +251,9 @@ CHAT_TEMPLATES = {
 }  # fmt: skip
 
 
-def chat_template(path: Path, tokenizer: Tokenizer, name: str = "", system: str | None = None) -> ChatTemplate:
+def chat_template(
+    path: Path, tokenizer: Tokenizer, name: str = "", system: str | None = None
+) -> ChatTemplate:
     """Choose the chat template: the fixed one called `name`, or for "" the own one of the checkpoint in `path`.
 
     system: the system message; None: the template's own

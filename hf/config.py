@@ -52,7 +52,8 @@ ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
 
 WIDTH, POSITIONS, EXPERTS = integer(1, 2**20), integer(1, 2**31 - 1), integer(1, 2**12)
 LAYERS = Rule(
-    "a list of layers, whole numbers from 0 on", lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v))
+    "a list of layers, whole numbers from 0 on",
+    lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
 )
 
 
@@ -79,7 +80,9 @@ class Said:
     rms_norm_eps: float = key(positive(1), 1e-6)
     max_position_embeddings: int = key(POSITIONS, 2048)
     sliding_window: int | None = key(integer(0, 2**31 - 1), None)  # 0: none
-    use_sliding_window: bool | None = key(FLAG, None)  # false for Qwen, as in transformers; else true
+    use_sliding_window: bool | None = key(
+        FLAG, None
+    )  # false for Qwen, as in transformers; else true
     attention_bias: bool = key(FLAG, False)
     mlp_bias: bool = key(FLAG, False)
     tie_word_embeddings: bool = key(FLAG, False)
@@ -183,15 +186,21 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
         name = (named.architectures or [named.model_type])[0]
         if name in ARCHITECTURES:
             return config_from(raw, name, extra_eos)
-    raise ValueError(f"{path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    raise ValueError(
+        f"{path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
+    )
 
 
-def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None = None) -> ModelConfig:
+def config_from(
+    raw: dict, architecture: str, extra_eos: int | list[int] | None = None
+) -> ModelConfig:
     """Translate Hugging Face's keys into ours. Raises: ValueError for a missing key or a bad value."""
     said = read_fields(raw, Said)
     heads, kv_heads = said.num_attention_heads, said.num_key_value_heads or said.num_attention_heads
     if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+        raise ValueError(
+            f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
+        )
     if said.head_dim is None and said.hidden_size % heads:
         rule = f"hidden_size must be a multiple of num_attention_heads, {heads}, where there is no head_dim"
         raise ValueError(f"{rule}; it is {said.hidden_size}")
@@ -201,10 +210,19 @@ def config_from(raw: dict, architecture: str, extra_eos: int | list[int] | None 
     qkv_bias, o_bias = ARCHITECTURES[architecture]
     theta, scaling = rope_parameters(said)
     qwen = architecture.startswith("Qwen")
-    window = said.sliding_window if (not qwen if said.use_sliding_window is None else said.use_sliding_window) else None
+    window = (
+        said.sliding_window
+        if (not qwen if said.use_sliding_window is None else said.use_sliding_window)
+        else None
+    )
     longest = said.max_position_embeddings
-    if scaling and scaling["rope_type"] == "yarn":  # it is set on models whose other keys still say the original
-        longest = min(max(longest, int(scaling["factor"] * scaling["original_max_position_embeddings"])), 2**31 - 1)
+    if (
+        scaling and scaling["rope_type"] == "yarn"
+    ):  # it is set on models whose other keys still say the original
+        longest = min(
+            max(longest, int(scaling["factor"] * scaling["original_max_position_embeddings"])),
+            2**31 - 1,
+        )
     return ModelConfig(
         dim=said.hidden_size,
         n_layers=said.num_hidden_layers,
@@ -253,7 +271,9 @@ def mixture_of(raw: dict, architecture: str) -> dict:
         raise ValueError("the key 'num_experts' is missing")
     without = set(said.mlp_only_layers or ())
     if max(without, default=0) >= layers:
-        raise ValueError(f"mlp_only_layers must be below num_hidden_layers ({layers}); one is {max(without)}")
+        raise ValueError(
+            f"mlp_only_layers must be below num_hidden_layers ({layers}); one is {max(without)}"
+        )
     dense = tuple(i for i in range(layers) if i in without or (i + 1) % said.decoder_sparse_step)
     mixture = _counts(name, getattr(said, name), said.num_experts_per_tok) | {
         "expert_dim": said.moe_intermediate_size,
@@ -285,7 +305,9 @@ def rope_parameters(said: Said) -> tuple[float, dict | None]:
     if missing:
         raise ValueError(f"RoPE scaling of the type {kind} needs the key {missing!r}")
     if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        raise ValueError(f"low_freq_factor must be below high_freq_factor; they are {list(scaling.values())[1:3]}")
+        raise ValueError(
+            f"low_freq_factor must be below high_freq_factor; they are {list(scaling.values())[1:3]}"
+        )
     theta = float(rope.rope_theta or said.rope_theta or 10000.0)
     if kind == "yarn":
         scaling |= _yarn(rope, theta, said.max_position_embeddings)
@@ -299,7 +321,9 @@ def _yarn(rope: Rope, theta: float, longest: int) -> dict:
     """
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     if theta <= 1:
-        raise ValueError(f"rope_theta must be above 1 for RoPE scaling of the type yarn; it is {theta}")
+        raise ValueError(
+            f"rope_theta must be above 1 for RoPE scaling of the type yarn; it is {theta}"
+        )
     if not 1e-6 <= slow <= fast:
         raise ValueError(f"beta_slow must be 1e-6 to beta_fast ({fast}); it is {slow}")
 
@@ -328,12 +352,16 @@ def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     eagle = config.eagle or (str(bundled) if bundled.is_dir() and takes_head else "")
     draft = config.draft or ("eagle" if eagle else "none")
     if draft.startswith("eagle") and not eagle:
-        raise ValueError(f"--draft {draft} needs a head; name its directory with --eagle (there is no {bundled})")
+        raise ValueError(
+            f"--draft {draft} needs a head; name its directory with --eagle (there is no {bundled})"
+        )
     if draft == "none":
         replace(config, draft="none").check_needs()
     eagle = eagle if draft.startswith("eagle") else ""
     if is_gguf(Path(eagle)):
-        raise ValueError(f"--eagle {eagle} is a GGUF file; a head is a directory with its config.json")
+        raise ValueError(
+            f"--eagle {eagle} is a GGUF file; a head is a directory with its config.json"
+        )
     reads = eagle or config.draft_checkpoint  # what a draft loads
     config = replace(config, draft=draft, eagle=eagle)
     return replace(config, quant_draft=_draft_format(config, Path(reads)) if reads else "none")
@@ -358,5 +386,8 @@ def _small_format(config: GenerateConfig, raw: dict) -> str:
     if not config.device.startswith("cuda"):
         return "int8" if has_cpu_operators() else "none"  # which is slow in Python
     layer = raw.get("transformer_layer_config")  # speculators' layout of a head
-    sizes = [(layer if isinstance(layer, dict) else raw).get(key) for key in ("hidden_size", "intermediate_size")]
+    sizes = [
+        (layer if isinstance(layer, dict) else raw).get(key)
+        for key in ("hidden_size", "intermediate_size")
+    ]
     return "int4" if all(isinstance(size, int) and size % 32 == 0 for size in sizes) else "none"

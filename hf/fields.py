@@ -28,7 +28,9 @@ def naming(file: Path) -> Iterator[None]:
     except NotSupported as error:
         raise ValueError(f"{file}: {error}; use another checkpoint") from None
     except ValueError as error:
-        raise ValueError(f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}") from None
+        raise ValueError(
+            f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}"
+        ) from None
 
 
 class Rule(NamedTuple):
@@ -40,12 +42,16 @@ class Rule(NamedTuple):
 
 def integer(least: int, most: int) -> Rule:
     """A whole number in a range; neither true nor 64.0 is one."""
-    return Rule(f"a whole number from {least} to {most}", lambda v: type(v) is int and least <= v <= most)
+    return Rule(
+        f"a whole number from {least} to {most}", lambda v: type(v) is int and least <= v <= most
+    )
 
 
 def positive(most: float) -> Rule:
     """A number above 0."""
-    return Rule(f"a number above 0, at most {most:g}", lambda v: type(v) in (int, float) and 0 < v <= most)
+    return Rule(
+        f"a number above 0, at most {most:g}", lambda v: type(v) in (int, float) and 0 < v <= most
+    )
 
 
 def only(*values: str) -> Rule:

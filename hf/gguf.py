@@ -50,7 +50,13 @@ FORMATS = {
     12: "d",
 }  # of a scalar, by its type
 STRING, ARRAY = 8, 9
-IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
+IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+}
 STORED = ("F32", "F16", "BF16")
 IN_CPP = ("Q4_0", "Q4_1", "Q8_0")  # types that ops/cpu/blocks.cpp knows
 # torch warns of a mapping that cannot be written to; nothing writes to this one
@@ -69,7 +75,10 @@ LAYER = {
 MIXTRAL = ("block_sparse_moe.", {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"})
 QWEN_MOE = ("mlp.", {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"})
 QWEN = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
-ENDS_TURN = ("<|eot_id|>", "<|im_end|>")  # they end an answer whatever their type and the metadata; so in llama.cpp
+ENDS_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+)  # they end an answer whatever their type and the metadata; so in llama.cpp
 
 
 # ------------------------------------------------------------------------------------------------ header
@@ -111,8 +120,14 @@ class Metadata(dict):
         value = self.get(key, default)
         if value is ...:
             raise ValueError(f"{self.path}: the metadata {key} is missing; convert the model again")
-        if value is not default and type(value) is not wanted and (wanted, type(value)) != (float, int):
-            raise ValueError(f"{self.path}: the metadata {key} must be {IN_WORDS[wanted]}, not {reprlib.repr(value)}")
+        if (
+            value is not default
+            and type(value) is not wanted
+            and (wanted, type(value)) != (float, int)
+        ):
+            raise ValueError(
+                f"{self.path}: the metadata {key} must be {IN_WORDS[wanted]}, not {reprlib.repr(value)}"
+            )
         return value
 
     def size(self, key: str, default: Any = ..., most: int = MAX_SIZE) -> Any:
@@ -126,7 +141,9 @@ class Metadata(dict):
         """A finite number above 0. Raises: ValueError for another one."""
         value = self.read(key, float, default)
         if not 0 < value < math.inf:
-            raise ValueError(f"{self.path}: the metadata {key} must be a finite number above 0; it is {value}")
+            raise ValueError(
+                f"{self.path}: the metadata {key} must be a finite number above 0; it is {value}"
+            )
         return value
 
 
@@ -159,7 +176,9 @@ def _read_once(path: Path, changed: int, size: int) -> Header:
         raise ValueError(f"cannot read {path}: {error.strerror}; check its permissions") from None
     except (ValueError, struct.error) as error:
         reason = "it ends within its header" if isinstance(error, struct.error) else error
-        raise ValueError(f"{path} is no GGUF file, or corrupt ({reason}); download it again") from None
+        raise ValueError(
+            f"{path} is no GGUF file, or corrupt ({reason}); download it again"
+        ) from None
 
 
 def _read_header(path: Path, cursor: _Cursor) -> Header:
@@ -167,7 +186,9 @@ def _read_header(path: Path, cursor: _Cursor) -> Header:
     if magic != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     if version not in (2, 3):
-        raise ValueError(f"version {version if version < 2**16 else 'of a big-endian file'} is not 2 or 3")
+        raise ValueError(
+            f"version {version if version < 2**16 else 'of a big-endian file'} is not 2 or 3"
+        )
     tensor_count, count = cursor.take("QQ")
     metadata, tensors = Metadata(path), {}
     for _ in range(cursor.fits(count, 13)):  # a key, a type and a byte are the least
@@ -232,7 +253,9 @@ class _Cursor:
     def fits_bytes(self, length: int) -> int:
         """A length. Raises: ValueError when the file is shorter."""
         if length > len(self.file) - self.at:
-            raise ValueError(f"a text of {length} bytes at byte {self.at} is more than the file holds")
+            raise ValueError(
+                f"a text of {length} bytes at byte {self.at} is more than the file holds"
+            )
         return length
 
     def value(self, type_id: int) -> Any:
@@ -248,7 +271,9 @@ class _Cursor:
             return self.strings(self.fits(count, 8))
         if type_id not in FORMATS:
             raise ValueError(f"a list has the type {type_id} at byte {self.at}")
-        return list(self.take(f"{self.fits(count, struct.calcsize(FORMATS[type_id]))}{FORMATS[type_id]}"))
+        return list(
+            self.take(f"{self.fits(count, struct.calcsize(FORMATS[type_id]))}{FORMATS[type_id]}")
+        )
 
 
 def chat_template_text(path: Path) -> str | None:
@@ -271,9 +296,13 @@ class GgufFile(TensorSource):
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in ("llama", *QWEN):
             known = ", ".join(("llama", *QWEN))
-            raise ValueError(f"{path}: the architecture {architecture} is not supported; supported are {known}")
+            raise ValueError(
+                f"{path}: the architecture {architecture} is not supported; supported are {known}"
+            )
         if header.metadata.read("split.count", int, 0) > 1:
-            raise ValueError(f"{path} is one of several parts; join them first: llama-gguf-split --merge")
+            raise ValueError(
+                f"{path} is one of several parts; join them first: llama-gguf-split --merge"
+            )
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
         names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
         if any(not _read_without_package(kind) for kind in names.values()):
@@ -307,10 +336,17 @@ class GgufFile(TensorSource):
         _, block, size = TYPES[info.type_id]
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
-            raise ValueError(f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill")
-        end, whole = self._header.start + info.offset + elements // block * size, len(self._header.file)
+            raise ValueError(
+                f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill"
+            )
+        end, whole = (
+            self._header.start + info.offset + elements // block * size,
+            len(self._header.file),
+        )
         if end > whole:
-            raise ValueError(f"{self.path} is truncated: {name} ends at byte {end} of {whole}; download it again")
+            raise ValueError(
+                f"{self.path} is truncated: {name} ends at byte {end} of {whole}; download it again"
+            )
         return elements // block * size
 
     def _readers(self, name: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -320,13 +356,21 @@ class GgufFile(TensorSource):
         layer = f"model.layers.{part[1]}." if part else ""
         llama = self.config["architectures"][0] not in QWEN.values()
         moe, matrices = MIXTRAL if llama else QWEN_MOE
-        if part and part[3] and part[2] in matrices:  # all experts of a layer, or in older files one
+        if (
+            part and part[3] and part[2] in matrices
+        ):  # all experts of a layer, or in older files one
             experts = f"{layer}{moe}experts."
             if part[3] == "_exps":
                 for expert in range(shape[0]):
-                    yield f"{experts}{expert}.{matrices[part[2]]}.{leaf}", partial(self._tensor, name, expert)
+                    yield (
+                        f"{experts}{expert}.{matrices[part[2]]}.{leaf}",
+                        partial(self._tensor, name, expert),
+                    )
             else:
-                yield f"{experts}{part[3][1:]}.{matrices[part[2]]}.{leaf}", partial(self._tensor, name)
+                yield (
+                    f"{experts}{part[3][1:]}.{matrices[part[2]]}.{leaf}",
+                    partial(self._tensor, name),
+                )
         elif part and not part[3] and part[2] == "ffn_gate_inp":
             yield f"{layer}{moe}gate.{leaf}", partial(self._tensor, name)
         elif part and not part[3] and part[2] in LAYER:
@@ -336,7 +380,9 @@ class GgufFile(TensorSource):
         elif name != "rope_freqs.weight":
             yield f"{NAMES.get(stem, stem)}.{leaf}", partial(self._tensor, name)
 
-    def _tensor(self, name: str, part: int | None = None, heads: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    def _tensor(
+        self, name: str, part: int | None = None, heads: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """A tensor, or one part along its first dimension.
 
         heads: undo the order of rows that llama.cpp's rotation needs; dtype: as in `read`
@@ -357,7 +403,9 @@ class GgufFile(TensorSource):
         """blocks: uint8; dtype: as in `read`. Returns: [elements], in the file's own dtype, or fp32 for blocks."""
         type_name, block, size = kind
         if type_name in ("F32", "F16"):
-            return torch.from_numpy(blocks.view({"F32": np.float32, "F16": np.float16}[type_name]).copy())
+            return torch.from_numpy(
+                blocks.view({"F32": np.float32, "F16": np.float16}[type_name]).copy()
+            )
         if type_name == "BF16":
             return torch.from_numpy(blocks.view(np.int16).copy()).view(torch.bfloat16)
         elements = len(blocks) // size * block
@@ -381,7 +429,9 @@ class GgufFile(TensorSource):
             return package.quants.dequantize(blocks, package.GGMLQuantizationType[type_name])[0]
         except Exception as error:  # another version of the package may not know the type
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ValueError(f"{self.path}: the package gguf cannot read {type_name} ({reason}); update it") from None
+            raise ValueError(
+                f"{self.path}: the package gguf cannot read {type_name} ({reason}); update it"
+            ) from None
 
     def _add_rope_scaling(self) -> None:
         """Read LLaMA-3's scaling from `rope_freqs.weight`. Raises: ValueError where it is of another kind."""
@@ -392,9 +442,15 @@ class GgufFile(TensorSource):
             return
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
         head = {"head_dim": self.config["head_dim"], "rope_theta": self.config["rope_theta"]}
-        plain, scaled = (rope_frequencies(SimpleNamespace(**head, rope_scaling=how)) for how in (None, scaling))
-        if plain.shape != divisors.shape or not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
-            raise ValueError(f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model")
+        plain, scaled = (
+            rope_frequencies(SimpleNamespace(**head, rope_scaling=how)) for how in (None, scaling)
+        )
+        if plain.shape != divisors.shape or not torch.allclose(
+            plain / divisors, scaled, rtol=1e-4, atol=0
+        ):
+            raise ValueError(
+                f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model"
+            )
         self.config["rope_scaling"] = scaling
 
 
@@ -424,13 +480,21 @@ def _config(header: Header, type_names: dict[str, str]) -> dict:
     architecture = metadata["general.architecture"]
     key = f"{architecture}.".__add__
     matrices = {type_names[name] for name, info in tensors.items() if len(info.shape) > 1}
-    dtype = "float32" if matrices == {"F32"} else "float16" if matrices <= {"F16", "F32"} else "bfloat16"
+    dtype = (
+        "float32"
+        if matrices == {"F32"}
+        else "float16"
+        if matrices <= {"F16", "F32"}
+        else "bfloat16"
+    )
     sizes = _sizes(header, key)
     windowed = metadata.get(key("attention.sliding_window")) != 0  # 0: none
     return sizes | {
         "architectures": [_architecture(architecture, "num_local_experts" in sizes)],
         "max_position_embeddings": metadata.size(key("context_length"), most=MAX_COUNT),
-        "sliding_window": metadata.size(key("attention.sliding_window"), None, MAX_COUNT) if windowed else None,
+        "sliding_window": metadata.size(key("attention.sliding_window"), None, MAX_COUNT)
+        if windowed
+        else None,
         "use_sliding_window": windowed,
         "rms_norm_eps": metadata.positive(key("attention.layer_norm_rms_epsilon"), 1e-6),
         "rope_theta": metadata.positive(key("rope.freq_base"), 10000.0),
@@ -448,24 +512,32 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     """The widths and counts in config.json. key: adds the architecture. Raises: ValueError for impossible ones."""
     metadata, tensors = header.metadata, header.tensors
     size = lambda name, *default: metadata.size(key(name), *default)  # noqa: E731
-    width, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
+    width, heads, layers = (
+        size("embedding_length"),
+        size("attention.head_count"),
+        size("block_count"),
+    )
     head_dim = size("attention.key_length", width // heads)
     kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
     shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
     rules = {
-        "token_embd.weight must be [tokens, embedding_length]": len(shape) == 2 and shape[-1] == width,
+        "token_embd.weight must be [tokens, embedding_length]": len(shape) == 2
+        and shape[-1] == width,
         "the file has fewer blocks than block_count": layers <= len(tensors),
         "expert_count must be at most 1024": experts <= 1024,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
         f"head_count times key_length must be at most {MAX_SIZE}": heads * head_dim <= MAX_SIZE,
-        "the rotation of a part of a head is not supported": size("rope.dimension_count", head_dim) == head_dim,
+        "the rotation of a part of a head is not supported": size("rope.dimension_count", head_dim)
+        == head_dim,
         "values must be as wide as keys": size("attention.value_length", head_dim) == head_dim,
     }
     for rule, holds in rules.items():
         if not holds:
-            raise ValueError(f"{metadata.path}: {rule}; convert the model again, or use the original")
+            raise ValueError(
+                f"{metadata.path}: {rule}; convert the model again, or use the original"
+            )
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -480,7 +552,10 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
 def _experts(size: Callable[..., Any], experts: int) -> dict:
     """The keys of a mixture. A file of a Qwen3-MoE has no dense layers, and its shares add up to 1, as in llama.cpp."""
     counts = {"num_local_experts": experts, "num_experts_per_tok": size("expert_used_count")}
-    return counts | {"moe_intermediate_size": size("expert_feed_forward_length", None), "norm_topk_prob": True}
+    return counts | {
+        "moe_intermediate_size": size("expert_feed_forward_length", None),
+        "norm_topk_prob": True,
+    }
 
 
 def _architecture(name: str, has_experts: bool) -> str:
@@ -491,16 +566,23 @@ def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:
     """Raises: ValueError for a kind that is not supported, or a factor that cannot be."""
     kind = metadata.read(key("rope.scaling.type"), str, "linear")
     if kind not in ("none", "linear"):
-        raise ValueError(f"{metadata.path}: RoPE scaling must be none, linear or LLaMA-3's; the file says {kind}")
+        raise ValueError(
+            f"{metadata.path}: RoPE scaling must be none, linear or LLaMA-3's; the file says {kind}"
+        )
     names = [key("rope.scaling.factor"), key("rope.scale_linear")]  # the second in older files
-    factors = [metadata.positive(name, 1.0) for name in names if metadata.get(name, 0) != 0]  # 0: none
+    factors = [
+        metadata.positive(name, 1.0) for name in names if metadata.get(name, 0) != 0
+    ]  # 0: none
     factor = next(iter(factors), 1)
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
 
 
 def _eos_ids(metadata: Metadata) -> list[int]:
     """The ids that end a sequence: of a text, and of a turn. Source: llama.cpp's list of vocabularies."""
-    ids = [metadata.read(f"tokenizer.ggml.{role}_token_id", int, None) for role in ("eos", "eot", "eom")]
+    ids = [
+        metadata.read(f"tokenizer.ggml.{role}_token_id", int, None)
+        for role in ("eos", "eot", "eom")
+    ]
     tokens = metadata.read("tokenizer.ggml.tokens", list, [])
     ids += [tokens.index(token) for token in ENDS_TURN if token in tokens]
     return list(dict.fromkeys(i for i in ids if i is not None))

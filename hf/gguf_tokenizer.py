@@ -34,14 +34,23 @@ def tokenizer_config(metadata: Metadata) -> dict:
     for kind in ("bos", "eos"):
         i = metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
         if i is not None and not 0 <= i < len(tokens):
-            raise ValueError(f"{metadata.path}: {kind}_token_id {i} is not one of the {len(tokens)} tokens")
+            raise ValueError(
+                f"{metadata.path}: {kind}_token_id {i} is not one of the {len(tokens)} tokens"
+            )
         config[f"{kind}_token"] = None if i is None else tokens[i]
-    for kind, name in (("unk", "unknown"), ("pad", "padding")):  # for chat templates; files may name ids beyond the end
+    for kind, name in (
+        ("unk", "unknown"),
+        ("pad", "padding"),
+    ):  # for chat templates; files may name ids beyond the end
         i = metadata.read(f"tokenizer.ggml.{name}_token_id", int, None)
         if i is not None and 0 <= i < len(tokens):
             config[f"{kind}_token"] = tokens[i]
     spm = metadata.get("tokenizer.ggml.model") == "llama"
-    default = spm or metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")  # as in llama.cpp
+    default = spm or metadata.get("tokenizer.ggml.pre") in (
+        "llama-bpe",
+        "llama3",
+        "llama-v3",
+    )  # as in llama.cpp
     config["add_bos_token"] = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
     return config
 
@@ -51,7 +60,15 @@ def read_bpe(metadata: Metadata) -> Any:
 
     Raises: ValueError for an unknown split, bad lists.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     name = metadata.read("tokenizer.ggml.pre", str, "default")
     if name == "default":
@@ -59,19 +76,27 @@ def read_bpe(metadata: Metadata) -> Any:
         name = "gpt-2"
     if name not in SPLITS:
         known = ", ".join(SPLITS)
-        raise ValueError(f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --prompt_ids")
+        raise ValueError(
+            f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --prompt_ids"
+        )
     split = SPLITS[name]
     tokens, types = _tokens(metadata)
     merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     try:
         # LLaMA-3's file says so: a word that is a token is not merged up to it
-        model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=split == LLAMA3)
+        model = models.BPE(
+            {t: i for i, t in enumerate(tokens)}, merges, ignore_merges=split == LLAMA3
+        )
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids") from None
+        raise ValueError(
+            f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids"
+        ) from None
     with read_untrusted(metadata.path, "use --prompt_ids"):
         tok = Tokenizer(model)
-        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
+        bytes_only = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=split in ("", "digits")
+        )
         first = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}
         first = first[split] if split in first else [pre_tokenizers.Split(Regex(split), "isolated")]
         tok.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_only])
@@ -80,7 +105,11 @@ def read_bpe(metadata: Metadata) -> Any:
             tok.normalizer = normalizers.NFC()
         for control in (True, False):
             kind = CONTROL if control else USER_DEFINED
-            added = [AddedToken(t, special=control, normalized=False) for t, k in zip(tokens, types) if k == kind and t]
+            added = [
+                AddedToken(t, special=control, normalized=False)
+                for t, k in zip(tokens, types)
+                if k == kind and t
+            ]
             tok.add_special_tokens(added) if control else tok.add_tokens(added)
     return tok
 
@@ -92,20 +121,30 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, int]]:
     """
     kind = metadata.read("tokenizer.ggml.model", str)
     if kind != "llama":
-        raise ValueError(f"{metadata.path}: the tokenizer {kind} is not one of gpt2, llama; use --prompt_ids")
+        raise ValueError(
+            f"{metadata.path}: the tokenizer {kind} is not one of gpt2, llama; use --prompt_ids"
+        )
     tokens, types = _tokens(metadata)
     scores = metadata.read("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not all(type(s) is float for s in scores):
-        raise ValueError(f"{metadata.path}: tokenizer.ggml.scores must be a number per token; convert the model again")
+        raise ValueError(
+            f"{metadata.path}: tokenizer.ggml.scores must be a number per token; convert the model again"
+        )
     pieces = (
         _field(1, _field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _flag(3, kind))
         for text, score, kind in zip(tokens, scores, types)
     )
-    trainer = _flag(3, 2) + _flag(35, int(BYTE in types))  # BPE; whether bytes stand for what has no token
+    trainer = _flag(3, 2) + _flag(
+        35, int(BYTE in types)
+    )  # BPE; whether bytes stand for what has no token
     spaces = metadata.read("tokenizer.ggml.add_space_prefix", bool, True)
     shortens = metadata.read("tokenizer.ggml.remove_extra_whitespaces", bool, False)
     normalizer = _field(1, b"identity") + _flag(3, int(spaces)) + _flag(4, int(shortens))
-    added = {text: i for i, (text, kind) in enumerate(zip(tokens, types)) if kind == USER_DEFINED and text}
+    added = {
+        text: i
+        for i, (text, kind) in enumerate(zip(tokens, types))
+        if kind == USER_DEFINED and text
+    }
     return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer), added
 
 
@@ -122,7 +161,9 @@ def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
 def _strings(metadata: Metadata, key: str) -> list[str]:
     values = metadata.read(key, list)
     if not values or not all(type(value) is str for value in values):
-        raise ValueError(f"{metadata.path}: the metadata {key} must be a list of texts; convert the model again")
+        raise ValueError(
+            f"{metadata.path}: the metadata {key} must be a list of texts; convert the model again"
+        )
     return values
 
 

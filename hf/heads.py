@@ -41,7 +41,9 @@ from model import ModelConfig
 from quantize import FORMATS, QuantLinear
 
 DRAFT_INPUTS = "feature&shifted"  # what a row sees, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
-LAYERS = Rule("a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v))
+LAYERS = Rule(
+    "a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v)
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Eagle2Said(HeadSaid):
 class Nested:
     """The keys of a version-3 head's config.json with keys of their own."""
 
-    transformer_layer_config: dict | None = key(OBJECT, None)  # speculators: what others have at the top
+    transformer_layer_config: dict | None = key(
+        OBJECT, None
+    )  # speculators: what others have at the top
     eagle_config: dict | None = key(OBJECT, None)  # its keys are those of `Eagle3Said`
 
 
@@ -74,13 +78,17 @@ class Eagle3Said(HeadSaid):
 
     target_hidden_size: int | None = key(WIDTH, None)  # as hidden_size
     draft_vocab_size: int | None = key(integer(1, 2**24), None)  # as d2t says, or all
-    use_aux_hidden_state: bool = key(FLAG, True)  # False: it takes the target's last features, and has no fc
+    use_aux_hidden_state: bool = key(
+        FLAG, True
+    )  # False: it takes the target's last features, and has no fc
     norm_before_residual: bool = key(FLAG, False)
     norm_before_fc: bool = key(FLAG, False)
     fc_norm: bool = key(FLAG, False)
     norm_output: bool | None = key(FLAG, None)
     target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
-    eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)  # in `eagle_config` the same, else their inputs
+    eagle_aux_hidden_state_layer_ids: list | None = key(
+        LAYERS, None
+    )  # in `eagle_config` the same, else their inputs
 
 
 # keys that say nothing about the function; a note names those that are neither here nor read
@@ -98,14 +106,19 @@ OFF = {  # keys that change nothing with this value
     "use_mtp_layernorm": False,
 }
 BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
-FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")  # vLLM's and NeMo's names, see `_last_norm`
+FEEDS_NORMED = (
+    "Eagle3LlamaForCausalLM",
+    "LlamaEagle3DraftModel",
+)  # vLLM's and NeMo's names, see `_last_norm`
 
 
 @dataclass(frozen=True)
 class Eagle3:
     """What a head of version 3 has besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
 
-    aux_layers: tuple[int, ...]  # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
+    aux_layers: tuple[
+        int, ...
+    ]  # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
     target_dim: int  # their width
     draft_vocab: int  # N, tokens that it drafts
     norm_before_fc: bool = False  # a norm over all that fc fuses
@@ -148,7 +161,9 @@ def _layer_config(path: Path, raw: dict) -> ModelConfig:
 
 def _check_inputs(path: Path, said: HeadSaid) -> None:
     if said.draft_inputs != DRAFT_INPUTS:
-        raise ValueError(f"{path}: the head was trained on {said.draft_inputs}; only {DRAFT_INPUTS} can draft here")
+        raise ValueError(
+            f"{path}: the head was trained on {said.draft_inputs}; only {DRAFT_INPUTS} can draft here"
+        )
 
 
 # --------------------------------------------------------------------------------------------- layouts
@@ -156,7 +171,13 @@ def _check_inputs(path: Path, said: HeadSaid) -> None:
 
 def version_of(names: Iterable[str]) -> int:
     """The version of a head by its tensors' names: 3, or 2 for versions 1 and 2, which are the same."""
-    return 3 if any(n.startswith("midlayer.") or n.endswith("layers.0.hidden_norm.weight") for n in names) else 2
+    return (
+        3
+        if any(
+            n.startswith("midlayer.") or n.endswith("layers.0.hidden_norm.weight") for n in names
+        )
+        else 2
+    )
 
 
 class HeadFiles(TensorSource):
@@ -168,22 +189,38 @@ class HeadFiles(TensorSource):
         self.path, self.config, self.version = path, config, version_of(names)
         self.readers = {self._official(name): reader for name, reader in source.readers.items()}
         mixes, layers = f"{path} mixes versions:", ("layers.0.", "model.layers.0.")
-        self.midlayer = any(n.startswith("midlayer.") for n in names)  # as SafeAILab and SpecForge name the first layer
-        if self.midlayer and any(n.startswith(layers) for n in names) or len(self.readers) < len(names):
-            raise ValueError(f"{mixes} it has tensors of two layouts, as midlayer. and layers.0.; keep those of one")
+        self.midlayer = any(
+            n.startswith("midlayer.") for n in names
+        )  # as SafeAILab and SpecForge name the first layer
+        if (
+            self.midlayer
+            and any(n.startswith(layers) for n in names)
+            or len(self.readers) < len(names)
+        ):
+            raise ValueError(
+                f"{mixes} it has tensors of two layouts, as midlayer. and layers.0.; keep those of one"
+            )
         other = path / "pytorch_model.bin"
-        others = _names_in(other) if (path / "model.safetensors").is_file() and other.is_file() else []
+        others = (
+            _names_in(other) if (path / "model.safetensors").is_file() and other.is_file() else []
+        )
         if others and version_of(others) != self.version:
-            raise ValueError(f"{mixes} model.safetensors and pytorch_model.bin hold two heads; remove one")
+            raise ValueError(
+                f"{mixes} model.safetensors and pytorch_model.bin hold two heads; remove one"
+            )
         said = f"{config.get('architectures')} {config.get('speculators_model_type')}"
         if self.version < 3 and "eagle3" in said.lower():
-            raise ValueError(f"{mixes} an EAGLE-3 config, and weights of EAGLE-1 or 2; use its own files")
+            raise ValueError(
+                f"{mixes} an EAGLE-3 config, and weights of EAGLE-1 or 2; use its own files"
+            )
 
     def _official(self, name: str) -> str:
         if self.version < 3:
             return name
         name = name.removeprefix("model.")
-        return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+        return (
+            "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+        )
 
 
 def _names_in(file: Path) -> list[str]:
@@ -199,7 +236,9 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     """Our parameter's name -> the official head's tensors."""
     eagle3, names = config.eagle3, {}
     if eagle3 is None or eagle3.aux_layers:
-        names = {"fc.weight": ("fc.weight",)} | ({"fc.bias": ("fc.bias",)} if config.fc_bias else {})
+        names = {"fc.weight": ("fc.weight",)} | (
+            {"fc.bias": ("fc.bias",)} if config.fc_bias else {}
+        )
     for i in range(config.model.n_layers):
         theirs = "midlayer." if eagle3 and i == 0 else f"layers.{i}."
         names |= layer_names(f"layers.{i}.", theirs, config.model)
@@ -207,9 +246,15 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     if eagle3 is None:
         return names
     norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
-    norms |= {"fed": {"norm": "norm"}, "logits": {"output_norm": "norm"}, "none": {}}[eagle3.last_norm]
+    norms |= {"fed": {"norm": "norm"}, "logits": {"output_norm": "norm"}, "none": {}}[
+        eagle3.last_norm
+    ]
     norms |= {"input_norm": "input_norm"} if eagle3.norm_before_fc else {}
-    norms |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))} if eagle3.fc_norm else {}
+    norms |= (
+        {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
+        if eagle3.fc_norm
+        else {}
+    )
     names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
     own = {"embedding.weight": eagle3.embedding, "lm_head.weight": eagle3.lm_head}
     return names | {ours: (theirs,) for ours, theirs in own.items() if theirs}
@@ -232,7 +277,11 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     Raises: ValueError for a head of another target, or a config that cannot be.
     """
     path = files.path
-    config = EagleConfig.from_dir(path, files.config) if files.version < 3 else _read_eagle3(files, target.n_layers)
+    config = (
+        EagleConfig.from_dir(path, files.config)
+        if files.version < 3
+        else _read_eagle3(files, target.n_layers)
+    )
     check_layers(config.model, files)
     dim, eagle3 = config.model.dim, config.eagle3
     width = eagle3.target_dim if eagle3 else dim
@@ -241,10 +290,14 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
         ("vocab_size", config.model.vocab_size, target.vocab_size),
     ):
         if ours != theirs:
-            raise ValueError(f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target")
+            raise ValueError(
+                f"{path}: {what} is {ours}, the target's is {theirs}; use the head made for this target"
+            )
     if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
         own = f"hidden_size is {dim}, the target's is {width}"
-        raise ValueError(f"{path}: {own}; such a head needs its own embed_tokens, fc and lm_head: download it again")
+        raise ValueError(
+            f"{path}: {own}; such a head needs its own embed_tokens, fc and lm_head: download it again"
+        )
     return config
 
 
@@ -256,19 +309,36 @@ def tell(files: HeadFiles, config: EagleConfig) -> None:
         layer, flags = (raw.get(f.name) for f in fields(Nested))
         top = (Named, Nested, Eagle3Said) if layer else (Named, Nested, Eagle3Said, Said)
         parts = [(raw, top), (layer or {}, (Named, Said)), (flags or {}, (Eagle3Said,))]
-    agrees = OFF | {"bias": config.fc_bias, "attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
+    agrees = OFF | {
+        "bias": config.fc_bias,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.mlp_bias,
+    }
     agrees["tie_word_embeddings"], unknown = model.tie_embeddings, set()
     for part, tables in parts:
         known = NEUTRAL | {f.name for table in tables for f in fields(table)}
-        unknown |= {k for k, v in part.items() if not (v in (agrees[k], None) if k in agrees else k in known)}
+        unknown |= {
+            k
+            for k, v in part.items()
+            if not (v in (agrees[k], None) if k in agrees else k in known)
+        }
     if unknown:
         listed = ", ".join(sorted(unknown))
-        print(f"note: {files.path}: keys of config.json without effect here: {listed}", file=sys.stderr)
+        print(
+            f"note: {files.path}: keys of config.json without effect here: {listed}",
+            file=sys.stderr,
+        )
     output = (raw | flags if config.eagle3 and flags else raw).get("norm_output")
     if config.eagle3 and output is not None:
-        taken = {"fed": "is fed back, normed", "logits": "is normed before the LM head only", "none": "is not normed"}
+        taken = {
+            "fed": "is fed back, normed",
+            "logits": "is normed before the LM head only",
+            "none": "is not normed",
+        }
         meaning = f"here the output {taken[config.eagle3.last_norm]}"
-        print(f"note: {files.path}: norm_output is {str(output).lower()}; {meaning}", file=sys.stderr)
+        print(
+            f"note: {files.path}: norm_output is {str(output).lower()}; {meaning}", file=sys.stderr
+        )
 
 
 def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
@@ -282,10 +352,14 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     model = _layer_config(path, raw if inner is None else inner)
     biases = {kind: f"midlayer.{name}.bias" in has for kind, name in BIASES.items()}
     model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in has, **biases)
-    vocab = said.draft_vocab_size or (files.read("d2t").numel() if "d2t" in has else model.vocab_size)
+    vocab = said.draft_vocab_size or (
+        files.read("d2t").numel() if "d2t" in has else model.vocab_size
+    )
     every = vocab == model.vocab_size
     if vocab > model.vocab_size:
-        too_many = f"draft_vocab_size, or the length of d2t, is {vocab}, and vocab_size {model.vocab_size}"
+        too_many = (
+            f"draft_vocab_size, or the length of d2t, is {vocab}, and vocab_size {model.vocab_size}"
+        )
         raise ValueError(f"{path}: {too_many}; it must be at most that: correct config.json")
     embedding = "embed_tokens.weight" if "embed_tokens.weight" in has else ""
     tied = embedding if model.tie_embeddings and every else ""
@@ -295,7 +369,9 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     }
     for name in norms if not said.use_aux_hidden_state else ():
         if norms[name]:
-            raise ValueError(f"{path}: {name} norms what fc takes, and use_aux_hidden_state is false; correct one")
+            raise ValueError(
+                f"{path}: {name} norms what fc takes, and use_aux_hidden_state is false; correct one"
+            )
     eagle3 = Eagle3(
         aux_layers=_aux_layers(path, top, nested, layers) if said.use_aux_hidden_state else (),
         target_dim=said.target_hidden_size or model.dim,
@@ -334,9 +410,14 @@ def _aux_layers(path: Path, top: Eagle3Said, nested: Eagle3Said, layers: int) ->
     found = {tuple(i + shift for i in ids) for ids, shift in said if ids}
     if len(found) > 1:
         twice = " and ".join(map(str, sorted(found)))
-        raise ValueError(f"{path}: the target's layers are named twice, as inputs {twice}; keep one list")
+        raise ValueError(
+            f"{path}: the target's layers are named twice, as inputs {twice}; keep one list"
+        )
     aux_layers = found.pop() if found else (2, layers // 2, layers - 3)
-    if list(aux_layers) != sorted(set(aux_layers)) or not 0 <= aux_layers[0] <= aux_layers[-1] <= layers:
+    if (
+        list(aux_layers) != sorted(set(aux_layers))
+        or not 0 <= aux_layers[0] <= aux_layers[-1] <= layers
+    ):
         which = "" if any(ids for ids, _ in said) else " (the default, since none are named)"
         raise ValueError(
             f"{path}: the head takes the inputs of the target's layers {', '.join(map(str, aux_layers))}{which}, which must "
@@ -353,7 +434,13 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores the lowest one wins.
     """
     eagle3, size, path = config.eagle3, config.model.vocab_size, files.path
-    count = eagle3.draft_vocab if eagle3 else files.read("d2t").numel() if "d2t" in files.readers else size
+    count = (
+        eagle3.draft_vocab
+        if eagle3
+        else files.read("d2t").numel()
+        if "d2t" in files.readers
+        else size
+    )
     if count == size:  # the official code drops d2t then
         return None
     differences = files.read("d2t")
@@ -365,10 +452,14 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     for bad in (int(ids[0]), int(ids[-1])):
         if not 0 <= bad < size:
             rule = "a token is its index plus d2t"
-            raise ValueError(f"{path}: d2t reaches the token {bad}, the target has 0..{size - 1}; {rule}: correct it")
+            raise ValueError(
+                f"{path}: d2t reaches the token {bad}, the target has 0..{size - 1}; {rule}: correct it"
+            )
     repeated = ids[1:][ids.diff() == 0]
     if len(repeated):
-        raise ValueError(f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again")
+        raise ValueError(
+            f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again"
+        )
     own = {eagle3.lm_head, scale_name(eagle3.lm_head)} & set(files.readers) if eagle3 else ()
     for name in own if (order.diff() < 0).any() else ():
         files.readers[name] = lambda read=files.readers[name]: read()[order]
@@ -378,7 +469,9 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
 # ------------------------------------------------------------------------------------------ LM heads
 
 
-def draft_lm_head(model: nn.Module, quant: Quantization | None, ids: Tensor | None = None) -> nn.Module:
+def draft_lm_head(
+    model: nn.Module, quant: Quantization | None, ids: Tensor | None = None
+) -> nn.Module:
     """A model's LM head, or a copy of it in the draft's own format or with the rows of some tokens only.
 
     ids: [N] int64, the tokens to keep; None: all
@@ -386,7 +479,9 @@ def draft_lm_head(model: nn.Module, quant: Quantization | None, ids: Tensor | No
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = model.lm_head if ids is None else rows_of(model.lm_head, ids)
     rounded = isinstance(own, QuantLinear)
-    fits = rounded and quant is not None and own.group_size in (0, quant.group_size or own.group_size)
+    fits = (
+        rounded and quant is not None and own.group_size in (0, quant.group_size or own.group_size)
+    )
     if quant is None or (fits and own.format == quant.format):
         return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})

@@ -93,7 +93,9 @@ class Gptq:
     is_marlin_format: bool = key(FLAG, False)
     pack_dtype: str = key(TEXT, "int32")
     rotation: str = key(TEXT, "")
-    dynamic: dict | None = key(OBJECT, None)  # pattern -> what differs in the layers that it names; "-:" none
+    dynamic: dict | None = key(
+        OBJECT, None
+    )  # pattern -> what differs in the layers that it names; "-:" none
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,10 @@ def _gptq(said: dict) -> Recipe:
     _refuse(own.bits == 4, f"GPTQ is supported with 4 bits; it has {own.bits}")
     kinds = ("gptq", "gptq_v2")
     _refuse(form in kinds, f"checkpoint_format, or format, must be one of {kinds}; it is {form}")
-    _refuse(not own.is_marlin_format, "GPTQ in Marlin's layout (is_marlin_format: true) is not supported")
+    _refuse(
+        not own.is_marlin_format,
+        "GPTQ in Marlin's layout (is_marlin_format: true) is not supported",
+    )
     _refuse(own.pack_dtype == "int32", f"pack_dtype must be int32; it is {own.pack_dtype}")
     _refuse(not own.rotation, f"GPTQ with a rotation ({own.rotation}) is not supported")
     other = next((pattern for pattern in own.dynamic or {} if not pattern.startswith("-:")), None)
@@ -184,7 +189,10 @@ def _gptq(said: dict) -> Recipe:
 
 def _awq(said: dict) -> Recipe:
     own = read_fields(said, Awq)
-    bits, group = own.bits or own.w_bit, own.q_group_size if own.group_size is None else own.group_size
+    bits, group = (
+        own.bits or own.w_bit,
+        own.q_group_size if own.group_size is None else own.group_size,
+    )
     _refuse(bits == 4, f"AWQ is supported with 4 bits; it has {bits}")
     version = _agreed(("version", own.version), ("format", own.format), "gemm")
     _refuse(version == "gemm", f"AWQ must be of the version gemm; it is {version}")
@@ -195,16 +203,24 @@ def _fp8(said: dict) -> Recipe:
     own = read_fields(said, Fp8)
     _refuse(own.fmt == "e4m3", f"FP8 must be of the form e4m3; it is {own.fmt}")
     _refuse(own.scale_fmt == "float", f"scale_fmt must be float; it is {own.scale_fmt}")
-    return Recipe("fp8", "fp8", "fp8", block=tuple(own.weight_block_size) if own.weight_block_size else None)
+    return Recipe(
+        "fp8", "fp8", "fp8", block=tuple(own.weight_block_size) if own.weight_block_size else None
+    )
 
 
 def _compressed(said: dict) -> Recipe:
     own = read_fields(said, Compressed)
     for name, says in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         value = (getattr(own, name) or {}).get(says)
-        _refuse(value in (None, {}, "dense"), f"{name} with {says} {str(value)[:40]} is not supported")
-    schemes = [read_fields(s if isinstance(s, dict) else {}, Scheme) for s in own.config_groups.values()]
-    found = [(scheme.format or own.format, read_fields(scheme.weights, Weights)) for scheme in schemes]
+        _refuse(
+            value in (None, {}, "dense"), f"{name} with {says} {str(value)[:40]} is not supported"
+        )
+    schemes = [
+        read_fields(s if isinstance(s, dict) else {}, Scheme) for s in own.config_groups.values()
+    ]
+    found = [
+        (scheme.format or own.format, read_fields(scheme.weights, Weights)) for scheme in schemes
+    ]
     one = bool(found) and all(each == found[0] for each in found)
     _refuse(one, f"config_groups must be one scheme; it holds {len(found)}")
     format, weights = found[0]
@@ -212,10 +228,18 @@ def _compressed(said: dict) -> Recipe:
     kinds = COMPRESSED.get(format)
     _refuse(kinds is not None, f"format must be one of {', '.join(COMPRESSED)}; it is {format}")
     _refuse(bits in kinds, f"{format} is supported as {' or '.join(kinds)}; it is {bits}")
-    strategy = weights.strategy or ("tensor" if group is None else "channel" if group == -1 else "group")
+    strategy = weights.strategy or (
+        "tensor" if group is None else "channel" if group == -1 else "group"
+    )
     kind = kinds[bits]
-    allowed = {"int4": ("group", "channel"), "int8": ("channel", "tensor"), "fp8": ("channel", "tensor", "block")}[kind]
-    _refuse(strategy in allowed, f"the strategy of {bits} must be one of {allowed}; it is {strategy}")
+    allowed = {
+        "int4": ("group", "channel"),
+        "int8": ("channel", "tensor"),
+        "fp8": ("channel", "tensor", "block"),
+    }[kind]
+    _refuse(
+        strategy in allowed, f"the strategy of {bits} must be one of {allowed}; it is {strategy}"
+    )
     _refuse(weights.symmetric or kind == "int4", f"{bits} must be symmetric")
     if strategy == "block" and weights.block_structure is None:
         raise ValueError("the key 'block_structure' is missing")
@@ -251,7 +275,9 @@ def read_recipe(raw: dict, path: Path) -> Recipe:
         said = foreign_quantization(raw)
         if not isinstance(said, dict):
             raise ValueError(f"quantization_config must be an object; it is {str(said)[:40]}")
-        if said.get("quant_method") is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+        if said.get("quant_method") is None and (
+            said.get("load_in_4bit") or said.get("load_in_8bit")
+        ):
             said = said | {"quant_method": "bitsandbytes"}  # its older files leave the name out
         method = read_fields(said, Method).quant_method
         rule = f"checkpoints quantized with {method} are not supported, only {', '.join(METHODS)}"
@@ -297,7 +323,10 @@ def decode_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 LAYOUTS = {  # what a weight's tensors are called behind the name of its layer: those that must, and those that may be
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
     "awq": (("qweight", "qzeros", "scales"), ()),
-    "packed": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
+    "packed": (
+        ("weight_packed", "weight_scale"),
+        ("weight_shape", "weight_zero_point", "weight_g_idx"),
+    ),
     "plain": (("weight", "weight_scale"), ("weight_zero_point",)),
     "fp8": (("weight", "weight_scale_inv"), ()),  # the scale is multiplied with, like any other
 }
@@ -312,24 +341,34 @@ class QuantizedFiles(TensorSource):
         self.recipe = read_recipe(files.config, files.path)
         self.config = as_ours(files.config, files.path)
         needed, further = LAYOUTS[self.recipe.layout]
-        if self.recipe.layout == "fp8" and not any(name.endswith(needed[1]) for name in files.readers):
+        if self.recipe.layout == "fp8" and not any(
+            name.endswith(needed[1]) for name in files.readers
+        ):
             needed = LAYOUTS["plain"][0]  # as AutoFP8 calls it
         self.needed, layers = needed, _layers(files, (*needed, *further))
         if needed[0] == "weight":  # a layer that is not quantized has one too
             layers = {layer: parts for layer, parts in layers.items() if parts != {"weight"}}
         if not layers:
-            says = f"config.json says {self.recipe.method}, and no weight has {' and '.join(needed)}"
+            says = (
+                f"config.json says {self.recipe.method}, and no weight has {' and '.join(needed)}"
+            )
             raise ValueError(f"{self.path}: {says}; use the config made for these weights")
         for layer, parts in layers.items():
             missing = next((part for part in needed if part not in parts), None)
             if missing:
-                raise ValueError(f"{self.path}: the weight {layer}.{missing} is missing; download it again")
+                raise ValueError(
+                    f"{self.path}: the weight {layer}.{missing} is missing; download it again"
+                )
         used = {f"{layer}.{part}" for layer, parts in layers.items() for part in parts}
         rest = [name for name in files.readers if name not in used]
         kept = [name for name in rest if name.rpartition(".")[2] not in IGNORED]
         self.readers = {name: partial(self._float, name) for name in kept}
-        self.quantized = {f"{layer}.weight": partial(self._codes, layer, parts) for layer, parts in layers.items()}
-        fp8 = ["holds weights in FP8; they become int8 with a scale per output"] * (self.recipe.format == "fp8")
+        self.quantized = {
+            f"{layer}.weight": partial(self._codes, layer, parts) for layer, parts in layers.items()
+        }
+        fp8 = ["holds weights in FP8; they become int8 with a scale per output"] * (
+            self.recipe.format == "fp8"
+        )
         unused = ["scales of activations and of the cache are not used"] * (len(kept) < len(rest))
         self.note = f"{self.path}: {'; '.join(fp8 + unused)}" if fp8 + unused else ""
 
@@ -370,7 +409,9 @@ class QuantizedFiles(TensorSource):
         zero = self._read(f"{layer}.qzeros", NUMBERS, (groups, -(-outputs // 8)))
         if "g_idx" in parts:
             self._check_order(f"{layer}.g_idx", inputs, groups)
-        zero = unpack_int4(zero + 0x11111111 if self.recipe.less_one else zero)  # all at once, as they were made less
+        zero = unpack_int4(
+            zero + 0x11111111 if self.recipe.less_one else zero
+        )  # all at once, as they were made less
         return unpack_int4(packed.T), scale.T, zero[:, :outputs].T
 
     def _awq(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor]:
@@ -401,7 +442,9 @@ class QuantizedFiles(TensorSource):
             self._check_shape(layer, parts, codes.shape)
         else:
             codes = self._read(f"{layer}.weight", (torch.int8,), (-1, -1))
-        scale = self._read(f"{layer}.weight_scale", FLOATS, (len(codes), 1), (len(codes),), (1,), ())
+        scale = self._read(
+            f"{layer}.weight_scale", FLOATS, (len(codes), 1), (len(codes),), (1,), ()
+        )
         return Codes(codes, scale.float().flatten().expand(len(codes)))
 
     def decoded(self, layer: str) -> Tensor:
@@ -423,10 +466,14 @@ class QuantizedFiles(TensorSource):
         """
         tensor = self.files.read(name)
         for shape in shapes:
-            fits = len(shape) == tensor.dim() and all(want == n or want < 0 < n for want, n in zip(shape, tensor.shape))
+            fits = len(shape) == tensor.dim() and all(
+                want == n or want < 0 < n for want, n in zip(shape, tensor.shape)
+            )
             if fits and tensor.dtype in dtypes:
                 if tensor.dtype in FLOATS and not tensor.isfinite().all():
-                    raise ValueError(f"{self.path}: {name} holds NaN or infinite values; download it again")
+                    raise ValueError(
+                        f"{self.path}: {name} holds NaN or infinite values; download it again"
+                    )
                 return tensor
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         sizes = " or ".join(str(list(shape)).replace("-1", "any") for shape in shapes)
@@ -444,9 +491,13 @@ class QuantizedFiles(TensorSource):
     def _check_order(self, name: str, inputs: int, groups: int) -> None:
         """Refuse inputs that are not in their groups' order; all zeros is what some write for no order."""
         order = self._read(name, (torch.int32, torch.int64), (inputs,))
-        if order.any() and not torch.equal(order.long(), torch.arange(inputs) // (inputs // groups)):
+        if order.any() and not torch.equal(
+            order.long(), torch.arange(inputs) // (inputs // groups)
+        ):
             rule = "permutes the inputs (act-order), which is not supported"
-            raise ValueError(f"{self.path}: {name} {rule}; use a checkpoint without, or the original with --quant int4")
+            raise ValueError(
+                f"{self.path}: {name} {rule}; use a checkpoint without, or the original with --quant int4"
+            )
 
     def _check_shape(self, layer: str, parts: set[str], shape: tuple[int, int]) -> None:
         if "weight_shape" in parts:

@@ -46,9 +46,28 @@ MAX_CHARS = 10**7  # + 100 n, of one value
 LOOK_S = 0.002  # between two looks at the memory
 NOTHING: Mapping[int, int] = {}
 LISTS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
-PADDING = ("batch", "center", "ljust", "rjust", "round", "slice", "tojson", "to_bytes", "zfill")  # to a number
+PADDING = (
+    "batch",
+    "center",
+    "ljust",
+    "rjust",
+    "round",
+    "slice",
+    "tojson",
+    "to_bytes",
+    "zfill",
+)  # to a number
 MULTIPLYING = ("expandtabs", "indent", "translate")
-SEARCHING = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")  # in quadratic time
+SEARCHING = (
+    "lstrip",
+    "rfind",
+    "rindex",
+    "rpartition",
+    "rsplit",
+    "rstrip",
+    "strip",
+    "trim",
+)  # in quadratic time
 UNSUPPORTED = ("urlize", "wordwrap")  # slow regular expressions; no published template has them
 # %, or a name in (), flags and width.precision; a name with ( in it counts as a width that is no number
 PRINTF = re.compile(r"%(?:%|(?:\([^()]*\))?[-#0 +_^]*(\([^()]*\(|[*\d]*\.?[*\d]*))")
@@ -74,7 +93,9 @@ class Template:
         self._environment.most = MAX_CHARS + 100 * given
         self._environment.sizes = sizes = {}
         for value in variables.values():
-            for part in [value, *value] if isinstance(value, list) else [value]:  # a conversation and its messages
+            for part in (
+                [value, *value] if isinstance(value, list) else [value]
+            ):  # a conversation and its messages
                 sizes[id(part)] = size(part)
         return self._run(lambda: self._template.render(**variables), given)
 
@@ -85,7 +106,9 @@ class Template:
 
         def watch(frame, event, argument):
             nonlocal look
-            if event == "line" and (now := time.thread_time()) > look:  # raised where a generator closes, it'd be lost
+            if (
+                event == "line" and (now := time.thread_time()) > look
+            ):  # raised where a generator closes, it'd be lost
                 if now > end:
                     raise OutOfLimits(f"takes more than {MAX_CPU_S:g} s")
                 if resident_bytes() > most:
@@ -105,7 +128,9 @@ class Template:
         except Exception as error:  # a template can raise any
             own = isinstance(error, TemplateError)
             reason = (
-                f"raises: {one_line(error, 400)}" if own else f"fails ({type(error).__name__}: {one_line(error, 400)})"
+                f"raises: {one_line(error, 400)}"
+                if own
+                else f"fails ({type(error).__name__}: {one_line(error, 400)})"
             )
         finally:
             sys.settrace(before)
@@ -134,7 +159,9 @@ def size(value: Any, most: int = 10**9, known: Mapping[int, int] = NOTHING) -> i
 class Sandbox(ImmutableSandboxedEnvironment):
     """The sandbox of jinja2 with a limit for what one step makes. One template each: `most` is of one rendering."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))  # these are not computed while compiling either
+    intercepted_binops = frozenset(
+        ("+", "*", "**", "%")
+    )  # these are not computed while compiling either
 
     def __init__(self):
         self.most = MAX_CHARS
@@ -157,7 +184,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def bounded(self, value: Any) -> Any:
         """The value, once its size is checked; a bit of a number counts as 100, which keeps arithmetic short."""
-        self.check(100 * value.bit_length() if isinstance(value, int) else size(value, self.most, self.sizes))
+        self.check(
+            100 * value.bit_length()
+            if isinstance(value, int)
+            else size(value, self.most, self.sizes)
+        )
         return value
 
     def check_call(self, name: str, subject: Any, args: tuple) -> None:
@@ -169,14 +200,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name in SEARCHING:
             self.check(size(subject) * prod(map(_weight, args)) // 2000)  # comparisons are fast
         elif name == "replace" and len(args) > 1:
-            text, old, new = (v if isinstance(v, (str, bytes)) else str(v) for v in (subject, *args[:2]))
+            text, old, new = (
+                v if isinstance(v, (str, bytes)) else str(v) for v in (subject, *args[:2])
+            )
             self.check(len(text) + text.count(old) * len(new))
 
     def check_pattern(self, specs: list[str], no_number: str, values: Any) -> None:
         """Check the format specs of a pattern. no_number: the characters that only widths from values have"""
         if any(char in spec for spec in specs for char in no_number):
             raise SecurityError("a width in a format is not a number")
-        self.check(10 * sum(int(n) for spec in specs for n in re.findall(r"\d+", spec)) + len(specs) * size(values))
+        self.check(
+            10 * sum(int(n) for spec in specs for n in re.findall(r"\d+", spec))
+            + len(specs) * size(values)
+        )
 
     def parts(self, values: Any, separator: Any) -> list:
         """What is joined, once its size is checked."""
@@ -191,7 +227,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         ints = [abs(v) for v in (left, right) if isinstance(v, int)]
         if operator == "%" and isinstance(left, (str, bytes)):
-            self.check_pattern(PRINTF.findall(left if isinstance(left, str) else left.decode("latin-1")), "*(", right)
+            self.check_pattern(
+                PRINTF.findall(left if isinstance(left, str) else left.decode("latin-1")),
+                "*(",
+                right,
+            )
         elif operator == "+":
             self.bounded((left, right))
         elif operator == "*" and len(ints) == 1:
@@ -217,7 +257,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"it reaches for the attribute {attribute} of a {type(obj).__name__}")
 
     def _checked(self, name: str, function: Callable) -> Callable:
-        first = hasattr(function, "jinja_pass_arg")  # then an environment or context comes before the subject
+        first = hasattr(
+            function, "jinja_pass_arg"
+        )  # then an environment or context comes before the subject
 
         @wraps(function)  # keeps jinja2's mark of what it passes
         def checked(*args, **kwargs):
@@ -238,8 +280,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.check_pattern(PRINTF.findall(format), "*(", ())
         return datetime.now().strftime(format)
 
-    def _to_json(self, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def _to_json(
+        self, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
+    ) -> str:
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
         return self.concat(encoder.iterencode(value))  # jinja2's own escapes HTML
 
 
@@ -268,7 +314,9 @@ class Generation(Extension):
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class _Namespace(Namespace):
@@ -289,6 +337,8 @@ def _raise(message: str) -> None:
 
 @pass_environment
 def _sum(environment: Sandbox, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
-    for value in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+    for value in (
+        iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    ):
         start = start + value  # line by line: jinja2's own can take quadratic time in C
     return start

@@ -39,7 +39,9 @@ from hf.fields import (
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-SPLIT_S = 5  # for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
+SPLIT_S = (
+    5  # for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
+)
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -83,9 +85,13 @@ class Tokenizer:
         """
         self._added = added
         self._hidden = frozenset(token.id for token in added.values() if token.control)
-        self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])  # ids in all
+        self.vocab_size = max(
+            [vocab_size, *(token.id + 1 for token in added.values())]
+        )  # ids in all
         texts = {key: _token_text(config, key) for key in SPECIAL}
-        self.special = {key: text for key, text in texts.items() if text}  # as chat templates name them -> their texts
+        self.special = {
+            key: text for key, text in texts.items() if text
+        }  # as chat templates name them -> their texts
         self.bos_id = self.id_of(texts["bos_token"])
         eos = self.id_of(texts["eos_token"])
         self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -109,7 +115,9 @@ class Tokenizer:
         if model.is_file():
             added = _added_tokens(path, config)
             try:
-                with read_untrusted(model, "download it again, or use --prompt_ids", "is not a sentencepiece model"):
+                with read_untrusted(
+                    model, "download it again, or use --prompt_ids", "is not a sentencepiece model"
+                ):
                     sp = _open_sentencepiece(model.read_bytes())
             except ValueError as error:
                 if not fast.is_file():
@@ -133,7 +141,9 @@ class Tokenizer:
         special: parse control tokens in the text; for rendered chats only
         """
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            raise ValueError("the text has half a character (a surrogate code point), which UTF-8 lacks; remove it")
+            raise ValueError(
+                "the text has half a character (a surrogate code point), which UTF-8 lacks; remove it"
+            )
         ids = self._encode(text, special)
         if bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -172,7 +182,9 @@ class Tokenizer:
 
 def has_tokenizer(path: Path) -> bool:
     """Whether a checkpoint holds a tokenizer. A GGUF file does; `Tokenizer.load` says what is wrong with it."""
-    return is_gguf(path) or (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+    return (
+        is_gguf(path) or (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+    )
 
 
 def _of_gguf(path: Path) -> Tokenizer:
@@ -251,16 +263,22 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)
         self._sp = self._sp_inside = sp
         if not config.get("legacy", True):  # a space at the start of the text only
-            self._sp_inside = SentencePieceProcessor(model_proto=sp.serialized_model_proto() + NO_DUMMY_PREFIX)
+            self._sp_inside = SentencePieceProcessor(
+                model_proto=sp.serialized_model_proto() + NO_DUMMY_PREFIX
+            )
         self._text_of = {token.id: text.encode() for text, token in added.items()}
         self._split = {
-            special: _splitter([text for text, token in added.items() if special or not token.control])
+            special: _splitter(
+                [text for text, token in added.items() if special or not token.control]
+            )
             for special in (True, False)
         }
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids = []
-        for n, part in enumerate(self._split[special].split(text)):  # plain, token, plain, ... plain
+        for n, part in enumerate(
+            self._split[special].split(text)
+        ):  # plain, token, plain, ... plain
             if n % 2:
                 ids.append(self._added[part].id)
             elif part:
@@ -283,7 +301,9 @@ class JsonTokenizer(Tokenizer):
         with read_untrusted(path, "use --prompt_ids"):
             tok.no_truncation()  # the file may hold the limits of the last training run
             tok.no_padding()
-            tok.add_special_tokens([name for name in names if name and tok.token_to_id(name) is not None])
+            tok.add_special_tokens(
+                [name for name in names if name and tok.token_to_id(name) is not None]
+            )
             decoder = tok.get_added_tokens_decoder()
             probe = tok.encode("a")  # with the tokens that the post-processor adds
             plain = tok.encode("a", add_special_tokens=False).tokens
@@ -296,12 +316,17 @@ class JsonTokenizer(Tokenizer):
         super().__init__(added, tok.get_vocab_size(), {**defaults, **config}, prefixed)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        self._tok.encode_special_tokens = not special  # true: a special token in the text is tokenized as plain text
-        alone = threading.current_thread() is threading.main_thread()  # else others print, which must not be lost
+        self._tok.encode_special_tokens = (
+            not special
+        )  # true: a special token in the text is tokenized as plain text
+        alone = (
+            threading.current_thread() is threading.main_thread()
+        )  # else others print, which must not be lost
         with (read_untrusted if alone else errors_as_value_error)(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             batch = _within(
-                SPLIT_S + len(text) / 10_000, lambda: self._tok.encode_batch([text], add_special_tokens=False)
+                SPLIT_S + len(text) / 10_000,
+                lambda: self._tok.encode_batch([text], add_special_tokens=False),
             )
         return batch[0].ids
 
@@ -309,18 +334,24 @@ class JsonTokenizer(Tokenizer):
         token = self._tok.id_to_token(id) or ""
         if not self._byte_level:
             return _sentencepiece_bytes(token)
-        if any(char not in BYTE_OF for char in token):  # an added token, which is stored as plain text
+        if any(
+            char not in BYTE_OF for char in token
+        ):  # an added token, which is stored as plain text
             return token.encode()
         return bytes(BYTE_OF[char] for char in token)
 
 
 def _need_tokenizers(path: Path) -> Any:
     """The package `tokenizers`. path: the file that needs it. Raises: ValueError when it is missing."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is one text at a time; and no warning after a fork
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # there is one text at a time; and no warning after a fork
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"{path} needs the package tokenizers; run: pip install tokenizers") from None
+        raise ValueError(
+            f"{path} needs the package tokenizers; run: pip install tokenizers"
+        ) from None
     return tokenizers
 
 
@@ -349,7 +380,9 @@ def _byte_alphabet() -> dict[str, int]:
     """The byte that each printable character of byte-level BPE stands for. Source: GPT-2's encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
 
 
 BYTE_OF = _byte_alphabet()
@@ -361,7 +394,9 @@ def _is_byte_level(tok, path: Path) -> bool:
     kinds = [part.get("type", "none") for part in state.get("decoders", [state])]
     if "ByteLevel" not in kinds and not {"ByteFallback", "Metaspace"} & set(kinds):
         known = "ByteLevel, ByteFallback or Metaspace"
-        raise ValueError(f"{path}: the decoder must be {known}, not {' + '.join(kinds)}; use --prompt_ids")
+        raise ValueError(
+            f"{path}: the decoder must be {known}, not {' + '.join(kinds)}; use --prompt_ids"
+        )
     return "ByteLevel" in kinds
 
 
@@ -386,7 +421,9 @@ def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
         if not all(type(text) is str and 0 <= token.id < 2**24 for text, token in extra.items()):
             raise ValueError("a text and an id from 0 to 2^24 are needed")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: the added tokens are malformed ({error!r}); download it again") from None
+        raise ValueError(
+            f"{path}: the added tokens are malformed ({error!r}); download it again"
+        ) from None
     return {text: token for text, token in extra.items() if text}
 
 

@@ -43,7 +43,10 @@ EXPERTS = {  # `ModelConfig.expert_names` -> how files call a layer's feed-forwa
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Our parameter's name -> the Hugging Face tensors that it is made of, in the order of its rows."""
-    names = {"embedding.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
+    names = {
+        "embedding.weight": ("model.embed_tokens.weight",),
+        "norm.weight": ("model.norm.weight",),
+    }
     if not config.tie_embeddings:
         names["lm_head.weight"] = ("lm_head.weight",)
     for i in range(config.n_layers):
@@ -56,20 +59,30 @@ def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[
 
     ours, theirs: what the names begin with; config: the layer's, from `ModelConfig.at`
     """
-    kinds = {"weight": (True, True, True), "bias": (config.qkv_bias, config.o_bias, config.mlp_bias)}
+    kinds = {
+        "weight": (True, True, True),
+        "bias": (config.qkv_bias, config.o_bias, config.mlp_bias),
+    }
     names = {
         ours + "attention_norm.weight": (theirs + "input_layernorm.weight",),
         ours + "ffn_norm.weight": (theirs + "post_attention_layernorm.weight",),
     }
     if config.qk_norm:
-        names |= {f"{ours}attention.{p}_norm.weight": (f"{theirs}self_attn.{p}_norm.weight",) for p in "qk"}
+        names |= {
+            f"{ours}attention.{p}_norm.weight": (f"{theirs}self_attn.{p}_norm.weight",)
+            for p in "qk"
+        }
     for kind, (qkv, out, mlp) in kinds.items():
         if qkv:
-            names[f"{ours}attention.wqkv.{kind}"] = tuple(f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv")
+            names[f"{ours}attention.wqkv.{kind}"] = tuple(
+                f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv"
+            )
         if out:
             names[f"{ours}attention.wo.{kind}"] = (f"{theirs}self_attn.o_proj.{kind}",)
         if mlp and not config.n_experts:
-            names[f"{ours}ffn.w13.{kind}"] = tuple(f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up"))
+            names[f"{ours}ffn.w13.{kind}"] = tuple(
+                f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up")
+            )
             names[f"{ours}ffn.w2.{kind}"] = (f"{theirs}mlp.down_proj.{kind}",)
     if config.n_experts:
         moe, (*gate_up, down) = EXPERTS[config.expert_names]
@@ -108,7 +121,9 @@ def load_weights(
     linear = set()
     if storage.quant is not None:
         kinds = (nn.Linear, ExpertLinear)
-        linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
+        linear = {
+            f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)
+        }
         linear = _layers_of_others(files, names, linear) if files.quantized else linear
         where = f" of {files.path}" if storage.quant.saved else ""
         inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
@@ -123,7 +138,9 @@ def load_weights(
     for what, which in (("missing", missing), ("unexpected", unexpected)):
         if which:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
-            raise ValueError(f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}")
+            raise ValueError(
+                f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}"
+            )
     loading, pages = _Loading(files, storage), HugePages() if stored_bytes >= REGION else None
     with single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
         for ours, theirs in names.items():
@@ -149,7 +166,9 @@ def _set_quantized(
     _trim_heap()
 
 
-def _layers_of_others(files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
+def _layers_of_others(
+    files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]
+) -> set[str]:
     """Which layers others quantized. Raises: ValueError for a weight that cannot be, or a layer that is in part."""
     found = set()
     for ours, theirs in names.items():
@@ -167,7 +186,9 @@ def _layers_of_others(files: TensorSource, names: dict[str, tuple[str, ...]], li
     return found
 
 
-def _check_memory(files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage) -> int:
+def _check_memory(
+    files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage
+) -> int:
     """Returns: the bytes of the weights, in the shapes that config.json says. Raises: ValueError if they do not fit."""
     need, quant = 0, storage.quant
     for name, parameter in params.items():
@@ -175,7 +196,9 @@ def _check_memory(files: TensorSource, params: dict[str, Tensor], linear: set[st
         if name in linear and quant is not None:
             rows = torch.Size((parameter.numel() // width, width))
             need += FORMATS[quant.format].stored_bytes(rows, quant.group_size)
-            if files.quantized and quant.format == "int4":  # fp16 scales and zero points take words of 4 bytes
+            if (
+                files.quantized and quant.format == "int4"
+            ):  # fp16 scales and zero points take words of 4 bytes
                 need += 2 * rows.numel() // quant.group_size
         else:
             need += parameter.numel() * storage.dtype.itemsize
@@ -195,7 +218,9 @@ class _Loading:
         """A parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
         if len(shape) < 3:
             return self._join(names, shape, self.storage.dtype)
-        parts = (self._join(part, shape[1:], self.storage.dtype) for part in _by_expert(names, shape[0]))
+        parts = (
+            self._join(part, shape[1:], self.storage.dtype) for part in _by_expert(names, shape[0])
+        )
         first = next(parts)
         value = first.new_empty(shape)
         for expert, part in zip(value, chain((first,), parts)):
@@ -213,25 +238,39 @@ class _Loading:
         parts = (self._codes(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
         return QuantExperts(kind, parts, shape[0])
 
-    def _codes(self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
+    def _codes(
+        self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size
+    ) -> tuple[Tensor, ...]:
         """Codes, scale and, if there is one, zero point of a weight, as the files hold them or made of a float one."""
         quant = self.storage.quant
         if not quant.saved:
-            return kind.encode(self._join(names, shape, None), quant.group_size)  # in the files' own dtype
+            return kind.encode(
+                self._join(names, shape, None), quant.group_size
+            )  # in the files' own dtype
         if self.files.quantized:
             codes, *rest = zip(*(self.files.quantized[name]() for name in names))
-            rest = [(parts, shape[:1] + parts[0].shape[1:]) for parts in rest if parts[0] is not None]
-            return self._stack(codes, names, shape, None), *(self._stack(p, names, size, None) for p, size in rest)
+            rest = [
+                (parts, shape[:1] + parts[0].shape[1:]) for parts in rest if parts[0] is not None
+            ]
+            return self._stack(codes, names, shape, None), *(
+                self._stack(p, names, size, None) for p, size in rest
+            )
         stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
         scale_shape = kind.scale_shape(shape, quant.group_size)
-        return kind.from_file(stored), self._join(tuple(map(scale_name, names)), scale_shape, kind.scale_dtype)
+        return kind.from_file(stored), self._join(
+            tuple(map(scale_name, names)), scale_shape, kind.scale_dtype
+        )
 
     def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         """The named tensors, one below the other, on the device. dtype: None keeps the files' own."""
         return self._stack([self.files.read(name, dtype) for name in names], names, shape, dtype)
 
     def _stack(
-        self, parts: Sequence[Tensor], names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None
+        self,
+        parts: Sequence[Tensor],
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         rows = sum(p.shape[0] for p in parts if p.dim())
         if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
@@ -241,7 +280,12 @@ class _Loading:
                 f"but its config asks for {list(shape)} in all; use the config made for these weights"
             )
         dtype, device = dtype or parts[0].dtype, self.storage.device
-        if len(parts) == 1 and self.files.makes_tensors and parts[0].dtype == dtype and device == "cpu":
+        if (
+            len(parts) == 1
+            and self.files.makes_tensors
+            and parts[0].dtype == dtype
+            and device == "cpu"
+        ):
             return parts[0]
         value = torch.empty(shape, dtype=dtype, device=device)
         for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
@@ -262,14 +306,18 @@ def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]
 
 
 def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f", and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def export_weights(
     model: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The inverse of `load_weights`: the tensors by their Hugging Face names, on the CPU."""
-    qkv = [heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    qkv = [
+        heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+    ]
     tensors = {}
     for ours, theirs in names.items():
         value = model.get_parameter(ours).detach().to("cpu", dtype)
@@ -299,7 +347,9 @@ def load_model(
     config, saved = read_config(path, files.config), saved_quantization(files.config)
     if dtype is None:
         if config.dtype not in DTYPES:
-            raise ValueError(f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype")
+            raise ValueError(
+                f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype"
+            )
         dtype = DTYPES[config.dtype]
     if saved is not None and quant is not None:
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
@@ -311,7 +361,9 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)
-    quant = load_weights(model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config, files))
+    quant = load_weights(
+        model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config, files)
+    )
     if config.tie_embeddings:
         weight = model.embedding.weight
         if quant is None or files.quantized:  # others leave the LM head in 16 bits
@@ -329,7 +381,9 @@ def check_layers(config: ModelConfig, files: TensorSource) -> None:
     """Check the number of layers, before they are made. Raises: ValueError for more layers than tensors."""
     if config.n_layers > len(files.readers):
         held = f"and the weights are {len(files.readers)} tensors; does config.json fit?"
-        raise ValueError(f"{files.path}: the config says num_hidden_layers {config.n_layers}, {held}")
+        raise ValueError(
+            f"{files.path}: the config says num_hidden_layers {config.n_layers}, {held}"
+        )
 
 
 def check_experts(config: ModelConfig, files: TensorSource) -> None:
@@ -346,7 +400,9 @@ def check_experts(config: ModelConfig, files: TensorSource) -> None:
 
 def int4_group(model: nn.Module) -> int:
     """The inputs that share a scale in a model's int4 layers, the fewest of any; 0: it has none."""
-    return min((layer.group_size for layer in model.modules() if isinstance(layer, QuantLinear)), default=0)
+    return min(
+        (layer.group_size for layer in model.modules() if isinstance(layer, QuantLinear)), default=0
+    )
 
 
 def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
@@ -355,6 +411,8 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
 
     def no_bias(name: str) -> bool:  # AutoGPTQ wrote zeros where a layer has none
         layer, _, kind = name.rpartition(".")
-        return kind == "bias" and f"{layer}.weight" in files.quantized and not files.read(name).any()
+        return (
+            kind == "bias" and f"{layer}.weight" in files.quantized and not files.read(name).any()
+        )
 
     return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated or no_bias(name)

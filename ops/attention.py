@@ -40,7 +40,9 @@ def visible_slots(start: Tensor, mask: Tensor, slots: int) -> Tensor:
     return (offset < 0)[:, None] | (inside & mask.gather(2, index))
 
 
-def tree_attention_reference(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
+def tree_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor
+) -> Tensor:
     """The same in the plainest way: every slot is read, softmax in fp32."""
     B, T, H, E = q.shape
     group = H // k.shape[1]
@@ -87,7 +89,10 @@ def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: T
     import ops.cuda.attention
 
     with torch.cuda.device(q.device):
-        device, done = triton_products().device_of(q.device.index), ops.cuda.attention.counters(q.device.index)
+        device, done = (
+            triton_products().device_of(q.device.index),
+            ops.cuda.attention.counters(q.device.index),
+        )
         return ops.cuda.attention.tree_attention(q, k, v, start, mask, device, done)
 
 

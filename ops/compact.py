@@ -24,7 +24,9 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
     elif has_cpu_operators():
         torch.ops.gpt_eagle.move_rows(buffers, start, path)
     else:
-        compact_reference(buffers, start, path)  # plain operations: the compiler makes one loop nest of all moves
+        compact_reference(
+            buffers, start, path
+        )  # plain operations: the compiler makes one loop nest of all moves
 
 
 def compact_reference(buffers: list[Tensor], start: Tensor, path: Tensor) -> None:

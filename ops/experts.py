@@ -38,7 +38,9 @@ def expert_lists(expert: Tensor, experts: int) -> Tensor:
 
 def expert_lists_reference(expert: Tensor, experts: int) -> Tensor:
     """The same by torch's own operators."""
-    begin = (expert[:, None] < torch.arange(experts + 1, device=expert.device)).sum(0)  # [experts + 1]
+    begin = (expert[:, None] < torch.arange(experts + 1, device=expert.device)).sum(
+        0
+    )  # [experts + 1]
     return torch.cat((begin, expert.argsort(stable=True))).int()
 
 

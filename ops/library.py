@@ -44,11 +44,15 @@ def triton_products() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ValueError("int4 and int8 on CUDA need Triton, and it is not installed; pip install triton") from None
+        raise ValueError(
+            "int4 and int8 on CUDA need Triton, and it is not installed; pip install triton"
+        ) from None
     return products
 
 
-_cpp_available: list[bool] = []  # whether the C++ operators are, once somebody has asked; a step that is traced only reads it
+_cpp_available: list[
+    bool
+] = []  # whether the C++ operators are, once somebody has asked; a step that is traced only reads it
 
 
 def has_cpu_operators() -> bool:
@@ -90,5 +94,7 @@ def on_cpp_device(x: Tensor) -> bool:
 
 def uses_cpp(x: Tensor) -> bool:
     """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
-    known = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad  # the operators have no gradients
+    known = (
+        x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
+    )  # the operators have no gradients
     return known and on_cpp_device(x)

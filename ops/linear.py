@@ -24,7 +24,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
     halves = x.dtype == weight.dtype != torch.float32
     if fp32_out and bias is None and x.is_cuda and halves and not torch.is_grad_enabled():
-        return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+        return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(
+            0, x.shape[:-1]
+        )
     y = F.linear(x, weight, bias)  # not an operator of ours, so that the compiler may fuse it
     return y.float() if fp32_out else y
 
@@ -43,7 +45,9 @@ def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.
     """
-    x, weight = (F.pad(t.float(), (0, t.shape[1] % 2)) for t in (x, weight))  # [M, K], [N, K], K even
+    x, weight = (
+        F.pad(t.float(), (0, t.shape[1] % 2)) for t in (x, weight)
+    )  # [M, K], [N, K], K even
     y = x.new_zeros(len(x), len(weight))
     for k in range(0, x.shape[1], 2):
         y = y + x[:, k + 1, None] * weight[:, k + 1]  # a product of two bf16 is exact in fp32

@@ -30,7 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _trained(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # the operators have no gradients
+    return torch.is_grad_enabled() and any(
+        x.requires_grad for x in inputs
+    )  # the operators have no gradients
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,7 +55,9 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return x, rms_norm(x, weight, eps)
 
 
-def add_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm_reference(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """The same by torch's own operators."""
     x = add(x, delta)
     return x, rms_norm_reference(x, weight, eps)
@@ -71,7 +75,9 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        return ops.cuda.norm.add_norm(x, delta, weight, eps, triton_products().device_of(x.device.index))
+        return ops.cuda.norm.add_norm(
+            x, delta, weight, eps, triton_products().device_of(x.device.index)
+        )
 
 
 def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,7 +86,9 @@ def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        return ops.cuda.norm.add_norm(x, None, weight, eps, triton_products().device_of(x.device.index))[1]
+        return ops.cuda.norm.add_norm(
+            x, None, weight, eps, triton_products().device_of(x.device.index)
+        )[1]
 
 
 @torch.library.register_fake("gpt_eagle::norm", lib=lib)

@@ -18,7 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.cpu.layout import pack_int4_strips, pack_int8_strips, unpack_int4_strips, unpack_int8_strips
+from ops.cpu.layout import (
+    pack_int4_strips,
+    pack_int8_strips,
+    unpack_int4_strips,
+    unpack_int8_strips,
+)
 from ops.cuda.layout import (
     COLUMNS,
     pack_int4_planes,
@@ -40,8 +45,12 @@ lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epil
 class Product(NamedTuple):
     """How one device multiplies with one format."""
 
-    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # codes, scale -> two tensors in the operator's layout
-    unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # the same, N, K -> codes, scale
+    pack: Callable[
+        [Tensor, Tensor], tuple[Tensor, Tensor]
+    ]  # codes, scale -> two tensors in the operator's layout
+    unpack: Callable[
+        [Tensor, Tensor, int, int], tuple[Tensor, Tensor]
+    ]  # the same, N, K -> codes, scale
     # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: the result in fp32
     multiply: Callable[..., Tensor]
     # (x, packed, scale) -> what `ops.norm.add` takes; SwiGLU of outputs with gate above up, [..., n / 2]. None: neither
@@ -78,19 +87,35 @@ def split_zeros(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------------------------------- CPU
 
 
-def _w4a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None) -> Tensor:
+def _w4a8(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
+) -> Tensor:
     if not has_cpu_operators():
         return _plainly(
-            lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)), x, packed, scale, n, fp32_out, expert
+            lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)),
+            x,
+            packed,
+            scale,
+            n,
+            fp32_out,
+            expert,
         )
     y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
 
 
-def _w8a8(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None) -> Tensor:
+def _w8a8(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
+) -> Tensor:
     if not has_cpu_operators():
         return _plainly(
-            lambda rows, w, s: w8a8_reference(rows, unpack_int8_strips(w, n), s), x, packed, scale, n, fp32_out, expert
+            lambda rows, w, s: w8a8_reference(rows, unpack_int8_strips(w, n), s),
+            x,
+            packed,
+            scale,
+            n,
+            fp32_out,
+            expert,
         )
     y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
@@ -150,10 +175,14 @@ def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
         rule = f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of {16 * COLUMNS // bits}"
         raise ValueError(f"{rule}; these have {packed.shape[-3]}: pack the weights of this layer")
     if not scale_is_packed:
-        raise ValueError(f"w{bits}a16 takes scales as {'pack_scales' if bits == 4 else '[N] float32'} lays them out")
+        raise ValueError(
+            f"w{bits}a16 takes scales as {'pack_scales' if bits == 4 else '[N] float32'} lays them out"
+        )
 
 
-def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none") -> Tensor:
+def w4a16(
+    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
+) -> Tensor:
     """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
 
     x: [..., K] bfloat16, float16 or float32
@@ -163,11 +192,18 @@ def w4a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None,
     Returns: [..., N] in x's dtype, or what the epilogue says.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
-    _check(x, packed, 4, scale.dtype in (torch.int32, torch.float32) and scale.shape[:-1] == packed.shape[:-1])
+    _check(
+        x,
+        packed,
+        4,
+        scale.dtype in (torch.int32, torch.float32) and scale.shape[:-1] == packed.shape[:-1],
+    )
     return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, epilogue)
 
 
-def w8a16(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none") -> Tensor:
+def w8a16(
+    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
+) -> Tensor:
     """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
 
     x: [..., K] bfloat16, float16 or float32
@@ -195,7 +231,9 @@ def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return (x.float() @ w.T).to(x.dtype)
 
 
-def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str) -> Tensor:
+def _quantized_matmul_cuda(
+    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
+) -> Tensor:
     products = triton_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):
@@ -206,13 +244,18 @@ def _quantized_matmul_cuda(x: Tensor, packed: Tensor, scale: Tensor, lists: Tens
         return ops.cuda.experts.experts_product(x, packed, scale, lists, device)
 
 
-def _quantized_matmul_fake(x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str) -> Tensor:
+def _quantized_matmul_fake(
+    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
+) -> Tensor:
     shape, dtype = [*x.shape[:-1], packed.shape[-2]], x.dtype
     if epilogue == "swiglu":
         shape[-1] //= 2
     if epilogue == "split_k":
         products = triton_products()
-        shape.insert(0, products.plan_of(x, packed, scale, products.device_of(x.device.index), epilogue).splits)
+        shape.insert(
+            0,
+            products.plan_of(x, packed, scale, products.device_of(x.device.index), epilogue).splits,
+        )
     return x.new_empty(shape, dtype=torch.float32 if epilogue in ("fp32_out", "split_k") else dtype)
 
 
@@ -247,7 +290,10 @@ PRODUCTS = {
         _w8a8,
     ),
     ("int4", "cuda"): Product(
-        lambda codes, scale: (pack_int4_planes(codes), pack_scales(scale, codes.shape[1] // scale.shape[1])),
+        lambda codes, scale: (
+            pack_int4_planes(codes),
+            pack_scales(scale, codes.shape[1] // scale.shape[1]),
+        ),
         lambda packed, scale, n, k: (unpack_int4_planes(packed, n, k), unpack_scales(scale, k)),
         **_on_cuda(w4a16),
     ),

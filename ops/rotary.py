@@ -12,7 +12,9 @@ from torch import Tensor
 from ops.library import has_triton, lib, triton_products, uses_cpp
 from ops.norm import rms_norm
 
-HeadNorms = tuple[Tensor, Tensor, float]  # the norms of each query and of each key: weights, [E] each, and epsilon
+HeadNorms = tuple[
+    Tensor, Tensor, float
+]  # the norms of each query and of each key: weights, [E] each, and epsilon
 
 lib.define(
     "rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, "
@@ -38,7 +40,11 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotary(
-    qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int, norms: HeadNorms | None = None
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the queries and keys of T rows, which are normed before, head by head, if there are norms.
 
@@ -49,20 +55,29 @@ def rotary(
     if norms is not None:
         of_q, of_k, eps = norms
         q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
-        qkv = torch.cat((rms_norm(q, of_q, eps), rms_norm(k, of_k, eps)), dim=2)  # [B, T, H + Hkv, E]
+        qkv = torch.cat(
+            (rms_norm(q, of_q, eps), rms_norm(k, of_k, eps)), dim=2
+        )  # [B, T, H + Hkv, E]
     if uses_cpp(qkv):
         return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
     return rotary_reference(qkv, rope, heads, kv_heads)
 
 
-def rotary_reference(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+def rotary_reference(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
     """The same in plain tensor operations, without norms."""
     q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
     return rotate(q, rope), rotate(k, rope)
 
 
 def rotary_cache(
-    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: HeadNorms | None = None
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """`rotary` of T rows, whose keys and values go into the cache.
 
@@ -70,16 +85,25 @@ def rotary_cache(
     Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
     """
     if qkv.is_cuda:
-        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, k, v, slots, *(norms or (None, None, 0.0)))
+        return torch.ops.gpt_eagle.rotary_cache(
+            qkv, *rope, k, v, slots, *(norms or (None, None, 0.0))
+        )
     return rotary_cache_plainly(qkv, rope, k, v, slots, norms)
 
 
 def rotary_cache_plainly(
-    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: HeadNorms | None = None
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """The same by `rotary`."""
     kv_heads = k.shape[1]
-    queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads, norms)  # [B, T, H, E], [B, T, Hkv, E]
+    queries, keys = rotary(
+        qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads, norms
+    )  # [B, T, H, E], [B, T, Hkv, E]
     rows = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
     k[rows, :, slots] = keys
     v[rows, :, slots] = qkv[:, :, -kv_heads:]
@@ -88,7 +112,9 @@ def rotary_cache_plainly(
 
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     if not has_triton():
-        return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, None if norms[0] is None else norms)
+        return rotary_cache_plainly(
+            qkv, (cos, sin), k, v, slots, None if norms[0] is None else norms
+        )
     import ops.cuda.rotary
 
     with torch.cuda.device(qkv.device):

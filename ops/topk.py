@@ -26,10 +26,14 @@ def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None)
     return best_reference(scores, noise, row)
 
 
-def best_reference(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None) -> Tensor:
+def best_reference(
+    scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None
+) -> Tensor:
     """The same by torch's own operators."""
     if noise is not None:
-        scores = scores + noise.gather(1, row[:, :, None].expand(-1, -1, noise.shape[2]))  # [B, N, V]
+        scores = scores + noise.gather(
+            1, row[:, :, None].expand(-1, -1, noise.shape[2])
+        )  # [B, N, V]
     return scores.argmax(-1)
 
 
@@ -42,12 +46,16 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     Raises: ValueError for scores of another dtype.
     """
     if scores.dtype != torch.float32:
-        raise ValueError(f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them")
+        raise ValueError(
+            f"topk_logsumexp takes float32 scores; these are {scores.dtype}: convert them"
+        )
     if scores.is_cuda:
         return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
     if uses_cpp(scores):
         return torch.ops.gpt_eagle.topk(scores, k)
-    return topk_logsumexp_reference(scores, k)  # plain operations: the compiler fuses them with what made the scores
+    return topk_logsumexp_reference(
+        scores, k
+    )  # plain operations: the compiler fuses them with what made the scores
 
 
 def topk_logsumexp_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,4 +80,8 @@ lib.impl("topk_logsumexp", _topk_logsumexp_cuda, "CUDA")
 @torch.library.register_fake("gpt_eagle::topk_logsumexp", lib=lib)
 def _(scores, k):
     shape = scores.shape[:-1]
-    return scores.new_empty(*shape, k), scores.new_empty(*shape, k, dtype=torch.int64), scores.new_empty(*shape, 1)
+    return (
+        scores.new_empty(*shape, k),
+        scores.new_empty(*shape, k, dtype=torch.int64),
+        scores.new_empty(*shape, 1),
+    )

@@ -43,9 +43,13 @@ class Scores(NamedTuple):
 
     def best(self, k: int) -> Children:
         """The k best."""
-        best, columns, total = topk_logsumexp(self.sharpness * self.logits, k)  # [B, R, k] twice, [B, R, 1]
+        best, columns, total = topk_logsumexp(
+            self.sharpness * self.logits, k
+        )  # [B, R, k] twice, [B, R, 1]
         # no value may exceed its parent's, not even by the rounding of the logarithm
-        return Children(columns if self.ids is None else self.ids[columns], (best - total).clamp(max=0))
+        return Children(
+            columns if self.ids is None else self.ids[columns], (best - total).clamp(max=0)
+        )
 
 
 class Frontier(NamedTuple):
@@ -70,7 +74,9 @@ class Grown(NamedTuple):
 
     tokens: Tensor  # [B, X] int64
     values: Tensor  # [B, X] fp32
-    order: Tensor | None = None  # [B, R'] int64, which candidates the frontier is; None or empty where there is none
+    order: Tensor | None = (
+        None  # [B, R'] int64, which candidates the frontier is; None or empty where there is none
+    )
     front: Frontier | None = None
 
 
@@ -81,14 +87,25 @@ def grow_level(found: Children | Scores, front: Frontier, step: Expansion) -> Gr
     if not found.logits.is_cuda:
         return grow_level_reference(found.best(step.k), front, step)
     tokens, values, order, best, seen = torch.ops.gpt_eagle.grow_level(
-        found.logits, found.sharpness, found.ids, *front, step.places, step.k, step.count, step.slot, step.by_value
+        found.logits,
+        found.sharpness,
+        found.ids,
+        *front,
+        step.places,
+        step.k,
+        step.count,
+        step.slot,
+        step.by_value,
     )
     return Grown(tokens, values, order, Frontier(best, seen))
 
 
 def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> Grown:
     """The same by torch's own operators."""
-    tokens, values = found.tokens.flatten(1), (front.values[:, :, None] + found.scores).flatten(1)  # [B, X]
+    tokens, values = (
+        found.tokens.flatten(1),
+        (front.values[:, :, None] + found.scores).flatten(1),
+    )  # [B, X]
     if not step.count:
         return Grown(tokens, values)
     if step.places is None:
@@ -98,17 +115,32 @@ def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> G
     parent = (order // step.k)[:, :, None]  # [B, R', 1]
     rows, slots = (torch.arange(n, device=order.device) for n in (step.count, front.seen.shape[2]))
     own = slots == step.slot + rows[:, None]  # [R', W]
-    seen = front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own  # a node sees its ancestors and itself
+    seen = (
+        front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
+    )  # a node sees its ancestors and itself
     return Grown(tokens, values, order, Frontier(values.gather(1, order), seen))
 
 
 def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     step = Expansion(k, count, slot, places, by_value)
-    grown = grow_level_reference(Scores(logits, sharpness, ids).best(k), Frontier(values, seen), step)
+    grown = grow_level_reference(
+        Scores(logits, sharpness, ids).best(k), Frontier(values, seen), step
+    )
     if not count:
         nothing = values.new_empty(len(values), 0)
-        return grown.tokens, grown.values, nothing.long(), nothing, seen.new_empty(len(values), 0, seen.shape[2])
-    return grown.tokens, grown.values, grown.order.clone(memory_format=torch.contiguous_format), *grown.front
+        return (
+            grown.tokens,
+            grown.values,
+            nothing.long(),
+            nothing,
+            seen.new_empty(len(values), 0, seen.shape[2]),
+        )
+    return (
+        grown.tokens,
+        grown.values,
+        grown.order.clone(memory_format=torch.contiguous_format),
+        *grown.front,
+    )
 
 
 def _grow_level_cuda(logits, sharpness, ids, values, seen, places, *step):
@@ -180,8 +212,12 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
 def relate_reference(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
     """The same by torch's own operators."""
     B, size = chosen.shape[0], chosen.shape[1] + 1
-    number = torch.zeros(B, parents.shape[1] + 1, dtype=torch.long, device=chosen.device)  # [B, P+1]
-    number = number.scatter(1, chosen + 1, torch.arange(1, size, device=chosen.device).expand_as(chosen))
+    number = torch.zeros(
+        B, parents.shape[1] + 1, dtype=torch.long, device=chosen.device
+    )  # [B, P+1]
+    number = number.scatter(
+        1, chosen + 1, torch.arange(1, size, device=chosen.device).expand_as(chosen)
+    )
     above = number.gather(1, parents.gather(1, chosen) + 1)  # [B, N-1]
     above = torch.cat((torch.zeros_like(number[:, :1]), above), 1)
     return Nodes(number, above, *ancestors(above, depth))
@@ -191,7 +227,9 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """The depths and the mask of `Nodes`. parents: [B, N], which precede their children; depth: as in `relate`."""
     N = parents.shape[1]
     eye = torch.eye(N, dtype=torch.bool, device=parents.device)
-    reach = eye | (parents[:, :, None] == torch.arange(N, device=parents.device))  # [B, N, N]: self and parent
+    reach = eye | (
+        parents[:, :, None] == torch.arange(N, device=parents.device)
+    )  # [B, N, N]: self and parent
     hops = 1
     while hops < depth:  # squaring doubles the reach
         reach = torch.bmm(reach.float(), reach.float()) > 0
@@ -233,7 +271,12 @@ def _(values, count):
 def _(chosen, parents, depth):
     (B, N), P = chosen.shape, parents.shape[1]
     above, depths = (chosen.new_empty(B, N + 1) for _ in range(2))
-    return chosen.new_empty(B, P + 1), above, depths, chosen.new_empty(B, N + 1, N + 1, dtype=torch.bool)
+    return (
+        chosen.new_empty(B, P + 1),
+        above,
+        depths,
+        chosen.new_empty(B, N + 1, N + 1, dtype=torch.bool),
+    )
 
 
 # ---------------------------------------------------------------------- a level and the nodes in one call
@@ -276,7 +319,12 @@ class Next(NamedTuple):
 
 
 def next_level(
-    found: Children | Scores, shared: Shared | None, front: Next | None, step: Expansion, begin: int, slots: int
+    found: Children | Scores,
+    shared: Shared | None,
+    front: Next | None,
+    step: Expansion,
+    begin: int,
+    slots: int,
 ) -> tuple[Candidates, Next]:
     """Value the children of a frontier and choose the next one. Of equal candidates the first is chosen.
 
@@ -296,14 +344,21 @@ def next_level(
 
 
 def next_level_reference(
-    found: Children | Scores, shared: Shared | None, front: Next | None, step: Expansion, begin: int, slots: int
+    found: Children | Scores,
+    shared: Shared | None,
+    front: Next | None,
+    step: Expansion,
+    begin: int,
+    slots: int,
 ) -> tuple[Candidates, Next | None]:
     """The same by smaller operators."""
     of = found.tokens if isinstance(found, Children) else found.logits
     if front is None:
         values = torch.zeros(of.shape[:2], device=of.device)  # [B, 1]
         seen = torch.zeros(*of.shape[:2], slots, dtype=torch.bool, device=of.device)
-        front = Next(torch.full_like(values, -1, dtype=torch.long), values, values, Frontier(values, seen))
+        front = Next(
+            torch.full_like(values, -1, dtype=torch.long), values, values, Frontier(values, seen)
+        )
     if shared is not None:
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
         noise = noise if found.ids is None else noise.index_select(-1, found.ids)
@@ -332,7 +387,11 @@ class Chosen(NamedTuple):
 
 
 def rerank(
-    levels: Sequence[Candidates], ran: Sequence[Tensor], nodes: Tensor | int, depth: int, text: tuple[Tensor, Tensor]
+    levels: Sequence[Candidates],
+    ran: Sequence[Tensor],
+    nodes: Tensor | int,
+    depth: int,
+    text: tuple[Tensor, Tensor],
 ) -> Chosen:
     """Choose the nodes of a tree among the candidates of all levels. Source: EAGLE-2 (arXiv 2406.16858) 4.2.
 
@@ -348,15 +407,25 @@ def rerank(
 
 
 def rerank_reference(
-    levels: Sequence[Candidates], ran: Sequence[Tensor], nodes: Tensor | int, depth: int, text: tuple[Tensor, Tensor]
+    levels: Sequence[Candidates],
+    ran: Sequence[Tensor],
+    nodes: Tensor | int,
+    depth: int,
+    text: tuple[Tensor, Tensor],
 ) -> Chosen:
     """The same by smaller operators."""
     pool, root = Candidates.join(levels), text[0].gather(1, text[1][:, None])  # [B, 1]
-    chosen = best_nodes(pool.values, nodes) if isinstance(nodes, int) else nodes.expand(len(root), -1)
+    chosen = (
+        best_nodes(pool.values, nodes) if isinstance(nodes, int) else nodes.expand(len(root), -1)
+    )
     number, *related = relate(chosen, pool.parents, depth)
     tokens = torch.cat((root, pool.tokens.gather(1, chosen)), 1)
-    values = torch.cat((pool.values.new_zeros(len(root), 1), pool.values.gather(1, chosen)), 1)  # [B, N]
-    every = torch.cat((torch.full_like(root, -1), *ran), 1)  # [B, 1 + sum R]: the root, then the frontiers
+    values = torch.cat(
+        (pool.values.new_zeros(len(root), 1), pool.values.gather(1, chosen)), 1
+    )  # [B, N]
+    every = torch.cat(
+        (torch.full_like(root, -1), *ran), 1
+    )  # [B, 1 + sum R]: the root, then the frontiers
     order = torch.arange(every.shape[1], device=root.device).expand_as(every)
     places = torch.zeros_like(number).scatter(1, every + 1, order)  # [B, P+1]
     places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
@@ -377,7 +446,9 @@ def place_rows(
     """
     one = isinstance(depths, int)
     if on_cpp_device(pos):
-        return torch.ops.gpt_eagle.place_rows(pos, done, None if one else depths, rows, slot, depths if one else 0)
+        return torch.ops.gpt_eagle.place_rows(
+            pos, done, None if one else depths, rows, slot, depths if one else 0
+        )
     slots = pos[:, None] + slot + torch.arange(rows, device=pos.device)  # [B, T]
     positions = (pos[:, None] + depths).expand(-1, rows)
     return slots, pos if done is None else torch.where(done, 0, pos), positions

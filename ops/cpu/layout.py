@@ -25,9 +25,15 @@ def pack_int4_strips(codes: Tensor, scale: Tensor) -> Tensor:
     steps = codes.shape[1] // blocks // 4
     # [strip, half, output, block, step, 4]
     nibbles = _whole_strips(codes + 8).to(torch.uint8).view(-1, 2, STRIP // 2, blocks, steps, 4)
-    both = (nibbles[:, 0] | nibbles[:, 1] << 4).permute(0, 2, 3, 1, 4)  # [strip, block, step, 16, 4]
-    scales = _whole_strips(scale).view(-1, STRIP, blocks).transpose(1, 2).contiguous()  # [strip, block, 32]
-    return torch.cat((scales.view(torch.uint8), both.reshape(*scales.shape[:2], -1)), 2).contiguous()
+    both = (nibbles[:, 0] | nibbles[:, 1] << 4).permute(
+        0, 2, 3, 1, 4
+    )  # [strip, block, step, 16, 4]
+    scales = (
+        _whole_strips(scale).view(-1, STRIP, blocks).transpose(1, 2).contiguous()
+    )  # [strip, block, 32]
+    return torch.cat(
+        (scales.view(torch.uint8), both.reshape(*scales.shape[:2], -1)), 2
+    ).contiguous()
 
 
 def unpack_int4_strips(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:

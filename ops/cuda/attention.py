@@ -56,10 +56,15 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     if dtype == torch.float32:
         return AttentionPlan(16, 32, 1, 8 if E > 64 else 4)
     hopper, width = device.capability >= 90, max(16, triton.next_power_of_2(E))
-    tile = 128 if hopper and rows > 64 else 64  # 16 rows a warp in both, so that a row's sums are those of one warp
+    tile = (
+        128 if hopper and rows > 64 else 64
+    )  # 16 rows a warp in both, so that a row's sums are those of one warp
     keys = 64 if width == E <= 64 else 32  # more would spill
     stage = keys * width * 4  # bytes of keys and values
-    for limit in (device.shared_bytes // 2, device.shared_bytes):  # two blocks hide each other's waits
+    for limit in (
+        device.shared_bytes // 2,
+        device.shared_bytes,
+    ):  # two blocks hide each other's waits
         # Hopper's tensor cores read a stage from shared memory; the others hold it, and share probabilities
         if 2 * tile * width + 2 * stage + (stage if hopper else 2 * tile * keys) <= limit:
             return AttentionPlan(tile, keys, 3, tile // 16)
@@ -96,7 +101,9 @@ def _visible(mask_ptr, t, w, W, mask_t, mask_w):
 
     t: [ROWS] int32, tokens; w: [KEYS] int32, the slots' places in the window, negative below it
     """
-    place = t[:, None] * mask_t + w[None, :] * mask_w  # 32 bits: addresses of 64 would take too many registers
+    place = (
+        t[:, None] * mask_t + w[None, :] * mask_w
+    )  # 32 bits: addresses of 64 would take too many registers
     inside = ((w >= 0) & (w < W))[None, :]
     return (w < 0)[None, :] | tl.load(mask_ptr + place, mask=inside, other=0).to(tl.int1)
 
@@ -133,7 +140,9 @@ def _attend(
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
-    seen = tl.minimum(tl.maximum(start // KEYS * KEYS, first), last)  # the end of the blocks that all rows see
+    seen = tl.minimum(
+        tl.maximum(start // KEYS * KEYS, first), last
+    )  # the end of the blocks that all rows see
     for at in tl.range(first, seen, KEYS, num_stages=STAGES):
         k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
@@ -172,8 +181,13 @@ def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
         highest = tl.maximum(highest, top)
     weight, total = tl.full(live.shape, 0.0, tl.float32), tl.full(inside.shape, 0.0, tl.float32)
     for i in range(used):
-        share = tl.exp2(tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg") - highest)
-        own = tl.load(stats_ptr + (tl.num_programs(2) + i) * size, mask=live, other=0.0, cache_modifier=".cg")
+        share = tl.exp2(
+            tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
+            - highest
+        )
+        own = tl.load(
+            stats_ptr + (tl.num_programs(2) + i) * size, mask=live, other=0.0, cache_modifier=".cg"
+        )
         weight = tl.fma(own, share, weight)
         part = tl.load(parts_ptr + i * size * E, mask=inside, other=0.0, cache_modifier=".cg")
         total = tl.fma(part, share[:, None], total)
@@ -214,7 +228,11 @@ def attention_kernel(
     before = b.to(tl.int64) * T * H  # rows of earlier batch rows
     e, n = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     column = (e < E) | (WIDTH == E)
-    q = tl.load(q_ptr + before * E + row[:, None] * E + e[None, :], mask=(t < T)[:, None] & column[None, :], other=0.0)
+    q = tl.load(
+        q_ptr + before * E + row[:, None] * E + e[None, :],
+        mask=(t < T)[:, None] & column[None, :],
+        other=0.0,
+    )
     base = tl.program_id(1).to(tl.int64) * S * E
     keys_ptr = k_ptr + base + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
     values_ptr = v_ptr + base + n[:, None] * E + e[None, :]  # [KEYS, WIDTH]
@@ -233,7 +251,9 @@ def attention_kernel(
         tl.store(parts_ptr + mine * E + place, total, mask=inside)
         if not _is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
             return
-        weight, total = _combine(parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E)
+        weight, total = _combine(
+            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E
+        )
     y = total / weight[:, None]
     tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -256,7 +276,10 @@ def tree_attention(
     """
     B, T, H, E = q.shape
     kv_heads, S, W = k.shape[1], k.shape[2], mask.shape[2]
-    assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())  # the cache's own buffers
+    assert k.is_contiguous() and v.is_contiguous(), (
+        k.stride(),
+        v.stride(),
+    )  # the cache's own buffers
     cut = plan_attention(T * H // kv_heads, E, q.dtype, device)
     splits, blocks = splits_of(T, S, W), triton.cdiv(T * H // kv_heads, cut.rows)
     assert splits == 1 or blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)

@@ -38,7 +38,14 @@ def plan_compact(steps: int, row_bytes: int) -> CompactPlan:
 
 @triton.jit(do_not_specialize=["S", "steps"])
 def compact_kernel(
-    addresses_ptr, start_ptr, path_ptr, S, steps, WORDS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr
+    addresses_ptr,
+    start_ptr,
+    path_ptr,
+    S,
+    steps,
+    WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """The rows of one head, of one row of the batch, in one buffer.
 
@@ -48,7 +55,9 @@ def compact_kernel(
     head, b, buffer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tl.arange(0, STEPS)
     offset = tl.load(path_ptr + b * steps + t, mask=t < steps, other=0)  # [STEPS] int64
-    first = (b * tl.num_programs(0) + head).to(tl.int64) * S + tl.load(start_ptr + b)  # slot of node 0, of all slots
+    first = (b * tl.num_programs(0) + head).to(tl.int64) * S + tl.load(
+        start_ptr + b
+    )  # slot of node 0, of all slots
     address = tl.load(addresses_ptr + buffer).to(tl.pointer_type(tl.int32))
     w = tl.arange(0, WIDTH)
     words_ptr = tl.multiple_of(address, 16) + first * WORDS + w[None, :]
@@ -61,7 +70,10 @@ def compact_kernel(
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
     """`ops.compact.compact`. Allocates nothing and never waits."""
     B, heads, S, E = buffers[0].shape
-    assert all(x.is_contiguous() and x.shape == buffers[0].shape and x.data_ptr() % 16 == 0 for x in buffers)
+    assert all(
+        x.is_contiguous() and x.shape == buffers[0].shape and x.data_ptr() % 16 == 0
+        for x in buffers
+    )
     cut = plan_compact(path.shape[1], E * buffers[0].element_size())
     compact_kernel[heads, B, len(buffers)](
         addresses, start.contiguous(), path.contiguous(), S, path.shape[1],

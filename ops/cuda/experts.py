@@ -40,7 +40,15 @@ LISTED = 64  # places that a block of threads lists
 
 @cache
 def plan_experts(
-    P: int, N: int, K: int, bits: int, group: int, dtype: torch.dtype, device: Device, experts: int, zeros: bool = False
+    P: int,
+    N: int,
+    K: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    device: Device,
+    experts: int,
+    zeros: bool = False,
 ) -> ProductPlan:
     """Choose tiles, splits and stages for P rows. zeros: whether int4 has zero points
 
@@ -55,9 +63,13 @@ def plan_experts(
 
     bits: 16 for float weights
     """
-    splits = choose_splits(max(2, experts // 16) * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors)
+    splits = choose_splits(
+        max(2, experts // 16) * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors
+    )
     each = triton.cdiv(P, experts)
-    return fit(16 if each <= 4 else 32 if each <= 16 else 64, splits, bits, group, dtype, device, zeros)
+    return fit(
+        16 if each <= 4 else 32 if each <= 16 else 64, splits, bits, group, dtype, device, zeros
+    )
 
 
 def most_tiles(P: int, experts: int, tokens: int) -> int:
@@ -76,7 +88,9 @@ def lists_kernel(expert_ptr, lists_ptr, P, EXPERTS: tl.constexpr, BLOCK: tl.cons
     expert: [P] int64
     lists: [EXPERTS + 1 + P] int32, as `ops.experts.expert_lists` describes. Writes: lists.
     """
-    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # first the experts' beginnings, then the rows
+    j = tl.program_id(0) * BLOCK + tl.arange(
+        0, BLOCK
+    )  # first the experts' beginnings, then the rows
     row = j - (EXPERTS + 1)
     is_row = (row >= 0) & (row < P)
     key = tl.load(expert_ptr + row, mask=is_row, other=0).to(tl.int32) * P + row
@@ -152,8 +166,12 @@ def experts_kernel(
         total = _float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
     else:
         weight_ptr += before * blocks * 64
-        scale_ptr += before * (blocks * words_of(GROUP, scale_ptr.dtype.element_ty) if GROUP > 0 else 1)
-        total = quantized_product(x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
+        scale_ptr += before * (
+            blocks * words_of(GROUP, scale_ptr.dtype.element_ty) if GROUP > 0 else 1
+        )
+        total = quantized_product(
+            x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
+        )
     out = (split.to(tl.int64) * P + t[None, :]) * N + n[:, None]
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
 
@@ -170,25 +188,37 @@ def expert_lists(expert: Tensor, experts: int) -> Tensor:
     return lists
 
 
-def run_experts(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, cut: ProductPlan) -> Tensor:
+def run_experts(
+    x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, cut: ProductPlan
+) -> Tensor:
     """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits."""
     bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
     experts, N = weight.shape[0], weight.shape[-2]
     K = weight.shape[2] if scale is None else weight.shape[1] * COLUMNS * 16 // bits
-    x = F.pad(x, (0, K - x.shape[1])) if x.shape[1] < K else x.contiguous()  # K padded like the weights
+    x = (
+        F.pad(x, (0, K - x.shape[1])) if x.shape[1] < K else x.contiguous()
+    )  # K padded like the weights
     P = len(x)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
-    out = y if cut.splits == 1 else torch.empty(cut.splits, P, N, dtype=torch.float32, device=x.device)
+    out = (
+        y
+        if cut.splits == 1
+        else torch.empty(cut.splits, P, N, dtype=torch.float32, device=x.device)
+    )
     experts_kernel[most_tiles(P, experts, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
         x, weight.contiguous(), scale, lists, out, P, N, K, EXPERTS=experts, BITS=bits, GROUP=group, SPLITS=cut.splits,
         TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
     if cut.splits > 1:
-        sum_kernel[triton.cdiv(P * N, 512),](out, y, P * N, SPLITS=cut.splits, BLOCK=512, OVERLAPS=False)
+        sum_kernel[triton.cdiv(P * N, 512),](
+            out, y, P * N, SPLITS=cut.splits, BLOCK=512, OVERLAPS=False
+        )
     return y
 
 
-def experts_product(x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device) -> Tensor:
+def experts_product(
+    x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device
+) -> Tensor:
     """`ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16` with lists."""
     (P, K), (bits, group) = x.shape, bits_and_group(scale[0]) if scale is not None else (16, 0)
     zeros = scale is not None and has_zeros(scale[0])

@@ -36,7 +36,10 @@ def device_of(index: int) -> Device:
     facts = torch.cuda.get_device_properties(index)
     overlaps = facts.major >= 9 and os.environ.get("EAGLE_PDL", "1") != "0"
     return Device(
-        facts.multi_processor_count, facts.shared_memory_per_block_optin, 10 * facts.major + facts.minor, overlaps
+        facts.multi_processor_count,
+        facts.shared_memory_per_block_optin,
+        10 * facts.major + facts.minor,
+        overlaps,
     )
 
 
@@ -62,4 +65,6 @@ def after_others(OVERLAPS: tl.constexpr):
 def fetch(pointers):
     """Bring lines of 128 bytes into the second-level cache, without waiting. pointers: [n], one in each line."""
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        asm, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )

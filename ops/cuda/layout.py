@@ -22,7 +22,9 @@ def _pack(fields: Tensor, bits: int) -> Tensor:
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `_pack`: [blocks, N, COLUMNS] -> [N, padded K] int16."""
     planes = [(packed >> (bits * i)) & (2**bits - 1) for i in range(16 // bits)]
-    return torch.stack(planes, 2).transpose(0, 1).flatten(1)  # [N, blocks, planes, COLUMNS] -> [N, padded K]
+    return (
+        torch.stack(planes, 2).transpose(0, 1).flatten(1)
+    )  # [N, blocks, planes, COLUMNS] -> [N, padded K]
 
 
 def _to_blocks(codes: Tensor, bits: int) -> Tensor:
@@ -65,7 +67,9 @@ def pack_scales(scale: Tensor, group: int) -> Tensor:
     """
     per_block = 4 * COLUMNS // group
     padded = F.pad(scale, (0, -scale.shape[1] % per_block))  # [N, blocks * per_block]
-    blocks = padded.view(scale.shape[0], -1, per_block).transpose(0, 1).contiguous()  # [blocks, N, per_block]
+    blocks = (
+        padded.view(scale.shape[0], -1, per_block).transpose(0, 1).contiguous()
+    )  # [blocks, N, per_block]
     return blocks.view(torch.int32 if scale.dtype == torch.bfloat16 else torch.float32)
 
 

@@ -50,7 +50,9 @@ def warps_of(F: int) -> int:
     return min(16, max(1, triton.next_power_of_2(F) // 512))
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device
+) -> tuple[Tensor, Tensor]:
     """`ops.norm.add_norm`; without a delta the sum is x. Allocates its results, and nothing else; never waits."""
     F = x.shape[-1]
     x, y = x.contiguous(), torch.empty_like(x)

@@ -62,18 +62,24 @@ def choose_splits(N: int, blocks: int, processors: int, summed: bool = True) -> 
     def cost(splits: int) -> int:
         tiles = triton.cdiv(triton.cdiv(N, 128) * splits, processors)  # of the busiest processor
         alone = splits == 1
-        return tiles * (triton.cdiv(blocks, splits) + (1 if alone else 2)) + (0 if alone or not summed else 4)
+        return tiles * (triton.cdiv(blocks, splits) + (1 if alone else 2)) + (
+            0 if alone or not summed else 4
+        )
 
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
 
 
-def shared_bytes(tokens: int, rows: int, stages: int, bits: int, device: Device, scales: int = 0) -> int:
+def shared_bytes(
+    tokens: int, rows: int, stages: int, bits: int, device: Device, scales: int = 0
+) -> int:
     """Shared memory of a block for 16-bit x: stages of words and of x, as Triton lays them out.
 
     bits: 16 for floats; scales: those of a row and block that the pipeline covers (bytes)
     """
     words, x = rows * (COLUMNS * 2 + scales), 16 // bits * COLUMNS * tokens * 2
-    in_use = x if device.capability >= 90 else 0  # Hopper's tensor cores read x from here, the others from registers
+    in_use = (
+        x if device.capability >= 90 else 0
+    )  # Hopper's tensor cores read x from here, the others from registers
     in_use += words if in_use and bits == 16 else 0  # and words that need no unpacking
     return (stages - 1) * (words + x) + in_use
 
@@ -93,7 +99,9 @@ def plan_product(
     weights once per 64 rows; from a few hundred rows on, unpacking them for cuBLAS would be faster. fp32 has no tensor
     cores: for tests of identity.
     """
-    splits = choose_splits(N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors, epilogue != "split_k")
+    splits = choose_splits(
+        N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors, epilogue != "split_k"
+    )
     splits = 1 if epilogue == "swiglu" else splits  # a sum has no gate before it is whole
     return fit(16 if M <= 16 else 32 if M <= 32 else 64, splits, bits, group, dtype, device, zeros)
 
@@ -107,8 +115,13 @@ def fit(
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
     if group == 32 and device.capability < 90:
         tokens, rows = min(tokens, 32), 64  # more accumulators than that spill to memory
-    scales = 8 * words_of(group, tl.float32) if zeros else 0  # a word to unpack with, and the same to scale with
-    for limit in (device.shared_bytes // 2, device.shared_bytes):  # two blocks hide each other's waits
+    scales = (
+        8 * words_of(group, tl.float32) if zeros else 0
+    )  # a word to unpack with, and the same to scale with
+    for limit in (
+        device.shared_bytes // 2,
+        device.shared_bytes,
+    ):  # two blocks hide each other's waits
         for stages in (4, 3):
             if shared_bytes(tokens, rows, stages, bits, device, scales) <= limit:
                 return ProductPlan(tokens, rows, splits, stages, rows // 16)
@@ -126,14 +139,20 @@ def unpack_asm(bits: int, plane: int, half: bool, zeros: bool = False) -> str:
     int4 fields are code + 8. int8 fields are a sign and a magnitude: bf16 has no room for more than 7 bits.
     zeros: what is added to an int4 field, `minus_zero`, is the second operand
     """
-    kind, base, one, bias = ("f16x2", 0x6400, 0x3C00, 0xE408) if half else ("bf16x2", 0x4300, 0x3F80, 0xC308)
-    base, one, bias = (f"0x{value * 0x10001:08x}" for value in (base, one, bias))  # bias: -(2^m + 8)
+    kind, base, one, bias = (
+        ("f16x2", 0x6400, 0x3C00, 0xE408) if half else ("bf16x2", 0x4300, 0x3F80, 0xC308)
+    )
+    base, one, bias = (
+        f"0x{value * 0x10001:08x}" for value in (base, one, bias)
+    )  # bias: -(2^m + 8)
     if bits == 4:
         field = f"shr.u32 w, $1, {4 * plane}; lop3.b32 w, w, 0x000f000f, {base}, 0xea;"  # (w & mask) | base
         bias = "$2" if zeros else bias
         return f"{{ .reg .b32 w, a, b; {field} mov.b32 a, {one}; mov.b32 b, {bias}; fma.rn.{kind} $0, w, a, b; }}"
     sign = f"shl.b32 s, $1, {8 - 8 * plane}; lop3.b32 s, s, 0x80008000, {base}, 0xea;"  # +-2^m
-    field = f"shr.u32 w, $1, {8 * plane}; lop3.b32 w, w, 0x007f007f, s, 0xea;"  # +-(2^m + magnitude)
+    field = (
+        f"shr.u32 w, $1, {8 * plane}; lop3.b32 w, w, 0x007f007f, s, 0xea;"  # +-(2^m + magnitude)
+    )
     minus = f"0x{(0xBC00 if half else 0xBF80) * 0x10001:08x}"
     return f"{{ .reg .b32 s, w, a; {sign} {field} mov.b32 a, {minus}; fma.rn.{kind} $0, s, a, w; }}"
 
@@ -159,10 +178,14 @@ def _unpack(words, zero, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.cons
     else:
         code: tl.constexpr = unpack_asm(BITS, plane, dtype == tl.float16, zero is not None)
         if zero is None:
-            bits = tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+            bits = tl.inline_asm_elementwise(
+                code, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
+            )
         else:  # the second operand takes a register for each of the two words, with the same content
             minus = (zero * 0x10001 | minus_zero(dtype == tl.float16))[:, None]
-            bits = tl.inline_asm_elementwise(code, "=r,r,r,r", [words, minus], dtype=tl.int16, is_pure=True, pack=2)
+            bits = tl.inline_asm_elementwise(
+                code, "=r,r,r,r", [words, minus], dtype=tl.int16, is_pure=True, pack=2
+            )
         return bits.to(dtype, bitcast=True)
 
 
@@ -180,7 +203,9 @@ def _scale_words(scale_ptr, block, row, N, WORDS: tl.constexpr):
     """The scales of a K-block, as `pack_scales` lays them out: a tuple of WORDS x [ROWS] int32."""
     words = ()
     for i in tl.static_range(WORDS):
-        words = words + (tl.load(scale_ptr + (block * N + row) * WORDS + i).to(tl.int32, bitcast=True),)
+        words = words + (
+            tl.load(scale_ptr + (block * N + row) * WORDS + i).to(tl.int32, bitcast=True),
+        )
     return words
 
 
@@ -191,7 +216,9 @@ def _scale(words, group: tl.constexpr, ZEROS: tl.constexpr):
         bits = words[group] & -32
     else:
         word = words[group // 2]
-        bits = word << 16 if group % 2 == 0 else word & -65536  # a bf16 is the upper half of an fp32
+        bits = (
+            word << 16 if group % 2 == 0 else word & -65536
+        )  # a bf16 is the upper half of an fp32
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -240,13 +267,18 @@ def quantized_product(
             for plane in tl.static_range(PLANES):
                 k = block * BLOCK + plane * COLUMNS + start
                 x = tl.load(tokens_ptr + k, mask=live[None, :], other=0.0)
-                w = _unpack(words, _zero(scales, plane * COLUMNS + start, GROUP, ZEROS), plane, BITS, dtype)
+                w = _unpack(
+                    words, _zero(scales, plane * COLUMNS + start, GROUP, ZEROS), plane, BITS, dtype
+                )
                 if GROUP == 0:
                     total = tl.dot(w, x, total, input_precision="ieee")
                 else:
                     part = tl.dot(w, x, part, input_precision="ieee")
                     if (plane + 1) * COLUMNS % GROUP == 0:
-                        total += part * _scale(scales, (plane * COLUMNS + start) // GROUP, ZEROS)[:, None]
+                        total += (
+                            part
+                            * _scale(scales, (plane * COLUMNS + start) // GROUP, ZEROS)[:, None]
+                        )
                         part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
         if not ZEROS:
             scales = following
@@ -281,18 +313,26 @@ def matmul_kernel(
             fetch(packed_ptr + (tl.minimum(first + i, last - 1) * N + row).to(tl.int64) * 64)
     after_others(OVERLAPS)
     x_rows = x_ptr + t.to(tl.int64) * K
-    total = quantized_product(x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES)
+    total = quantized_product(
+        x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
+    )
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS]
+        gate, up = tl.split(
+            tl.permute(tl.reshape(total, (ROWS // 2, 2, TOKENS)), (0, 2, 1))
+        )  # [ROWS / 2, TOKENS]
         total = gate * tl.sigmoid(gate) * up
         n = tl.program_id(1) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         N = N // 2
     out = (split * M + t[None, :]).to(tl.int64) * N + n[:, None]
-    tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=(t[None, :] < M) & (n[:, None] < N))
+    tl.store(
+        y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=(t[None, :] < M) & (n[:, None] < N)
+    )
 
 
 @triton.jit
-def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def sum_kernel(
+    parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Add the partial sums, first split first. parts: [SPLITS, size] fp32; y: [size]. Writes: y."""
     after_others(OVERLAPS)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -316,7 +356,12 @@ def bits_and_group(scale: Tensor) -> tuple[int, int]:
 
 
 def run_product(
-    x: Tensor, packed: Tensor, scale: Tensor, cut: ProductPlan, device: Device, epilogue: str = "none"
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    cut: ProductPlan,
+    device: Device,
+    epilogue: str = "none",
 ) -> Tensor:
     """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits.
 
@@ -325,10 +370,15 @@ def run_product(
     """
     bits, group = bits_and_group(scale)
     K, N = packed.shape[0] * COLUMNS * 16 // bits, packed.shape[1]
-    x = F.pad(x, (0, K - x.shape[-1])) if x.shape[-1] < K else x.contiguous()  # K padded like the weights
+    x = (
+        F.pad(x, (0, K - x.shape[-1])) if x.shape[-1] < K else x.contiguous()
+    )  # K padded like the weights
     M, rows, gated = x.numel() // K, x.shape[:-1], epilogue == "swiglu"
     assert not gated or cut.splits == 1, cut
-    options = {"device": x.device, "dtype": torch.float32 if epilogue in ("fp32", "split_k") else x.dtype}
+    options = {
+        "device": x.device,
+        "dtype": torch.float32 if epilogue in ("fp32", "split_k") else x.dtype,
+    }
     splits = (cut.splits,) if epilogue == "split_k" else ()
     y = torch.empty(*splits, *rows, N // 2 if gated else N, **options)
     apart = cut.splits > 1 and epilogue != "split_k"
@@ -346,9 +396,15 @@ def run_product(
 def plan_of(x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str) -> ProductPlan:
     """The plan of a product of these operands."""
     K, N = x.shape[-1], packed.shape[1]
-    return plan_product(x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device, epilogue, has_zeros(scale))
+    return plan_product(
+        x.numel() // K, N, K, *bits_and_group(scale), x.dtype, device, epilogue, has_zeros(scale)
+    )
 
 
-def matmul(x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str = "none") -> Tensor:
+def matmul(
+    x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str = "none"
+) -> Tensor:
     """`ops.quantized.w4a16` or `w8a16`."""
-    return run_product(x, packed, scale, plan_of(x, packed, scale, device, epilogue), device, epilogue)
+    return run_product(
+        x, packed, scale, plan_of(x, packed, scale, device, epilogue), device, epilogue
+    )

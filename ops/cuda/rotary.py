@@ -75,11 +75,23 @@ def rotary_cache_kernel(
 
 def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
     """What the kernel is compiled for. heads: of queries."""
-    return {"H": heads, "KV_HEADS": kv_heads, "E": E, "HALF": triton.next_power_of_2(E // 2), "HEADS": HEADS}
+    return {
+        "H": heads,
+        "KV_HEADS": kv_heads,
+        "E": E,
+        "HALF": triton.next_power_of_2(E // 2),
+        "HEADS": HEADS,
+    }
 
 
 def rotary_cache(
-    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor, norms: tuple, device: Device
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: tuple,
+    device: Device,
 ) -> Tensor:
     """`ops.rotary.rotary_cache`; norms: two weights and epsilon, or (None, None, 0.0).
 
@@ -87,8 +99,14 @@ def rotary_cache(
     """
     B, T, heads, E = qkv.shape
     kv_heads, S = k.shape[1], k.shape[2]
-    assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())  # the cache's own buffers
-    assert all(w is None or (w.dtype == qkv.dtype and w.is_contiguous()) for w in norms[:2]), (qkv.dtype, norms)
+    assert k.is_contiguous() and v.is_contiguous(), (
+        k.stride(),
+        v.stride(),
+    )  # the cache's own buffers
+    assert all(w is None or (w.dtype == qkv.dtype and w.is_contiguous()) for w in norms[:2]), (
+        qkv.dtype,
+        norms,
+    )
     q = torch.empty(B, T, heads - 2 * kv_heads, E, dtype=qkv.dtype, device=qkv.device)
     cos, sin = rope
     rotary_cache_kernel[B * T, triton.cdiv(heads, HEADS)](

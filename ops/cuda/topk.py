@@ -63,7 +63,9 @@ def _exp_shifted(scores, top):
 
 
 @triton.jit(do_not_specialize=["V", "k"])
-def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def block_kernel(
+    scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """The k best keys of a block of a row, best first, and its maximum and sum of exponentials.
 
     scores: [rows, V] fp32, which are multiplied by the sharpness
@@ -97,7 +99,15 @@ def _logsumexp(stats, there):
 
 @triton.jit(do_not_specialize=["blocks", "k"])
 def row_kernel(
-    keys_ptr, stats_ptr, values_ptr, index_ptr, total_ptr, blocks, k, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr
+    keys_ptr,
+    stats_ptr,
+    values_ptr,
+    index_ptr,
+    total_ptr,
+    blocks,
+    k,
+    BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The k best of a row's candidates, and the logarithm of its sum.
 
@@ -169,7 +179,11 @@ def level_kernel(
             tl.store(tokens_ptr + begin + place, token, mask=here)
             tl.store(values_ptr + begin + place, value, mask=here)
             if FRONT > 0:
-                tl.store(ranked_ptr + begin + place, _keys(value if BY_VALUE else score, place), mask=here)
+                tl.store(
+                    ranked_ptr + begin + place,
+                    _keys(value if BY_VALUE else score, place),
+                    mask=here,
+                )
     if FRONT > 0:
         tl.debug_barrier()  # other threads have stored what is read now
         f = tl.arange(0, FRONT)
@@ -199,7 +213,15 @@ def _block_keys(scores: Tensor, k: int, sharpness: float) -> tuple[Tensor, Tenso
     keys = torch.empty(rows, blocks, k, dtype=torch.int64, device=scores.device)
     stats = torch.empty(rows, blocks, 2, dtype=torch.float32, device=scores.device)
     block_kernel[blocks, rows](
-        scores.contiguous(), keys, stats, V, k, sharpness, BLOCK=BLOCK, num_warps=4, **overlap_on(scores)
+        scores.contiguous(),
+        keys,
+        stats,
+        V,
+        k,
+        sharpness,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **overlap_on(scores),
     )
     return keys, stats
 

@@ -59,7 +59,10 @@ def relate_kernel(
     above = tl.load(above_ptr + tree * P + candidate, mask=drafted, other=-1)
     parent = tl.load(number_ptr + above + 1, mask=drafted, other=0)
     one = tl.full([NODES], 1, tl.int64)
-    line, ancestor = (one << n.to(tl.int64)) | (one << parent), parent.to(tl.int32)  # itself and its parent
+    line, ancestor = (
+        (one << n.to(tl.int64)) | (one << parent),
+        parent.to(tl.int32),
+    )  # itself and its parent
     for _ in tl.static_range(ROUNDS):
         line |= tl.gather(line, ancestor, 0)
         ancestor = tl.gather(ancestor, ancestor, 0)
@@ -75,7 +78,9 @@ def best_nodes(values: Tensor, count: int) -> Tensor:
     """`ops.tree.best_nodes` of up to MOST candidates. Never waits."""
     B, P = values.shape
     chosen = torch.empty(B, count, dtype=torch.int64, device=values.device)
-    best_nodes_kernel[(B,)](values.contiguous(), chosen, P, count, POOL=triton.next_power_of_2(P), num_warps=4)
+    best_nodes_kernel[(B,)](
+        values.contiguous(), chosen, P, count, POOL=triton.next_power_of_2(P), num_warps=4
+    )
     return chosen
 
 
@@ -83,7 +88,9 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
     """`ops.tree.relate`. Never waits."""
     (B, P), N = parents.shape, chosen.shape[1] + 1
     assert N <= 64, N
-    number, above, depths = (torch.empty(B, n, dtype=torch.int64, device=chosen.device) for n in (P + 1, N, N))
+    number, above, depths = (
+        torch.empty(B, n, dtype=torch.int64, device=chosen.device) for n in (P + 1, N, N)
+    )
     mask = torch.empty(B, N, N, dtype=torch.bool, device=chosen.device)
     relate_kernel[(B,)](
         chosen.contiguous(), parents.contiguous(), number, above, depths, mask, P, N, **tiles_of_tree(P, N, depth),
@@ -95,4 +102,8 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
 def tiles_of_tree(P: int, N: int, depth: int) -> dict[str, int]:
     """Sizes of tiles of `relate_kernel`, powers of two; the rounds in which its ancestors reach the root."""
     pool = min(triton.next_power_of_2(P + 1), MOST)
-    return {"POOL": pool, "NODES": triton.next_power_of_2(N), "ROUNDS": max(depth - 1, 0).bit_length()}
+    return {
+        "POOL": pool,
+        "NODES": triton.next_power_of_2(N),
+        "ROUNDS": max(depth - 1, 0).bit_length(),
+    }

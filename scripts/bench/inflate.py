@@ -41,7 +41,10 @@ class InflateConfig:
     """Options. Units and effects are in the help texts."""
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the small target")
-    eagle: str = option("", "directory of its EAGLE-1/2 head; default: the checkpoint's name with -eagle, if it exists")
+    eagle: str = option(
+        "",
+        "directory of its EAGLE-1/2 head; default: the checkpoint's name with -eagle, if it exists",
+    )
     shape: str = option("llama2-7b", "shape of the stand-in", tuple(SHAPES))
     dim: int = option(0, "width; 0, here and below: the shape's own")
     n_layers: int = option(0, "layers of the target; the head keeps its own")
@@ -53,9 +56,13 @@ class InflateConfig:
     n_experts: int = option(0, "experts of a layer; as many as the small model's")
     experts_per_token: int = option(0, "those that see a token; as many as the small model's")
     out: str = option("", "directory to write the target to")
-    eagle_out: str = option("", "directory to write the head to; default: OUT-eagle, where generate.py finds it")
+    eagle_out: str = option(
+        "", "directory to write the head to; default: OUT-eagle, where generate.py finds it"
+    )
     dtype: str = option("", "default: the checkpoint's", tuple(DTYPES))
-    random_twin: bool = option(False, "random weights instead of the function: to check what the zeros save")
+    random_twin: bool = option(
+        False, "random weights instead of the function: to check what the zeros save"
+    )
     overwrite: bool = option(False, "replace stand-ins that are there already")
 
     def check(self) -> None:
@@ -64,25 +71,39 @@ class InflateConfig:
             raise ValueError("--out is missing; name the directory to write")
         for name in SIZES:
             if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must be positive, or 0 for the shape's own; it is {getattr(self, name)}")
+                raise ValueError(
+                    f"--{name} must be positive, or 0 for the shape's own; it is {getattr(self, name)}"
+                )
         if self.eagle_out and Path(self.eagle_out).resolve() == Path(self.out).resolve():
-            raise ValueError(f"--eagle_out must not be the target's directory {self.out}; name another one")
+            raise ValueError(
+                f"--eagle_out must not be the target's directory {self.out}; name another one"
+            )
 
     @property
     def whole_shape(self) -> Shape:
         """The named shape with the sizes that were given."""
-        return Shape.parse(",".join([self.shape, *(f"{n}={getattr(self, n)}" for n in SIZES if getattr(self, n))]))
+        return Shape.parse(
+            ",".join([self.shape, *(f"{n}={getattr(self, n)}" for n in SIZES if getattr(self, n))])
+        )
 
 
 def check(files: InflatedFiles, out: Path, overwrite: bool) -> None:
     """Raises: ValueError when `out` may not be written, or the disk is too small for it."""
     settings = out / "config.json"
-    if out.exists() and overwrite and not (settings.is_file() and "stand_in" in read_json(settings)):
-        raise ValueError(f"--overwrite replaces stand-ins only, and {out} is none; choose another directory")
+    if (
+        out.exists()
+        and overwrite
+        and not (settings.is_file() and "stand_in" in read_json(settings))
+    ):
+        raise ValueError(
+            f"--overwrite replaces stand-ins only, and {out} is none; choose another directory"
+        )
     check_out(out, overwrite, files_bytes(files))
 
 
-def write(files: InflatedFiles, out: Path, overwrite: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+def write(
+    files: InflatedFiles, out: Path, overwrite: bool = False, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write a stand-in in Hugging Face layout. Raises: ValueError when that cannot be done. Writes: `out`."""
     check(files, out, overwrite)
     write_checkpoint(out, _computed(files), files.config, files.path, overwrite, shard_bytes)
@@ -94,7 +115,9 @@ def files_bytes(files: InflatedFiles) -> int:
 
 
 def _computed(files: InflatedFiles) -> Iterator[tuple[str, Tensor]]:
-    with tqdm(total=files_bytes(files), unit="B", unit_scale=True, desc=files.config["stand_in"]) as bar:
+    with tqdm(
+        total=files_bytes(files), unit="B", unit_scale=True, desc=files.config["stand_in"]
+    ) as bar:
         for name in files.recipes:
             tensor = files.read(name)
             yield name, tensor
@@ -109,10 +132,16 @@ def run(config: InflateConfig) -> None:
     head = Path(config.eagle) if config.eagle else bundled if bundled.is_dir() else None
     jobs = [(inflate_target(path, shape, dtype, random_twin=config.random_twin), Path(config.out))]
     if head is None and config.eagle_out:
-        raise ValueError(f"--eagle_out needs a head; name its directory with --eagle (there is no {bundled})")
+        raise ValueError(
+            f"--eagle_out needs a head; name its directory with --eagle (there is no {bundled})"
+        )
     if head is not None:
         small = head_config(head)
-        out = Path(config.eagle_out) if config.eagle_out else jobs[0][1].with_name(jobs[0][1].name + "-eagle")
+        out = (
+            Path(config.eagle_out)
+            if config.eagle_out
+            else jobs[0][1].with_name(jobs[0][1].name + "-eagle")
+        )
         jobs.append((inflate_head(head, small, shape, dtype, random_twin=config.random_twin), out))
     for files, out in jobs:  # before anything is computed
         check(files, out, config.overwrite)
@@ -120,7 +149,9 @@ def run(config: InflateConfig) -> None:
         write(files, out, config.overwrite)
         print(f"wrote {out}, {files_bytes(files) / 1e9:.2f} GB: {files.config['stand_in']}")
     named = f" --eagle {jobs[-1][1]}" if config.eagle_out else ""
-    print(f'next: python generate.py --checkpoint {config.out}{named} --prompt "def read_lines(path):"')
+    print(
+        f'next: python generate.py --checkpoint {config.out}{named} --prompt "def read_lines(path):"'
+    )
 
 
 def main() -> None:

@@ -75,7 +75,9 @@ def pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, x.shape[-1] // scale.shape[0], scale)
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, packed, x.shape[-1] // scale.shape[0], scale
+    )
 
 
 def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
@@ -92,7 +94,9 @@ TORCH = {
 class LinearConfig:
     """Options. Units and effects are in the help texts."""
 
-    shapes: str = option("5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas")
+    shapes: str = option(
+        "5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas"
+    )
     tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
     kinds: str = option(",".join(KINDS), "contestants")
     rounds: int = option(9, "measurements of each", least=1)
@@ -103,11 +107,17 @@ class LinearConfig:
         """Raises: ValueError for a value that cannot work."""
         unknown = set(self.kinds.split(",")) - set(KINDS)
         if unknown:
-            raise ValueError(f"--kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
+            raise ValueError(
+                f"--kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not"
+            )
         for shape in self.shapes.split(","):
             parts = shape.split("x")
-            if len(parts) != 2 or not all(p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts):
-                raise ValueError(f"--shapes are OUTPUTSxINPUTS in multiples of 128; one is {shape!r}")
+            if len(parts) != 2 or not all(
+                p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts
+            ):
+                raise ValueError(
+                    f"--shapes are OUTPUTSxINPUTS in multiples of 128; one is {shape!r}"
+                )
         if not all(p.isdigit() and int(p) for p in self.tokens.split(",")):
             raise ValueError(f"--tokens must be numbers like 1,8,64; it is {self.tokens!r}")
 
@@ -150,7 +160,9 @@ class Ceiling(NamedTuple):
     def measure() -> Ceiling:
         """Each the best of five runs, or their median and quartiles."""
         peaks = peak_loops()
-        return Ceiling(read_bandwidth("cpu", 5), *(max(_rate(peak) for _ in range(5)) for peak in peaks))
+        return Ceiling(
+            read_bandwidth("cpu", 5), *(max(_rate(peak) for _ in range(5)) for peak in peaks)
+        )
 
     def __str__(self) -> str:
         peaks = f"{self.int8 / 1e12:.2f} T int8 and {self.bf16 / 1e12:.2f} T bf16 multiply-adds/s"
@@ -163,7 +175,9 @@ def peak_loops() -> list[Callable[[int], float]]:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "peaks.so")
         source = Path(__file__).with_name("peaks.cpp")
-        subprocess.run([*command, f"-I{build.HERE}", str(source), *link, "-o", str(library)], check=True)
+        subprocess.run(
+            [*command, f"-I{build.HERE}", str(source), *link, "-o", str(library)], check=True
+        )
         code = ctypes.CDLL(str(library))
     loops = [code.dot_peak, code.pair_peak]
     for loop in loops:
@@ -184,7 +198,9 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
     tokens = [int(m) for m in config.tokens.split(",")]
     contestants = {kind: Contestant(kind, n, k) for kind in config.kinds.split(",")}
     inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in tokens}
-    taken: dict[tuple[str, int], list[float]] = {(kind, m): [] for kind in contestants for m in tokens}
+    taken: dict[tuple[str, int], list[float]] = {
+        (kind, m): [] for kind in contestants for m in tokens
+    }
     order = list(taken)
     for number in tqdm(range(-1, config.rounds), desc=shape, unit="round"):
         shift = number * 7 % len(order)  # nobody always follows the same neighbour
@@ -225,21 +241,30 @@ def bench(config: LinearConfig) -> None:
         torch.set_num_threads(config.threads)
     missing = build.load_operators()
     if missing:
-        raise ValueError(f"the operators cannot be built here ({missing}); there is nothing to compare")
+        raise ValueError(
+            f"the operators cannot be built here ({missing}); there is nothing to compare"
+        )
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
-    print(f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, {config.rounds} rounds", flush=True)
+    print(
+        f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, {config.rounds} rounds",
+        flush=True,
+    )
     ceilings, records = [Ceiling.measure()], {}
     for shape in config.shapes.split(","):
         records[shape] = bench_shape(shape, config)
         ceilings.append(Ceiling.measure())
     bandwidth = max(c.bandwidth.median for c in ceilings)
     int8, bf16 = max(c.int8 for c in ceilings), max(c.bf16 for c in ceilings)
-    print(f"ceilings, measured {len(ceilings)} times, the highest count: {'; '.join(map(str, ceilings))}")
+    print(
+        f"ceilings, measured {len(ceilings)} times, the highest count: {'; '.join(map(str, ceilings))}"
+    )
     for rows in records.values():
         for r in rows:
             peak = bf16 if r["kind"] in FLOAT else int8
             r["of_ceiling"] = r["ms"] / 1e3 / max(r["bytes"] / bandwidth, r["multiply_adds"] / peak)
-        print("\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak))\n")
+        print(
+            "\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak))\n"
+        )
         print(table(rows, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
         print("\nGB/s\n\n" + table(rows, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
     document = {

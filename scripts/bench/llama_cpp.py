@@ -28,9 +28,14 @@ from hf.weights import weight_names
 from options import common_prefix
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
-LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, and what it advises for CPUs
+LOOKUPS = {
+    "lookup": 10,
+    "lookup2": 2,
+}  # tokens drafted: the package's default, and what it advises for CPUs
 NEAR_TIE = 0.1  # of logits
-Drafter = Callable[[np.ndarray], np.ndarray]  # of a text so far, [T] int32, the tokens that may follow it
+Drafter = Callable[
+    [np.ndarray], np.ndarray
+]  # of a text so far, [T] int32, the tokens that may follow it
 NAMES = {  # of Hugging Face -> of GGUF
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -107,7 +112,9 @@ class LlamaCpp:
         import llama_cpp
 
         self.api, self.rows = llama_cpp, rows
-        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept: C calls it later
+        self.quiet = llama_cpp.llama_log_callback(
+            lambda level, text, data: None
+        )  # kept: C calls it later
         llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p())
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
@@ -119,7 +126,9 @@ class LlamaCpp:
         shape.n_threads = shape.n_threads_batch = threads
         self.context = llama_cpp.llama_init_from_model(self.model, shape)
         self.batch = llama_cpp.llama_batch_init(rows, 0, 1)
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self.model)
+        )
 
     def feed(self, tokens: list[int], start: int, every: bool = False) -> np.ndarray:
         """Run tokens at the positions from `start` on, whatever was there before.
@@ -138,7 +147,9 @@ class LlamaCpp:
             batch.logits[i] = every or i == len(tokens) - 1
         failed = api.llama_decode(self.context, batch)
         if failed:
-            raise ValueError(f"llama.cpp cannot decode {len(tokens)} tokens at {start} (code {failed})")
+            raise ValueError(
+                f"llama.cpp cannot decode {len(tokens)} tokens at {start} (code {failed})"
+            )
         wanted = len(tokens) if every else 1
         return np.ctypeslib.as_array(api.llama_get_logits(self.context), (wanted, self.vocab_size))
 
@@ -164,7 +175,9 @@ def lookup(tokens: int) -> Drafter:
     return LlamaPromptLookupDecoding(num_pred_tokens=tokens)
 
 
-def decode(peer: LlamaCpp, prompt: list[int], tokens: int, clock: Any, draft: Drafter | None = None) -> list[int]:
+def decode(
+    peer: LlamaCpp, prompt: list[int], tokens: int, clock: Any, draft: Drafter | None = None
+) -> list[int]:
     """Continue a prompt greedily. A draft is verified in one pass, with the token decided last.
 
     clock: its `put` is told of the new tokens of every pass as they are decided
@@ -195,5 +208,7 @@ def check_drafted(peer: LlamaCpp, prompt: list[int], plain: list[int], drafted: 
         gap = float(abs(logits[plain[same]] - logits[drafted[same]]))
         where = f"llama.cpp with and without a draft part at token {same + 1}, whose logits differ by {gap:.4f}"
         if gap > NEAR_TIE:
-            raise ValueError(f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly")
+            raise ValueError(
+                f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly"
+            )
         print(f"note: {where}, a near tie", file=sys.stderr)

@@ -33,12 +33,25 @@ from decode import PREFILL_CHUNK, Engine
 from files import write_text
 from generate import load
 from model import KVCache, causal_window
-from options import DEFAULT, GenerateConfig, check_ids, common_prefix, one_line_errors, option, parse
+from options import (
+    DEFAULT,
+    GenerateConfig,
+    check_ids,
+    common_prefix,
+    one_line_errors,
+    option,
+    parse,
+)
 from scripts.bench.measure import environment, shown_path
 from session import Session
 
 GENERATION = {"until", "max_gen_toks", "do_sample"}  # what a task may say about a text
-OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # without effect on greedy texts, as in lm_eval's `hf` backend
+OF_SAMPLING = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+}  # without effect on greedy texts, as in lm_eval's `hf` backend
 
 
 @dataclass(frozen=True)
@@ -46,19 +59,27 @@ class EvalConfig:
     """Options. Units and effects are in the help texts."""
 
     checkpoint: str = option(DEFAULT, "the model: a Hugging Face directory or a GGUF file")
-    tasks: str = option("", "names of lm_eval's tasks, separated by commas; `lm_eval ls tasks` lists them")
+    tasks: str = option(
+        "", "names of lm_eval's tasks, separated by commas; `lm_eval ls tasks` lists them"
+    )
     limit: int = option(0, "documents per task; 0: all", least=0)
     num_fewshot: int = option(-1, "examples before each document; -1: as the task has it", least=0)
     include_path: str = option("", "directory with further tasks, as YAML files")
     quant: str = option("none", "round the weights while loading", ("none", "int8", "int4"))
     group_size: int = option(0, "of int4; 0: the largest that divides the inputs of every layer")
     draft: str = option(
-        "", "who drafts texts; default: eagle when a head is given or bundled, else none", ("none", "eagle", "ngram")
+        "",
+        "who drafts texts; default: eagle when a head is given or bundled, else none",
+        ("none", "eagle", "ngram"),
     )
     eagle: str = option("", "directory of the EAGLE head")
-    chat: str | None = option(None, "render by a chat template: the checkpoint's own, or the one named", optional=True)
+    chat: str | None = option(
+        None, "render by a chat template: the checkpoint's own, or the one named", optional=True
+    )
     system: str | None = option(None, "system message of the chat")
-    context: int = option(0, "longest text in tokens; 0: what the model was trained for, at most 4096", least=0)
+    context: int = option(
+        0, "longest text in tokens; 0: what the model was trained for, at most 4096", least=0
+    )
     batch_size: int = option(1, "texts generated together", least=1)
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
@@ -68,7 +89,9 @@ class EvalConfig:
     def engine(self) -> GenerateConfig:
         """The options of the runtime. Raises: ValueError for one that cannot work."""
         own = ("tasks", "limit", "num_fewshot", "include_path", "json")
-        return GenerateConfig(**{name: value for name, value in vars(self).items() if name not in own})
+        return GenerateConfig(
+            **{name: value for name, value in vars(self).items() if name not in own}
+        )
 
 
 # ------------------------------------------------------------------------------------------------ scoring
@@ -79,7 +102,9 @@ class Scorer:
 
     def __init__(self, engine: Engine):
         self.engine, weight = engine, engine.target.embedding.weight
-        self.cache = KVCache.empty(engine.target.config, 1, engine.context, weight.dtype, str(weight.device))
+        self.cache = KVCache.empty(
+            engine.target.config, 1, engine.context, weight.dtype, str(weight.device)
+        )
         self.cached: list[int] = []  # tokens whose keys and values are in the cache
 
     @torch.inference_mode()
@@ -96,7 +121,10 @@ class Scorer:
             rule = f"a request has {len(before)} tokens and scores {len(after)}: it must be 1 to {context} behind 1"
             raise ValueError(f"{rule} or more; raise --context, or use other tasks")
         check_ids(ids, target.config.vocab_size, context + 2)
-        first, last = len(ids) - len(after) - 1, len(ids) - 1  # the rows that predict the continuation
+        first, last = (
+            len(ids) - len(after) - 1,
+            len(ids) - 1,
+        )  # the rows that predict the continuation
         begin = min(common_prefix(self.cached, ids[:-1]), first)
         self.cached = ids[:begin]
         tokens = torch.tensor([ids], device=target.embedding.weight.device)  # [1, T + 1]
@@ -123,22 +151,39 @@ class Scorer:
         engine, size = self.engine, self.engine.config.batch_size
         room = engine.context - most
         if room < 1:
-            raise ValueError(f"a task asks for {most} tokens, and the context holds {engine.context}; raise --context")
+            raise ValueError(
+                f"a task asks for {most} tokens, and the context holds {engine.context}; raise --context"
+            )
         engine = replace(engine, config=replace(engine.config, max_new_tokens=most))
         ends = {engine.tokenizer.id_of(stop) for stop in until}  # control tokens have no text
         for group in range(0, len(prompts), size):
             parts = prompts[group : group + size]
-            ids = [check_ids(part[-room:], engine.target.config.vocab_size, engine.context) for part in parts]
+            ids = [
+                check_ids(part[-room:], engine.target.config.vocab_size, engine.context)
+                for part in parts
+            ]
             streams = [(group + row, 0) for row in range(len(ids))]
-            decoders, texts, runs = [engine.tokenizer.stream() for _ in ids], [""] * len(ids), [True] * len(ids)
+            decoders, texts, runs = (
+                [engine.tokenizer.stream() for _ in ids],
+                [""] * len(ids),
+                [True] * len(ids),
+            )
             for new in Session(engine, streams).run(ids):
                 for row, tokens in enumerate(new[: len(ids)]):
-                    kept = list(takewhile(lambda token: token not in ends, tokens if runs[row] else []))
+                    kept = list(
+                        takewhile(lambda token: token not in ends, tokens if runs[row] else [])
+                    )
                     texts[row] += decoders[row].push(kept)
-                    runs[row] = runs[row] and len(kept) == len(tokens) > 0 and texts[row] == cut(texts[row], until)
+                    runs[row] = (
+                        runs[row]
+                        and len(kept) == len(tokens) > 0
+                        and texts[row] == cut(texts[row], until)
+                    )
                 if not any(runs):
                     break
-            yield from (cut(text + decoder.flush(), until) for text, decoder in zip(texts, decoders))
+            yield from (
+                cut(text + decoder.flush(), until) for text, decoder in zip(texts, decoders)
+            )
 
 
 def stops(until: list[str | None]) -> list[str]:
@@ -161,18 +206,24 @@ def adapter(engine: Engine) -> Any:
         from lm_eval.models.utils import normalize_gen_kwargs
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     except ImportError as error:
-        raise ValueError(f"{error.name} is missing; run: pip install -r scripts/bench/requirements-evals.txt") from None
+        raise ValueError(
+            f"{error.name} is missing; run: pip install -r scripts/bench/requirements-evals.txt"
+        ) from None
     scorer, tokenizer = Scorer(engine), engine.tokenizer
     ends = (*tokenizer.eos_ids, *engine.eos_ids)
     if not ends:
-        raise ValueError(f"{engine.config.checkpoint} has no end of sequence, which lm_eval needs; name another")
+        raise ValueError(
+            f"{engine.config.checkpoint} has no end of sequence, which lm_eval needs; name another"
+        )
 
     class Runtime(TemplateLM):
         eot_token_id = ends[0]
         prefix_token_id = ends[0] if tokenizer.bos_id is None else tokenizer.bos_id
         tokenizer_name = engine.config.checkpoint
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
             return tokenizer.encode(string, bos=add_special_tokens is not False, special=True)
 
         def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
@@ -184,7 +235,9 @@ def adapter(engine: Engine) -> Any:
             scores = []
             for (text,) in (request.args for request in requests):
                 ids, prefix = self.tok_encode(text), self.prefix_token_id
-                windows = map(make_disjoint_window, get_rolling_token_windows(ids, prefix, engine.context, 1))
+                windows = map(
+                    make_disjoint_window, get_rolling_token_windows(ids, prefix, engine.context, 1)
+                )
                 scores.append(sum(scorer.score(*window)[0] for window in windows))
             return scores
 
@@ -201,7 +254,9 @@ def adapter(engine: Engine) -> Any:
                 found |= zip(members, scorer.texts(prompts, until, said["max_gen_toks"]))
             return [found[i] for i in range(len(requests))]
 
-        def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+        def apply_chat_template(
+            self, chat_history: list[dict], add_generation_prompt: bool = True
+        ) -> str:
             return rendered(engine, chat_history, add_generation_prompt)
 
     return Runtime()
@@ -226,16 +281,25 @@ def rendered(engine: Engine, messages: list[dict], asks: bool) -> str:
     """
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     roles = [m["role"] for m in messages[len(system) :]]
-    turns, answers = ([m["content"] for m in messages if m["role"] == role] for role in ("user", "assistant"))
+    turns, answers = (
+        [m["content"] for m in messages if m["role"] == role] for role in ("user", "assistant")
+    )
     if not asks or roles != (["user", "assistant"] * len(turns))[: 2 * len(turns) - 1]:
-        raise ValueError("a task gives a later system message or the start of an answer; use other tasks")
+        raise ValueError(
+            "a task gives a later system message or the start of an answer; use other tasks"
+        )
     if not any(system):
         return engine.template.render(turns, answers)
     joined = "\n\n".join(filter(None, (engine.config.system, *system)))
     try:
-        text, other = (replace(engine.template, system=s).render(turns, answers) for s in (joined, f"Also: {joined}"))
+        text, other = (
+            replace(engine.template, system=s).render(turns, answers)
+            for s in (joined, f"Also: {joined}")
+        )
     except ValueError:
-        engine.template.render(turns, answers)  # what fails without the message too is refused for that
+        engine.template.render(
+            turns, answers
+        )  # what fails without the message too is refused for that
         text = other = ""
     if text == other:
         raise ValueError(
@@ -263,7 +327,9 @@ def run(config: EvalConfig) -> dict:
     names = config.tasks.split(",")
     missing = [name for name in names if name not in manager.all_tasks]
     if missing:
-        raise ValueError(f"--tasks: lm_eval has no task {', '.join(missing)}; see `lm_eval ls tasks`")
+        raise ValueError(
+            f"--tasks: lm_eval has no task {', '.join(missing)}; see `lm_eval ls tasks`"
+        )
     try:
         found = simple_evaluate(
             model, tasks=names, limit=config.limit or None, task_manager=manager,
@@ -271,7 +337,9 @@ def run(config: EvalConfig) -> dict:
             apply_chat_template=engine.template is not None, log_samples=False,
         )  # fmt: skip
     except ConnectionError as error:
-        raise ValueError(f"--tasks: the data cannot be fetched ({error}); try again, or use --include_path") from None
+        raise ValueError(
+            f"--tasks: the data cannot be fetched ({error}); try again, or use --include_path"
+        ) from None
     facts, ran = environment(engine.config.device, "lm_eval"), engine.config
     what = f"{shown_path(ran.checkpoint)}, {ran.dtype}, quant {ran.quant}, draft {ran.draft}, context {engine.context}"
     print(", ".join(f"{key} {value}" for key, value in facts.items()) + f"\n{what}\n")

@@ -111,7 +111,13 @@ def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
     seen = session.stats
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
-    return Outcome(rows, caching.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets)
+    return Outcome(
+        rows,
+        caching.prefill_s,
+        step_s,
+        seen.tokens / max(len(seen.accept_lengths), 1),
+        seen.presets,
+    )
 
 
 def run_stream(engine: Engine, prompts: list[list[int]]) -> Outcome:
@@ -120,10 +126,14 @@ def run_stream(engine: Engine, prompts: list[list[int]]) -> Outcome:
     batch.run(batch.streams)
     rows, seen = [entry.new for entry in batch.entries], batch.stats
     step_s = (time.perf_counter() - began) / sum(map(len, rows))
-    return Outcome(rows, seen.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets)
+    return Outcome(
+        rows, seen.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets
+    )
 
 
-def in_turn(contestants: dict[str, Callable[[], Any]], runs: int, title: str) -> dict[str, list[Any]]:
+def in_turn(
+    contestants: dict[str, Callable[[], Any]], runs: int, title: str
+) -> dict[str, list[Any]]:
     """Run everybody once to warm up, then `runs` rounds of everybody, one after the other."""
     outcomes: dict[str, list[Any]] = {name: [] for name in contestants}
     bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run")
@@ -144,7 +154,9 @@ def read_bandwidth(device: str, runs: int) -> Series:
     command = [sys.executable, "-c", child, device, str(runs), str(torch.get_num_threads())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"the bandwidth of {device} cannot be measured: {done.stderr.strip().splitlines()[-1]}")
+        raise ValueError(
+            f"the bandwidth of {device} cannot be measured: {done.stderr.strip().splitlines()[-1]}"
+        )
     return Series.of([float(x) for x in done.stdout.split()])
 
 
@@ -153,7 +165,9 @@ def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
     kind = device.partition(":")[0]
     buffer = torch.ones(CEILING_BYTES[kind] // 4, device=device)
     seconds_of = event_seconds if kind == "cuda" else host_seconds
-    return [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)][1:]  # the first warms up
+    return [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)][
+        1:
+    ]  # the first warms up
 
 
 def host_seconds(work: Callable[[], Tensor]) -> float:
@@ -184,7 +198,9 @@ def pass_bytes(target: Transformer, cached: float, experts: float | None = None)
     if c.n_experts:
         read = c.experts_per_token if experts is None else experts
         mixtures = [layer.ffn for layer in target.layers if isinstance(layer.ffn, MoEFeedForward)]
-        skipped += (1 - read / c.n_experts) * sum(_nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2))
+        skipped += (1 - read / c.n_experts) * sum(
+            _nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2)
+        )
     weights = _nbytes(target) - skipped
     return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
 
@@ -195,13 +211,18 @@ def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor
     inputs: of `Transformer.forward`. Returns: the features, [B, T, F]; the inputs of the blocks, [B, T, F] each.
     """
     given: list[Tensor] = []
-    hooks = [block.register_forward_pre_hook(lambda _, args: given.append(args[0])) for block in target.layers]
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        for block in target.layers
+    ]
     try:
         features = target(*inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    assert len(given) == len(target.layers), "the blocks ran in one call (Transformer.fused); load without --compile"
+    assert len(given) == len(target.layers), (
+        "the blocks ran in one call (Transformer.fused); load without --compile"
+    )
     return features, given
 
 
@@ -230,7 +251,9 @@ def _cpu_name() -> str:
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     if "model name" not in said:
         return platform.processor() or platform.machine()
-    numbers = [f"{key} {said[key]}" for key in ("cpu family", "model") if key in said]  # clouds hide them in the name
+    numbers = [
+        f"{key} {said[key]}" for key in ("cpu family", "model") if key in said
+    ]  # clouds hide them in the name
     return " ".join([said["model name"], *numbers])
 
 
@@ -263,11 +286,18 @@ class Log:
                 row = json.loads(line)
             except ValueError:  # not JSON, or not UTF-8
                 if number < len(lines):
-                    raise ValueError(f"{what}: {path} line {number} is not valid JSON; name another file") from None
-                print(f"note: {path} line {number} is torn; it is dropped and measured again", file=sys.stderr)
+                    raise ValueError(
+                        f"{what}: {path} line {number} is not valid JSON; name another file"
+                    ) from None
+                print(
+                    f"note: {path} line {number} is torn; it is dropped and measured again",
+                    file=sys.stderr,
+                )
                 return os.truncate(self.path, sum(map(len, lines[:-1])))
             if not isinstance(row, dict):
-                raise ValueError(f"{what}: {path} line {number} is no JSON object; name another file")
+                raise ValueError(
+                    f"{what}: {path} line {number} is no JSON object; name another file"
+                )
             self.rows.append(row)
         if lines and not lines[-1].endswith(b"\n"):
             self._write("\n")

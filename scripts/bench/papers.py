@@ -39,15 +39,35 @@ from decode import Engine
 from files import read_jsonl
 from generate import Batch, Turn, encode, load
 from options import DEMO, ROOT, GenerateConfig, one_line_errors, option, parse, pick_device
-from scripts.bench.measure import Log, Series, environment, pass_bytes, read_bandwidth, shown_path, with_config
+from scripts.bench.measure import (
+    Log,
+    Series,
+    environment,
+    pass_bytes,
+    read_bandwidth,
+    shown_path,
+    with_config,
+)
 from scripts.bench.report import write_report
 from stats import Stats, peak_memory_bytes
 
 EVAL = ROOT / "data" / "eval"
-FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # how a base model is asked, as in its training; chat models get the turns
+FORMS = {
+    "gsm8k": "Question: {}\nAnswer:"
+}  # how a base model is asked, as in its training; chat models get the turns
 BINS = 20  # of confidence, in [0, 1]
 CEILING_RUNS = 5
-MATRIX = ("tasks", "methods", "temperatures", "batch_sizes", "quant", "json", "report", "plots", "table")
+MATRIX = (
+    "tasks",
+    "methods",
+    "temperatures",
+    "batch_sizes",
+    "quant",
+    "json",
+    "report",
+    "plots",
+    "table",
+)
 
 
 @dataclass(frozen=True)
@@ -56,28 +76,44 @@ class BenchConfig:
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the target")
     eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
-    tasks: str = option("demo,gsm8k,humaneval", "names in data/eval, or JSONL files of id, task and turns")
+    tasks: str = option(
+        "demo,gsm8k,humaneval", "names in data/eval, or JSONL files of id, task and turns"
+    )
     limit: int = option(20, "prompts per task; 0: all", least=0)
-    methods: str = option("none,eagle:chain:tree_depth=5,eagle:static,eagle:dynamic", "who drafts, and how; see above")
+    methods: str = option(
+        "none,eagle:chain:tree_depth=5,eagle:static,eagle:dynamic", "who drafts, and how; see above"
+    )
     temperatures: str = option("0", "0 is greedy")
     batch_sizes: str = option("1", "sequences decoded together")
     quant: str = option("none", "weight formats of the target, each loaded in turn")
-    options: str = option("", "further options of generate.py for all methods, as top_p=0.9,context=1024,ignore_eos")
-    chat: str | None = option(None, "apply a chat template: the model's, or the one named", optional=True)
+    options: str = option(
+        "", "further options of generate.py for all methods, as top_p=0.9,context=1024,ignore_eos"
+    )
+    chat: str | None = option(
+        None, "apply a chat template: the model's, or the one named", optional=True
+    )
     max_new_tokens: int = option(128, "tokens per turn")
     max_prompt: int = option(
-        0, "longer prompts are left out, and counted; 0: those that leave no room to answer", least=0
+        0,
+        "longer prompts are left out, and counted; 0: those that leave no room to answer",
+        least=0,
     )
     traced: int = option(
-        4, "prompts per task that are first decoded untimed, to warm up and for the calibration", least=1
+        4,
+        "prompts per task that are first decoded untimed, to warm up and for the calibration",
+        least=1,
     )
-    repeats: int = option(1, "timed runs of every prompt; acceptance is counted in the first", least=1)
+    repeats: int = option(
+        1, "timed runs of every prompt; acceptance is counted in the first", least=1
+    )
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     seed: int = option(0, "of the sampling noise")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
-    json: str = option("", "write one line per task and method; what this file holds already is not measured again")
+    json: str = option(
+        "", "write one line per task and method; what this file holds already is not measured again"
+    )
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
     table: str = option("", "file to write the Markdown tables to")
@@ -87,12 +123,16 @@ class BenchConfig:
         for name in ("tasks", "methods", "temperatures", "batch_sizes", "quant"):
             parts = getattr(self, name).split(",")
             if len(set(parts)) < len(parts) or "" in parts:
-                raise ValueError(f"--{name} must be a list of different values; it is {getattr(self, name)!r}")
+                raise ValueError(
+                    f"--{name} must be a list of different values; it is {getattr(self, name)!r}"
+                )
         if self.report and self.json:
             raise ValueError("--report measures nothing; it cannot go with --json")
         for name in ("json", "table"):
             if not Path(getattr(self, name)).parent.is_dir():
-                raise ValueError(f"--{name}: cannot write {getattr(self, name)}; its directory does not exist")
+                raise ValueError(
+                    f"--{name}: cannot write {getattr(self, name)}; its directory does not exist"
+                )
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -123,7 +163,9 @@ class Task(NamedTuple):
 def task_row_fault(row: dict) -> str:
     """What is wrong with a row of a task file; "" when nothing is."""
     turns = row.get("turns")
-    texts = isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
+    texts = (
+        isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
+    )
     whole = texts and isinstance(row.get("task"), str) and "id" in row
     return "" if whole else 'a row must be like {"id": "a-1", "task": "a", "turns": ["text", ...]}'
 
@@ -147,9 +189,13 @@ def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchCo
     room = config.max_prompt or engine.context - config.max_new_tokens
     kept = [turns for turns in prompts if len(encode(engine, turns[:1], [])) <= room]
     if not kept:
-        raise ValueError(f"no prompt of {name} has at most {room} tokens; raise --max_prompt or the context")
+        raise ValueError(
+            f"no prompt of {name} has at most {room} tokens; raise --max_prompt or the context"
+        )
     if len(kept) < len(prompts):
-        print(f"note: {len(prompts) - len(kept)} prompts of {name} have more than {room} tokens; they are left out")
+        print(
+            f"note: {len(prompts) - len(kept)} prompts of {name} have more than {room} tokens; they are left out"
+        )
     return Task(name, kept, len(prompts) - len(kept))
 
 
@@ -159,8 +205,15 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
     Raises: ValueError for a combination that cannot work.
     """
     draft, *pieces = method.split(":")
-    argv = [f"--{name}={getattr(config, name)}" for name in ("checkpoint", "device", "max_new_tokens", "seed")]
-    argv += [f"--draft={draft}", f"--temperature={setting.temperature}", f"--batch_size={setting.batch_size}"]
+    argv = [
+        f"--{name}={getattr(config, name)}"
+        for name in ("checkpoint", "device", "max_new_tokens", "seed")
+    ]
+    argv += [
+        f"--draft={draft}",
+        f"--temperature={setting.temperature}",
+        f"--batch_size={setting.batch_size}",
+    ]
     argv += [f"--dtype={config.dtype}"] if config.dtype else []
     argv += [f"--quant={setting.quant}"] if setting.quant != "none" else []
     argv += [f"--eagle={config.eagle}"] if config.eagle and "eagle" in draft else []
@@ -232,7 +285,10 @@ def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
     rows: dict[int, list[int]] = {}  # accept lengths by row
     for row, length in zip((row for live in stats.live_rows for row in live), stats.accept_lengths):
         rows.setdefault(row, []).append(length)
-    facts = {name: getattr(stats, name) for name in ("tokens", "decode_s", "prefill_s", "draft_s", "verify_s")}
+    facts = {
+        name: getattr(stats, name)
+        for name in ("tokens", "decode_s", "prefill_s", "draft_s", "verify_s")
+    }
     facts |= {"cycles": len(stats.live_rows), "accept_lengths": list(rows.values())}
     return facts | {"repeated": [repeated(entry.new) for entry in entries]}, entries
 
@@ -244,7 +300,9 @@ def run_round(batches: dict[str, Batch], number: int, repeat: int) -> dict[str, 
     done = {name: run_group(batches[name], number) for name in names[first:] + names[:first]}
     outcomes = {name: done[name][0] for name in names}
     for name in names:
-        exact = "none" in done and batches[name].engine.config.accept == "exact"  # the residual rule draws others
+        exact = (
+            "none" in done and batches[name].engine.config.accept == "exact"
+        )  # the residual rule draws others
         pairs = zip(done[name][1], done["none"][1]) if exact else ()
         outcomes[name]["identical"] = [mine.new == plain.new for mine, plain in pairs]
     return {"group": number, "repeat": repeat, "outcomes": outcomes}
@@ -275,7 +333,10 @@ def speed(name: str, rounds: list[dict]) -> dict[str, Any]:
     plain = [_rate(r["outcomes"]["none"]) if "none" in r["outcomes"] else 0.0 for r in rounds]
     pairs = [r / p for r, p in zip(rate, plain) if r and p]
     cycles = max(sum(one["cycles"] for one in mine), 1)
-    total = {key: sum(one[key] for one in mine) for key in ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens")}
+    total = {
+        key: sum(one[key] for one in mine)
+        for key in ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens")
+    }
     parts = {"draft": total["draft_s"], "verify": total["verify_s"]}
     parts["rest"] = total["decode_s"] - parts["draft"] - parts["verify"]
     rates = Series.quartiles([r for r in rate if r] or [0.0])
@@ -296,7 +357,9 @@ def _rate(outcome: dict[str, Any]) -> float:
 def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> dict[str, Any]:
     """A line of the log, as far as it comes from the measurement."""
     first = [r["outcomes"][name] for r in rounds if r["repeat"] == 0]
-    facts = acceptance([row for one in first for row in one["accept_lengths"]], engine.drafter.depth)
+    facts = acceptance(
+        [row for one in first for row in one["accept_lengths"]], engine.drafter.depth
+    )
     timed = speed(name, rounds)
     same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
     chain = engine.config.draft in ("eagle", "model") and engine.drafter.width == 1
@@ -360,7 +423,9 @@ def open_log(path: str, what: str) -> Log:
     log = Log(path, what)
     for number, row in enumerate(log.rows, 1):
         if "ceiling_bytes_per_s" not in row or "calibration" not in row:
-            raise ValueError(f"{what}: {path} line {number} is no line of papers.py; name another file")
+            raise ValueError(
+                f"{what}: {path} line {number} is no line of papers.py; name another file"
+            )
     return log
 
 
@@ -370,7 +435,9 @@ def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log
         for name, value in config.fixed.items():
             if row["config"].get(name) != value:
                 was = f"--{name} {row['config'].get(name)}, here {value}"
-                raise ValueError(f"--json: {config.json} was measured with {was}; name another file")
+                raise ValueError(
+                    f"--json: {config.json} was measured with {was}; name another file"
+                )
     known = {tuple(row[key] for key in ("task", "method", *Setting._fields)) for row in log.rows}
     units = []
     for setting in settings_of(config):
@@ -391,7 +458,9 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
         bench.part.clear()
     done = {(r["group"], r["repeat"]) for r in bench.part.rows}
     bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {unit.setting.batch_size}")
-    found = {name: traced(engine, task.prompts[: config.traced]) for name, engine in engines.items()}
+    found = {
+        name: traced(engine, task.prompts[: config.traced]) for name, engine in engines.items()
+    }
     batches = {name: Batch(engine, task.prompts) for name, engine in engines.items()}
     for repeat in range(config.repeats):
         for number in range(len(batches[methods[0]].groups)):
@@ -399,7 +468,11 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
                 bench.part.add([label | run_round(batches, number, repeat)])
             bar.update()
     facts = {"prompts": len(task.prompts), "left_out": task.left_out}
-    context = {"config": config.fixed, "environment": bench.machine, "ceiling_bytes_per_s": bench.ceiling}
+    context = {
+        "config": config.fixed,
+        "environment": bench.machine,
+        "ceiling_bytes_per_s": bench.ceiling,
+    }
     bench.log.add(
         [
             unit.key(name)
@@ -417,7 +490,9 @@ def measure(bench: Bench, units: list[Unit]) -> None:
     """Measure what is to do: one target per quantization, one set of engines per setting."""
     target, loaded = None, None
     sizes = {name: len(prompts) * bench.config.repeats for name, prompts in bench.tasks.items()}
-    bar = tqdm(total=sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units), unit="round")
+    bar = tqdm(
+        total=sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units), unit="round"
+    )
     for setting in dict.fromkeys(unit.setting for unit in units):
         mine = [unit for unit in units if unit.setting == setting]
         if loaded != setting.quant:
@@ -426,7 +501,9 @@ def measure(bench: Bench, units: list[Unit]) -> None:
             target, loaded = load(replace(plain, compile=False)), setting.quant
         engines: dict[str, Engine] = {}
         for name in dict.fromkeys(m for unit in mine for m in bench.methods(unit)):
-            bar.set_postfix_str(f"compiling {name}" if bench.config.compile else f"preparing {name}")
+            bar.set_postfix_str(
+                f"compiling {name}" if bench.config.compile else f"preparing {name}"
+            )
             chosen = method_config(name, setting, bench.config)
             engines[name] = with_config(target, replace(chosen, dtype=target.config.dtype))
         for unit in mine:
@@ -456,7 +533,9 @@ def run(config: BenchConfig) -> list[dict]:
     log = open_log(config.json, "--json")
     units = units_to_do(config, tasks, log)
     if log.rows:
-        print(f"{config.json} holds {len(log.rows)} lines; {sum(len(u.lacking) for u in units)} are to be measured")
+        print(
+            f"{config.json} holds {len(log.rows)} lines; {sum(len(u.lacking) for u in units)} are to be measured"
+        )
     if units:
         machine, ceiling = environment(config.device), read_bandwidth(config.device, CEILING_RUNS)
         print("\n".join(header_lines(config, machine, ceiling)), flush=True)

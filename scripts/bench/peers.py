@@ -46,7 +46,15 @@ from generate import encode, load
 from model import DTYPES, KVCache, causal_window
 from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device
 from runtime import compiled
-from scripts.bench.llama_cpp import FORMATS, LOOKUPS, LlamaCpp, check_drafted, decode, lookup, write_gguf
+from scripts.bench.llama_cpp import (
+    FORMATS,
+    LOOKUPS,
+    LlamaCpp,
+    check_drafted,
+    decode,
+    lookup,
+    write_gguf,
+)
 from scripts.bench.measure import (
     Outcome,
     Series,
@@ -81,20 +89,38 @@ class PeersConfig:
 
     checkpoint: str = option(DEMO, "the target: a Hugging Face directory or a GGUF file")
     eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
-    methods: str = option("none,eagle:chain:tree_depth=5", "ours, as in papers.py; the first is what ratios refer to")
+    methods: str = option(
+        "none,eagle:chain:tree_depth=5", "ours, as in papers.py; the first is what ratios refer to"
+    )
     formats: str = option("none", "weights of ours, of none, int8 and int4: every method with each")
-    peers: str = option("transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}")
-    assistant: str = option("", "Hugging Face directory of the draft model of transformers:assistant")
-    tasks: str = option("demo", "names in data/eval, or JSONL files of id, task and turns; first turns are used")
+    peers: str = option(
+        "transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}"
+    )
+    assistant: str = option(
+        "", "Hugging Face directory of the draft model of transformers:assistant"
+    )
+    tasks: str = option(
+        "demo", "names in data/eval, or JSONL files of id, task and turns; first turns are used"
+    )
     limit: int = option(5, "prompts per task", least=1)
     max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
-    rounds: int = option(1, "timed rounds over all prompts, at least; more where they make fewer than 5 runs", least=1)
-    batch_sizes: str = option("1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone")
-    prompts_per_row: int = option(1, "prompts of each row in a run; beyond 1 reading them is timed too", least=1)
+    rounds: int = option(
+        1,
+        "timed rounds over all prompts, at least; more where they make fewer than 5 runs",
+        least=1,
+    )
+    batch_sizes: str = option(
+        "1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone"
+    )
+    prompts_per_row: int = option(
+        1, "prompts of each row in a run; beyond 1 reading them is timed too", least=1
+    )
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
     gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
     options: str = option("", "further options of generate.py for our methods")
-    chat: str | None = option(None, "apply a chat template: the model's, or the one named", optional=True)
+    chat: str | None = option(
+        None, "apply a chat template: the model's, or the one named", optional=True
+    )
     compile: bool = option(False, "compile our steps")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
@@ -112,7 +138,9 @@ class PeersConfig:
                     __import__(package)
                 except ImportError:
                     file = "scripts/bench/requirements-peers.txt"
-                    raise ValueError(f"--peers {peer} needs the package {package}; pip install -r {file}") from None
+                    raise ValueError(
+                        f"--peers {peer} needs the package {package}; pip install -r {file}"
+                    ) from None
         for quant in self.formats.split(","):
             if quant not in ("none", "int8", "int4"):
                 raise ValueError(f"--formats: there is no {quant}; use none, int8 or int4")
@@ -122,10 +150,16 @@ class PeersConfig:
                 raise ValueError(
                     f"--batch_sizes: {peer} decodes one prompt at a time; use 1, or leave it out of --peers"
                 )
-        if any(peer.startswith("llama.cpp:file") for peer in self.peer_list) and not is_gguf(Path(self.checkpoint)):
-            raise ValueError(f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none")
+        if any(peer.startswith("llama.cpp:file") for peer in self.peer_list) and not is_gguf(
+            Path(self.checkpoint)
+        ):
+            raise ValueError(
+                f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none"
+            )
         if ("transformers:assistant" in self.peer_list) != bool(self.assistant):
-            raise ValueError("--assistant names the draft model of the peer transformers:assistant; give both or none")
+            raise ValueError(
+                "--assistant names the draft model of the peer transformers:assistant; give both or none"
+            )
         if self.gguf and not Path(self.gguf).is_dir():
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
         if not Path(self.json).parent.is_dir():
@@ -135,7 +169,9 @@ class PeersConfig:
     def sizes(self) -> list[int]:
         """The batch sizes. Raises: ValueError for what is no list of numbers."""
         parts = self.batch_sizes.split(",")
-        if not all(part.isdecimal() and int(part) for part in parts) or len(set(parts)) < len(parts):
+        if not all(part.isdecimal() and int(part) for part in parts) or len(set(parts)) < len(
+            parts
+        ):
             raise ValueError(
                 f"--batch_sizes must be different whole numbers from 1 on, as 1,4; it is {self.batch_sizes!r}"
             )
@@ -152,8 +188,12 @@ class Contestant(NamedTuple):
 
     run: Callable[[list[list[int]]], Outcome]  # of a group of prompts
     logits: Callable[[list[int]], torch.Tensor]  # of every token of a prompt, [T, V] on the CPU
-    verify: Callable[[int], Callable[[], None]] | None  # a pass over so many tokens behind the first prompt
-    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = lambda ran: []  # how often each of several ran
+    verify: (
+        Callable[[int], Callable[[], None]] | None
+    )  # a pass over so many tokens behind the first prompt
+    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = (
+        lambda ran: []
+    )  # how often each of several ran
 
 
 class TokenClock:
@@ -165,7 +205,9 @@ class TokenClock:
 
     def put(self, value: Any) -> None:
         """Take in new tokens."""
-        self.puts.append((time.perf_counter(), value.numel() if isinstance(value, torch.Tensor) else len(value)))
+        self.puts.append(
+            (time.perf_counter(), value.numel() if isinstance(value, torch.Tensor) else len(value))
+        )
 
     def end(self) -> None:
         """Nothing is held back."""
@@ -227,13 +269,18 @@ def in_batches(contestant: Contestant, size: int) -> Contestant:
     """Who continues any number of prompts, `size` side by side, one batch after the other."""
 
     def run(prompts: list[list[int]]) -> Outcome:
-        done = [contestant.run(prompts[first : first + size]) for first in range(0, len(prompts), size)]
+        done = [
+            contestant.run(prompts[first : first + size]) for first in range(0, len(prompts), size)
+        ]
         if len(done) == 1:
             return done[0]
         rows = [row for outcome in done for row in outcome.rows]
         seconds = sum(o.first_s + o.step_s * sum(len(row) - 1 for row in o.rows) for o in done)
         return Outcome(
-            rows, sum(o.first_s for o in done), seconds / sum(map(len, rows)), statistics.mean(o.tau for o in done)
+            rows,
+            sum(o.first_s for o in done),
+            seconds / sum(map(len, rows)),
+            statistics.mean(o.tau for o in done),
         )
 
     return contestant._replace(run=run)
@@ -255,17 +302,29 @@ def load_transformers(path: Path, dtype: str, device: str) -> Any:
     return model
 
 
-def transformers_runner(model: Any, tokens: int, **options: Any) -> Callable[[list[list[int]]], Outcome]:
+def transformers_runner(
+    model: Any, tokens: int, **options: Any
+) -> Callable[[list[list[int]]], Outcome]:
     """Continue groups of prompts with a loaded model; shorter ones are padded on the left, and the padding masked."""
 
     @torch.inference_mode()
     def run(prompts: list[list[int]]) -> Outcome:
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # [B, T]
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        ids = torch.tensor(
+            [[0] * (width - len(p)) + p for p in prompts], device=model.device
+        )  # [B, T]
+        mask = torch.tensor(
+            [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
+        )
         clock = TokenClock()
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, streamer=clock, pad_token_id=0, **options
+            ids,
+            attention_mask=mask,
+            max_new_tokens=tokens,
+            do_sample=False,
+            streamer=clock,
+            pad_token_id=0,
+            **options,
         )
         return clock.outcome(out[:, width:].tolist(), skip=1)  # the first call brings the prompts
 
@@ -278,7 +337,11 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
     if name.endswith(":lookup"):
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     elif name.endswith(":assistant"):
-        options = {"assistant_model": load_transformers(Path(config.assistant), config.dtype, config.device)}
+        options = {
+            "assistant_model": load_transformers(
+                Path(config.assistant), config.dtype, config.device
+            )
+        }
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> torch.Tensor:
@@ -297,10 +360,16 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
         return once
 
     plain = name == "transformers"
-    return Contestant(transformers_runner(model, config.max_new_tokens, **options), logits, verify if plain else None)
+    return Contestant(
+        transformers_runner(model, config.max_new_tokens, **options),
+        logits,
+        verify if plain else None,
+    )
 
 
-def load_llama_cpp(kind: str, config: PeersConfig, folder: Path, prompts: list[list[int]]) -> LlamaCpp:
+def load_llama_cpp(
+    kind: str, config: PeersConfig, folder: Path, prompts: list[list[int]]
+) -> LlamaCpp:
     """llama.cpp on the same weights in one of its formats."""
     whole = Path(config.checkpoint)
     file = whole if kind == "file" else folder / f"{whole.resolve().name}-{kind}.gguf"
@@ -334,7 +403,9 @@ def llama_cpp_peer(peer: LlamaCpp, how: str, tokens: int, prompt: list[int]) -> 
     return Contestant(run, logits, None if draft else verify)
 
 
-def make_peers(config: PeersConfig, prompts: list[list[int]], folder: Path) -> dict[str, Contestant]:
+def make_peers(
+    config: PeersConfig, prompts: list[list[int]], folder: Path
+) -> dict[str, Contestant]:
     """The peers, loaded: the target once for transformers, once per GGUF file."""
     contestants, model, files = {}, None, {}
     for name in config.peer_list:
@@ -351,19 +422,31 @@ def make_peers(config: PeersConfig, prompts: list[list[int]], folder: Path) -> d
 
 def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
     """Our target in every format."""
-    plain = replace(method_config("none", Setting("none", 0.0, 1), config), compile=False, dtype=base.config.dtype)
-    return {q: base if q == "none" else load(replace(plain, quant=q)) for q in config.formats.split(",")}
+    plain = replace(
+        method_config("none", Setting("none", 0.0, 1), config),
+        compile=False,
+        dtype=base.config.dtype,
+    )
+    return {
+        q: base if q == "none" else load(replace(plain, quant=q)) for q in config.formats.split(",")
+    }
 
 
-def make_ours(config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int) -> dict[str, Contestant]:
+def make_ours(
+    config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int
+) -> dict[str, Contestant]:
     """Every method with every format, for a batch size."""
     torch.compiler.reset()  # else these steps would first try the graphs of another size
     contestants = {}
     for quant, engine in loaded.items():
         for method in config.methods.split(","):
-            chosen = replace(method_config(method, Setting(quant, 0.0, size), config), ignore_eos=True)
+            chosen = replace(
+                method_config(method, Setting(quant, 0.0, size), config), ignore_eos=True
+            )
             made = with_config(engine, replace(chosen, dtype=engine.config.dtype))
-            contestants[f"ours {'' if quant == 'none' else quant + ' '}{method}"] = ours(made, prompt)
+            contestants[f"ours {'' if quant == 'none' else quant + ' '}{method}"] = ours(
+                made, prompt
+            )
     return contestants
 
 
@@ -378,7 +461,11 @@ def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, d
         other = contestant.logits(prompt)
         off = other - reference
         same = (other.argmax(-1) == reference.argmax(-1)).float().mean()
-        rows[name] = {"rms": float(off.square().mean().sqrt()), "max": float(off.abs().max()), "same": float(same)}
+        rows[name] = {
+            "rms": float(off.square().mean().sqrt()),
+            "max": float(off.abs().max()),
+            "same": float(same),
+        }
     return rows | {"scale": {"rms": float(reference.square().mean().sqrt())}}
 
 
@@ -390,11 +477,15 @@ def groups_of(prompts: list, size: int) -> list[list]:
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
-def measure_speed(contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int) -> dict[str, Any]:
+def measure_speed(
+    contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int
+) -> dict[str, Any]:
     """Everybody continues every group of prompts, in turn, after one run to warm up."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
     runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
-    bar = tqdm(total=len(contestants) * len(runs), desc=f"speed, groups of {len(groups[0])}", unit="run")
+    bar = tqdm(
+        total=len(contestants) * len(runs), desc=f"speed, groups of {len(groups[0])}", unit="run"
+    )
     for number, group in enumerate(runs):
         for name, contestant in contestants.items():
             outcome = contestant.run(group)
@@ -418,10 +509,14 @@ def measure_speed(contestants: dict[str, Contestant], groups: list[list[list[int
 
 def measure_widths(contestants: dict[str, Contestant]) -> dict[str, list[Series]]:
     """Seconds of a pass over each of WIDTHS tokens, everybody in turn."""
-    able = {name: contestant.verify for name, contestant in contestants.items() if contestant.verify}
+    able = {
+        name: contestant.verify for name, contestant in contestants.items() if contestant.verify
+    }
     rows: dict[str, list[Series]] = {name: [] for name in able}
     for width in WIDTHS:
-        timed = in_turn({name: _timed(verify(width)) for name, verify in able.items()}, 5, f"{width} tokens")
+        timed = in_turn(
+            {name: _timed(verify(width)) for name, verify in able.items()}, 5, f"{width} tokens"
+        )
         for name, seconds in timed.items():
             rows[name].append(Series.of(seconds))
     return rows
@@ -449,7 +544,9 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
     first = "reading prompts ms" if turns else "first tokens ms"
     yield f"| B | | tokens/s | ratio | tau | {first} | of ceiling | same tokens | logits rms | equal argmax |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    rows = [(size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()]
+    rows = [
+        (size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()
+    ]
     for size, name, row in rows:
         near = result["parity"][name]
         share = f"{100 * result['pass_bytes'] * row['tokens_per_s'][0] / result['ceiling_bytes_per_s'][0]:.0f} %"
@@ -498,15 +595,24 @@ def bench(config: PeersConfig) -> None:
     prompts = [encode(base, [text], []) for text in texts]
     room = base.context - config.max_new_tokens
     if max(map(len, prompts)) > room:
-        raise ValueError(f"a prompt has {max(map(len, prompts))} tokens, the context has room for {room}; raise it")
-    packages = [p for peer in config.peer_list for p in PACKAGES[peer.partition(":")[0]] if p != "gguf"]
+        raise ValueError(
+            f"a prompt has {max(map(len, prompts))} tokens, the context has room for {room}; raise it"
+        )
+    packages = [
+        p for peer in config.peer_list for p in PACKAGES[peer.partition(":")[0]] if p != "gguf"
+    ]
     machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, 5)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)
     groups = {size: groups_of(prompts, size * config.prompts_per_row) for size in config.sizes}
     with tempfile.TemporaryDirectory() as temporary:
-        peers, loaded = make_peers(config, prompts, Path(config.gguf or temporary)), load_formats(config, base)
+        peers, loaded = (
+            make_peers(config, prompts, Path(config.gguf or temporary)),
+            load_formats(config, base),
+        )
         result = {
-            "config": {name: shown_path(x) if name in PATHS else x for name, x in asdict(config).items()},
+            "config": {
+                name: shown_path(x) if name in PATHS else x for name, x in asdict(config).items()
+            },
             "environment": machine,
             "ceiling_bytes_per_s": ceiling,
             "pass_bytes": pass_bytes(base.target, len(prompts[0])),

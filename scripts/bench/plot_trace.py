@@ -31,7 +31,11 @@ from options import DEMO, one_line_errors, option, parse
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACEHOLDER = "{{data}}"
-BOX, COLUMN, LINE = 110, 150, 32  # of a picture: width of a node, from level to level, from leaf to leaf (pixels)
+BOX, COLUMN, LINE = (
+    110,
+    150,
+    32,
+)  # of a picture: width of a node, from level to level, from leaf to leaf (pixels)
 LISTS = ("draft_tokens", "parents", "depths", "path", "emitted")
 
 
@@ -41,7 +45,11 @@ class PlotConfig:
 
     trace: str = option("", "what generate.py --trace wrote", positional=True)
     out: str = option("", "page or picture to write; default: the trace's name with .html or .svg")
-    cycle: int = option(0, "draw the tree of this line of the trace alone, counted from 1; 0: the whole page", least=0)
+    cycle: int = option(
+        0,
+        "draw the tree of this line of the trace alone, counted from 1; 0: the whole page",
+        least=0,
+    )
     checkpoint: str = option(DEMO, "directory whose tokenizer wrote the tokens; none: show ids")
 
 
@@ -57,7 +65,9 @@ def trace_fault(row: dict) -> str:
     if not all(0 <= parent < node for node, parent in enumerate(row["parents"], 1)):
         return "a node's parent must come before it"
     parents = [0, *row["parents"]]
-    if not all(0 < n <= nodes and parents[n] == before for before, n in zip([0, *row["path"]], row["path"])):
+    if not all(
+        0 < n <= nodes and parents[n] == before for before, n in zip([0, *row["path"]], row["path"])
+    ):
         return "path must lead from the root from child to child"
     if len(row["emitted"]) != len(row["path"]) + 1:
         return "emitted must hold the path's tokens and the bonus token"
@@ -68,7 +78,10 @@ def labels(ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:
     """What a node shows: the token's text, its bytes where it is no whole character, its id where it has no text."""
     if tokenizer is None:
         return {id: str(id) for id in sorted(ids)}
-    return {id: tokenizer.piece(id).decode("utf-8", "backslashreplace") or f"⟨{id}⟩" for id in sorted(ids)}
+    return {
+        id: tokenizer.piece(id).decode("utf-8", "backslashreplace") or f"⟨{id}⟩"
+        for id in sorted(ids)
+    }
 
 
 def cycle_of(row: dict, decoder: Any) -> dict[str, Any]:
@@ -89,8 +102,12 @@ def page(rows: list[dict], title: str, tokenizer: Tokenizer | None) -> str:
         decoder = tokenizer.stream(continuation=True) if tokenizer else None
         mine = [row for row in rows if row["row"] == number]
         start = decoder.push([mine[0]["root"]]) if decoder else f"{mine[0]['root']} "
-        sequences.append({"row": number, "start": start, "cycles": [cycle_of(row, decoder) for row in mine]})
-    data = json.dumps({"title": title, "labels": labels(ids, tokenizer), "rows": sequences}, separators=(",", ":"))
+        sequences.append(
+            {"row": number, "start": start, "cycles": [cycle_of(row, decoder) for row in mine]}
+        )
+    data = json.dumps(
+        {"title": title, "labels": labels(ids, tokenizer), "rows": sequences}, separators=(",", ":")
+    )
     # inside a script element only "<" could end or open anything
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"))
 
@@ -107,9 +124,13 @@ def picture(row: dict, names: dict[int, str]) -> str:
     kept = [value is not None for value in values]
     heights, leaves = [0.0] * len(tokens), 0
 
-    def place(node: int) -> float:  # a leaf takes the next line, a parent the middle of its children
+    def place(
+        node: int,
+    ) -> float:  # a leaf takes the next line, a parent the middle of its children
         nonlocal leaves
-        children = [place(child) for child, parent in enumerate(parents) if parent == node and kept[child]]
+        children = [
+            place(child) for child, parent in enumerate(parents) if parent == node and kept[child]
+        ]
         leaves += not children
         heights[node] = (children[0] + children[-1]) / 2 if children else float(leaves - 1)
         return heights[node]
@@ -124,12 +145,18 @@ def picture(row: dict, names: dict[int, str]) -> str:
                 f'<path d="M{u + BOX} {v + 12}C{u + BOX + 20} {v + 12} {x - 20} {y + 12} {x} {y + 12}" fill="none" '
                 f'stroke="{"#2a7" if on else "#bbb"}" stroke-width="{2 if on else 1}"/>'
             )
-        style = 'fill="#fff" stroke="#2a7" stroke-dasharray="4 2"' if node == len(tokens) - 1 else ""
+        style = (
+            'fill="#fff" stroke="#2a7" stroke-dasharray="4 2"' if node == len(tokens) - 1 else ""
+        )
         style = style or ('fill="#cfe9d8" stroke="#2a7"' if on else 'fill="#f4f4f4" stroke="#bbb"')
         text = names[tokens[node]].replace("\n", "⏎").replace(" ", "␣")[:14]
-        text = html.escape("".join(c if c.isprintable() else "�" for c in text))  # XML takes no control characters
+        text = html.escape(
+            "".join(c if c.isprintable() else "�" for c in text)
+        )  # XML takes no control characters
         boxes.append(f'<rect x="{x}" y="{y}" width="{BOX}" height="24" rx="5" {style}/>')
-        boxes.append(f'<text x="{x + BOX / 2}" y="{y + 16}" text-anchor="middle" fill="#222">{text}</text>')
+        boxes.append(
+            f'<text x="{x + BOX / 2}" y="{y + 16}" text-anchor="middle" fill="#222">{text}</text>'
+        )
     width, height = 20 + BOX + COLUMN * max(depths), 14 + LINE * leaves
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return f'{head} font-family="monospace" font-size="12">{"".join(lines + boxes)}</svg>\n'
@@ -143,10 +170,15 @@ def plot(config: PlotConfig) -> None:
     tokenizer = Tokenizer.load(Path(config.checkpoint)) if config.checkpoint != "none" else None
     out = config.out or str(Path(config.trace).with_suffix(".svg" if config.cycle else ".html"))
     if config.cycle > len(rows):
-        raise ValueError(f"--cycle must be at most {len(rows)}, the lines of {config.trace}; got {config.cycle}")
+        raise ValueError(
+            f"--cycle must be at most {len(rows)}, the lines of {config.trace}; got {config.cycle}"
+        )
     if config.cycle:
         row = rows[config.cycle - 1]
-        write_text(out, picture(row, labels({row["root"], *row["draft_tokens"], *row["emitted"]}, tokenizer)))
+        write_text(
+            out,
+            picture(row, labels({row["root"], *row["draft_tokens"], *row["emitted"]}, tokenizer)),
+        )
         print(f"{out}: cycle {config.cycle} of {len(rows)}")
         return
     write_text(out, page(rows, Path(config.trace).name, tokenizer))

@@ -52,7 +52,11 @@ from session import Session
 CYCLE, STEP = "profile_cycle", "profile_step "  # a cycle and, before its name, a step in the trace
 TARGET, DRAFT, PRODUCTS = "products of the target", "products of the drafter", "products"
 PYTHON, IDLE = "Python and dispatch", "no kernel runs"
-CHOICE, TREE, LAYERS = "choice, acceptance, compaction", "building the tree", "norms, rotary, SiLU, cache writes"
+CHOICE, TREE, LAYERS = (
+    "choice, acceptance, compaction",
+    "building the tree",
+    "norms, rotary, SiLU, cache writes",
+)
 VOCABULARY, NOISE, OTHER = "top-k and logsumexp of the vocabulary", "noise", "other operators"
 # patterns of names, the first that matches decides: of operators and of kernels that somebody wrote ...
 OPERATORS = {
@@ -136,7 +140,9 @@ def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tu
             f"--cycles {config.cycles} may decode {longest} tokens behind a prompt of {len(ids)}, the context holds "
             f"{engine.context}; lower --cycles or --tree_depth"
         )
-    plain = replace(engine, config=replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True))
+    plain = replace(
+        engine, config=replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True)
+    )
     named = with_named_steps(plain)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * config.device.startswith("cuda")
     for _ in tqdm(range(config.rounds), unit="round"):
@@ -196,7 +202,9 @@ def host_parts(events: Iterable[Any]) -> dict[str, float]:
 
     Every cycle runs the same operators; of each the median over the cycles counts, so that one interrupted stays one.
     """
-    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # line, name, which of that name
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(
+        list
+    )  # line, name, which of that name
     cycles = [event for event in events if event.name == CYCLE and event.cpu_parent is None]
     for cycle in cycles:
         met: Counter = Counter()
@@ -250,7 +258,9 @@ def device_kernels(events: Iterable[Any]) -> Kernels:
     parts: dict[str, float] = defaultdict(float)
     for name, us, _ in ran:
         parts[part_of(name, "")] += us / 1e6
-    return Kernels(dict(parts), len(ran), busy_us(ran) / 1e6, [gap / 1e6 for _, _, gap in ran if gap > 0])
+    return Kernels(
+        dict(parts), len(ran), busy_us(ran) / 1e6, [gap / 1e6 for _, _, gap in ran if gap > 0]
+    )
 
 
 def busy_us(ran: list[Span]) -> float:
@@ -285,11 +295,16 @@ def replay_table(ran: list[Span]) -> str:
     by_name: dict[str, list[Span]] = defaultdict(list)
     for span in ran:
         by_name[span.name].append(span)
-    lines = ["| kernel | times | us in all | median us | us before it in all |", "|---|---|---|---|---|"]
+    lines = [
+        "| kernel | times | us in all | median us | us before it in all |",
+        "|---|---|---|---|---|",
+    ]
     for name, found in sorted(by_name.items(), key=lambda item: -sum(span.us for span in item[1])):
         us = [span.us for span in found]
         before = sum(span.gap_us for span in found)
-        lines.append(f"| {name[:80]} | {len(us)} | {sum(us):.1f} | {statistics.median(us):.2f} | {before:.1f} |")
+        lines.append(
+            f"| {name[:80]} | {len(us)} | {sum(us):.1f} | {statistics.median(us):.2f} | {before:.1f} |"
+        )
     each = [f"{gap:8.2f} {us:8.2f}  {name[:120]}" for name, us, gap in ran]
     return "\n".join([*lines, "", "in order: us before it, us, kernel", *each])
 
@@ -299,14 +314,21 @@ def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str
     profiles = [seen.profiler.events() for _, seen in pairs]
     wall = Series.quartiles([second for plain, _ in pairs for second in plain.wall_s])
     host = host_parts(event for events in profiles for event in events)
-    device = [device_kernels(events) for events in profiles] if config.device.startswith("cuda") else []
-    every = [{k: v / config.cycles for k, v in kernels.parts.items()} for kernels in device] or [host]
-    parts = {line: 1e3 * statistics.median(found.get(line, 0.0) for found in every) for line in LINES}
+    device = (
+        [device_kernels(events) for events in profiles] if config.device.startswith("cuda") else []
+    )
+    every = [{k: v / config.cycles for k, v in kernels.parts.items()} for kernels in device] or [
+        host
+    ]
+    parts = {
+        line: 1e3 * statistics.median(found.get(line, 0.0) for found in every) for line in LINES
+    }
     parts = {line: ms for line, ms in parts.items() if ms > 0}
     parts[IDLE if device else PYTHON] = 1e3 * wall.median - sum(parts.values())
     found = {
         "wall_ms": [1e3 * x for x in wall],
-        "profiled_wall_ms": 1e3 * statistics.median(second for _, seen in pairs for second in seen.wall_s),
+        "profiled_wall_ms": 1e3
+        * statistics.median(second for _, seen in pairs for second in seen.wall_s),
         "parts_ms": parts,
         "tokens_per_cycle": pairs[0][0].tokens / config.cycles,
     }
@@ -314,7 +336,9 @@ def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str
         gaps = [gap for kernels in device for gap in kernels.gaps_s]
         found["kernels"] = {
             "per_cycle": statistics.median(kernels.count for kernels in device) / config.cycles,
-            "busy_ms": 1e3 * statistics.median(kernels.busy_s for kernels in device) / config.cycles,
+            "busy_ms": 1e3
+            * statistics.median(kernels.busy_s for kernels in device)
+            / config.cycles,
             "gaps_ms": 1e3 * sum(gaps) / len(device) / config.cycles,
             "median_gap_us": 1e6 * statistics.median(gaps or [0.0]),
         }
@@ -324,8 +348,12 @@ def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str
 def table(found: dict[str, Any]) -> str:
     """The summary as text."""
     wall, low, high = found["wall_ms"]
-    rows = [f"| {part} | {ms:.3f} | {100 * ms / wall:.1f} |" for part, ms in found["parts_ms"].items()]
-    text = "\n".join(["| part of a cycle | ms | % |", "|---|---|---|", *rows, f"| cycle | {wall:.3f} | 100.0 |"])
+    rows = [
+        f"| {part} | {ms:.3f} | {100 * ms / wall:.1f} |" for part, ms in found["parts_ms"].items()
+    ]
+    text = "\n".join(
+        ["| part of a cycle | ms | % |", "|---|---|---|", *rows, f"| cycle | {wall:.3f} | 100.0 |"]
+    )
     text += (
         f"\n\nwall time of a cycle: median {wall:.3f} ms ({low:.3f}-{high:.3f}), {found['profiled_wall_ms']:.3f} while "
         f"profiled; {found['tokens_per_cycle']:.2f} tokens per cycle"
@@ -356,15 +384,24 @@ def run(config: ProfileConfig) -> None:
     print(
         ", ".join(f"{key} {value}" for key, value in environment(config.device).items()),
         f"{config.dtype}, quant {config.quant}, T = {config.temperature}, B = {config.batch_size}, "
-        + ", ".join(f"{key} {value}" for key, value in ({"draft": config.draft} | engine.drafter.resolved_options()).items()),
+        + ", ".join(
+            f"{key} {value}"
+            for key, value in ({"draft": config.draft} | engine.drafter.resolved_options()).items()
+        ),
         table(found),
         sep="\n\n",
         file=sys.stderr if config.json == "-" else sys.stdout,
     )
     if config.json:
         ran = asdict(config) | {"context": engine.context} | engine.drafter.resolved_options()
-        ran |= {name: shown_path(ran[name]) for name in ("checkpoint", "eagle", "draft_checkpoint", "json")}
-        write_text(config.json, json.dumps(found | {"config": ran, "environment": environment(config.device)}))
+        ran |= {
+            name: shown_path(ran[name])
+            for name in ("checkpoint", "eagle", "draft_checkpoint", "json")
+        }
+        write_text(
+            config.json,
+            json.dumps(found | {"config": ran, "environment": environment(config.device)}),
+        )
 
 
 def main() -> None:

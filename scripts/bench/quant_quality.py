@@ -70,7 +70,11 @@ def rows(also: list[str]) -> Iterator[Row]:
     yield Row("", 0, "reference")
     for format in FORMATS:
         for group in GROUP_SIZES if format == "int4" else (0,):
-            kinds = ("int8 activations", "16-bit activations", *(["plain"] if format == "int4" else []))
+            kinds = (
+                "int8 activations",
+                "16-bit activations",
+                *(["plain"] if format == "int4" else []),
+            )
             yield from (Row(format, group, runs) for runs in kinds)
     for path in also:
         name = Path(path).resolve().name
@@ -84,14 +88,21 @@ def read_texts(config: QualityConfig) -> dict[str, list[str]]:
     """Documents by name. Raises: ValueError for a file that cannot be read."""
     if config.text:
         try:
-            return {name: [Path(name).read_text(encoding="utf-8")] for name in config.text.split(",")}
+            return {
+                name: [Path(name).read_text(encoding="utf-8")] for name in config.text.split(",")
+            }
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--text: cannot read {config.text} ({type(error).__name__})") from None
+            raise ValueError(
+                f"--text: cannot read {config.text} ({type(error).__name__})"
+            ) from None
     if Path(config.checkpoint).resolve() != Path(DEMO).resolve():
         raise ValueError("--text is missing; only the demo has held-out text of its own")
     from scripts.train.train_demo import TrainConfig, read_python, read_sums
 
-    return {"python": read_python()["held_out"], "sums": read_sums(ROOT / TrainConfig.sums)["held_out"]}
+    return {
+        "python": read_python()["held_out"],
+        "sums": read_sums(ROOT / TrainConfig.sums)["held_out"],
+    }
 
 
 def batches(documents: list[str], tokenizer: Tokenizer, config: QualityConfig) -> list[Tensor]:
@@ -99,7 +110,9 @@ def batches(documents: list[str], tokenizer: Tokenizer, config: QualityConfig) -
     ids = [i for document in documents for i in tokenizer.encode(document, bos=True)]
     count = min(config.sequences, len(ids) // config.seq_len)
     if not count:
-        raise ValueError(f"the text has {len(ids)} tokens, fewer than one sequence of --seq_len {config.seq_len}")
+        raise ValueError(
+            f"the text has {len(ids)} tokens, fewer than one sequence of --seq_len {config.seq_len}"
+        )
     whole = torch.tensor(ids[: count * config.seq_len]).view(count, config.seq_len)
     return list(whole.split(BATCH))
 
@@ -111,7 +124,9 @@ def plain_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Symmetric rounding by the largest magnitude of the group."""
     groups = weight.float().unflatten(1, (-1, group_size))
     scale = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7).bfloat16()
-    return (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).flatten(1), scale.squeeze(-1)
+    return (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).flatten(1), scale.squeeze(
+        -1
+    )
 
 
 def round_plainly(layer: QuantLinear | QuantExperts, weight: Tensor, group_size: int) -> None:
@@ -143,9 +158,14 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
         return model, 8.0 * model.embedding.weight.itemsize
     quant = None if row.path else Quantization(row.format, row.group_size or 128)
     model = load_model(Path(row.path or path), quant=quant)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))}
+    layers = {
+        name: m for name, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))
+    }
     sizes = [(layer.in_features * layer.out_features, layer) for layer in layers.values()]
-    weights = sum(size * (len(layer.packed) if isinstance(layer, QuantExperts) else 1) for size, layer in sizes)
+    weights = sum(
+        size * (len(layer.packed) if isinstance(layer, QuantExperts) else 1)
+        for size, layer in sizes
+    )
     bits = 8 * sum(layer.packed.nbytes + layer.scale.nbytes for layer in layers.values()) / weights
     original = load_model(path) if row.runs == "plain" else None
     for name, layer in layers.items():
@@ -153,17 +173,23 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
             round_plainly(layer, original.get_submodule(name).weight, row.group_size)
         if row.runs != "int8 activations":
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, as_float(layer, model.embedding.weight.dtype))
+            setattr(
+                model.get_submodule(parent), child, as_float(layer, model.embedding.weight.dtype)
+            )
     return model, bits
 
 
 @torch.inference_mode()
-def compare(reference: Transformer, model: Transformer, texts: list[Tensor]) -> tuple[float, float, float]:
+def compare(
+    reference: Transformer, model: Transformer, texts: list[Tensor]
+) -> tuple[float, float, float]:
     """Returns: perplexity of `model`, mean KL from `reference` (nats), share of equal best tokens."""
     loss = divergence = agreement = 0.0
     for ids in texts:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
-        p, q = (m.logits(m(ids, positions)).log_softmax(-1) for m in (reference, model))  # [B, T, V]
+        p, q = (
+            m.logits(m(ids, positions)).log_softmax(-1) for m in (reference, model)
+        )  # [B, T, V]
         loss -= q[:, :-1].gather(2, ids[:, 1:, None]).sum().item()
         divergence += (p.exp() * (p - q)).sum().item()
         agreement += (p.argmax(-1) == q.argmax(-1)).sum().item()
@@ -181,7 +207,9 @@ def check_models(path: Path, also: list[str]) -> None:
     for each in map(Path, also):
         own = read_config(each).vocab_size
         if own != size:
-            raise ValueError(f"--also {each} has {own} tokens and {path} has {size}; name a copy of it")
+            raise ValueError(
+                f"--also {each} has {own} tokens and {path} has {size}; name a copy of it"
+            )
         if saved_quantization(read_raw(each)) is None:
             raise ValueError(f"{rule}; {each} is not quantized")
 
@@ -193,7 +221,10 @@ def run(config: QualityConfig) -> None:
     path, also = Path(config.checkpoint), [name for name in config.also.split(",") if name]
     check_models(path, also)
     tokenizer = Tokenizer.load(path)
-    texts = {name: batches(documents, tokenizer, config) for name, documents in read_texts(config).items()}
+    texts = {
+        name: batches(documents, tokenizer, config)
+        for name, documents in read_texts(config).items()
+    }
     reference, _ = build(path, Row("", 0, "reference"))
     records = []
     for row in tqdm(list(rows(also)), unit="format"):
@@ -205,15 +236,26 @@ def run(config: QualityConfig) -> None:
         records.append(record)
     sizes = {name: sum(ids.numel() for ids in text) for name, text in texts.items()}
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
-    print(f"{shown_path(config.checkpoint)}, {str(reference.embedding.weight.dtype)}, tokens: {sizes}\n")
-    print("| format | runs as | bits | " + " | ".join(f"{name}: ppl | KL | agree" for name in texts) + " |")
+    print(
+        f"{shown_path(config.checkpoint)}, {str(reference.embedding.weight.dtype)}, tokens: {sizes}\n"
+    )
+    print(
+        "| format | runs as | bits | "
+        + " | ".join(f"{name}: ppl | KL | agree" for name in texts)
+        + " |"
+    )
     print("|---" * (3 + 3 * len(texts)) + "|")
     for r in records:
         named = r["format"] + (f" g{r['group_size']}" if r["group_size"] else "") or "reference"
-        cells = [f"{r[t]['perplexity']:.3f} | {r[t]['kl']:.4f} | {r[t]['agreement']:.3f}" for t in texts]
+        cells = [
+            f"{r[t]['perplexity']:.3f} | {r[t]['kl']:.4f} | {r[t]['agreement']:.3f}" for t in texts
+        ]
         print(f"| {named} | {r['runs']} | {r['bits_per_weight']:.2f} | " + " | ".join(cells) + " |")
     if config.json:
-        write_text(config.json, json.dumps({"environment": environment("cpu"), "tokens": sizes, "rows": records}))
+        write_text(
+            config.json,
+            json.dumps({"environment": environment("cpu"), "tokens": sizes, "rows": records}),
+        )
 
 
 def main() -> None:

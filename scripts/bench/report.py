@@ -24,9 +24,28 @@ COLUMNS = (
     "task", "method", "speedup", "tau", "0..4-alpha", "tokens/s", "ms draft", "verify", "rest", "of ceiling",
     "identical", "repeated 8-grams", "prompts",
 )  # fmt: skip
-COLORS = ("#4d4d4d", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")  # Okabe and Ito
+COLORS = (
+    "#4d4d4d",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#f0e442",
+)  # Okabe and Ito
 PARTS = {"draft": "#88ccee", "verify": "#332288", "rest": "#dddddd"}  # others than the methods have
-BRIEF = ("task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s", "speedup")
+BRIEF = (
+    "task",
+    "method",
+    "quant",
+    "temperature",
+    "batch_size",
+    "tau",
+    "tau_error",
+    "tokens_per_s",
+    "speedup",
+)
 
 
 class Panel(NamedTuple):
@@ -53,7 +72,11 @@ def panels(rows: list[dict]) -> list[Panel]:
     return [
         Panel(
             f"T = {t:g}, B = {b}, quantization {q}",
-            [row for row in rows if (row["quant"], row["temperature"], row["batch_size"]) == (q, t, b)],
+            [
+                row
+                for row in rows
+                if (row["quant"], row["temperature"], row["batch_size"]) == (q, t, b)
+            ],
         )
         for q, t, b in keys
     ]
@@ -66,14 +89,20 @@ def tables(rows: list[dict]) -> Iterator[str]:
     """Markdown, line by line."""
     for machine in {json.dumps(row["environment"] | row["config"]): row for row in rows}.values():
         ceiling = machine["ceiling_bytes_per_s"][0] / 1e9
-        facts = machine["environment"] | {"read bandwidth": f"{ceiling:.1f} GB/s"} | machine["config"]
-        yield ", ".join(f"{name} {value}" for name, value in facts.items() if value not in ("", None, False))
+        facts = (
+            machine["environment"] | {"read bandwidth": f"{ceiling:.1f} GB/s"} | machine["config"]
+        )
+        yield ", ".join(
+            f"{name} {value}" for name, value in facts.items() if value not in ("", None, False)
+        )
     for panel in panels(rows):
         yield f"\n### {panel.title}\n"
         yield f"| {' | '.join(COLUMNS)} |"
         yield "|" + "---|" * len(COLUMNS)
         for task in panel.tasks:
-            yield from (f"| {' | '.join(cells(row))} |" for row in panel.rows if row["task"] == task)
+            yield from (
+                f"| {' | '.join(cells(row))} |" for row in panel.rows if row["task"] == task
+            )
         for method, mine in panel.methods.items() if len(panel.tasks) > 1 else ():
             speedups = [row["speedup"] for row in mine if row["speedup"]]
             tau = mean([row["tau"] for row in mine])
@@ -81,7 +110,9 @@ def tables(rows: list[dict]) -> Iterator[str]:
             empty = " | ".join([""] * (len(COLUMNS) - 4))
             yield f"| **mean** | {method} | {faster} | {tau:.2f} | {empty} |"
         peak = max(row["peak_memory_bytes"] for row in panel.rows) / 1e9
-        compiling = ", ".join(f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items())
+        compiling = ", ".join(
+            f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items()
+        )
         compiled = all(row["compiled"] for row in panel.rows)
         how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
         yield f"\n{how}; peak memory of the process {peak:.2f} GB."
@@ -124,8 +155,20 @@ def draw_speedup(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
         rows = [row for row in mine if row["speedup"]]
         x = [panel.tasks.index(row["task"]) + (i - (len(methods) - 1) / 2) * width for row in rows]
         y = [row["speedup"] for row in rows]
-        off = [[abs(row["speedup"] - row["speedup_quartiles"][side]) for row in rows] for side in (0, 1)]
-        axis.bar(x, y, width * 0.92, yerr=off, color=colors[name], label=name, ecolor="#333333", capsize=2)
+        off = [
+            [abs(row["speedup"] - row["speedup_quartiles"][side]) for row in rows]
+            for side in (0, 1)
+        ]
+        axis.bar(
+            x,
+            y,
+            width * 0.92,
+            yerr=off,
+            color=colors[name],
+            label=name,
+            ecolor="#333333",
+            capsize=2,
+        )
     axis.axhline(1, color="#333333", lw=1, ls="--")
     axis.set_xticks(range(len(panel.tasks)), panel.tasks)
     axis.set(ylabel="speedup over vanilla decoding")
@@ -134,7 +177,10 @@ def draw_speedup(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
 def total_histogram(rows: list[dict]) -> list[int]:
     """Verifications by accepted length, over tasks."""
     longest = max(len(row["histogram"]) for row in rows)
-    return [sum(row["histogram"][n] for row in rows if n < len(row["histogram"])) for n in range(longest)]
+    return [
+        sum(row["histogram"][n] for row in rows if n < len(row["histogram"]))
+        for n in range(longest)
+    ]
 
 
 def draw_lengths(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
@@ -144,7 +190,9 @@ def draw_lengths(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
         share = [c / max(sum(counts), 1) for c in counts]
         if name != "none":
             axis.plot(range(len(counts)), share, "o-", color=colors[name], label=name)
-    axis.set(xlabel="accepted tokens, bonus not counted", ylabel="share of verifications", ylim=(0, None))
+    axis.set(
+        xlabel="accepted tokens, bonus not counted", ylabel="share of verifications", ylim=(0, None)
+    )
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -164,13 +212,18 @@ def draw_calibration(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
     """Confidence against acceptance; areas show how many nodes a point stands for."""
     axis.plot((0, 1), (0, 1), color="#333333", lw=1, ls="--")
     for name, mine in panel.methods.items():
-        bins = [[sum(column) for column in zip(*same)] for same in zip(*(row["calibration"] for row in mine))]
+        bins = [
+            [sum(column) for column in zip(*same)]
+            for same in zip(*(row["calibration"] for row in mine))
+        ]
         bins = [(n, hits, confidence) for n, hits, confidence in bins if n]
         if bins:
             x, y = [c / n for n, _, c in bins], [hits / n for n, hits, _ in bins]
             most = max(n for n, _, _ in bins)
             axis.plot(x, y, color=colors[name], lw=1, label=name)
-            axis.scatter(x, y, [12 + 120 * n / most for n, _, _ in bins], color=colors[name], alpha=0.6, lw=0)
+            axis.scatter(
+                x, y, [12 + 120 * n / most for n, _, _ in bins], color=colors[name], alpha=0.6, lw=0
+            )
     axis.set(xlabel="confidence of the draft", ylabel="acceptance rate", xlim=(0, 1), ylim=(0, 1))
 
 
@@ -180,12 +233,16 @@ def draw_times(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
     cycles = [sum(row["cycles"] for row in panel.methods[name]) for name in names]
     left = [0.0] * len(names)
     for part, color in PARTS.items():
-        total = [sum(row[f"{part}_ms"] * row["cycles"] for row in panel.methods[name]) for name in names]
+        total = [
+            sum(row[f"{part}_ms"] * row["cycles"] for row in panel.methods[name]) for name in names
+        ]
         ms = [t / max(c, 1) for t, c in zip(total, cycles)]
         axis.barh(names, ms, left=left, color=color, label=part, height=0.6)
         left = [a + b for a, b in zip(left, ms)]
     for i, total in enumerate(left):
-        axis.annotate(f"{total:.1f}", (total, i), xytext=(4, 0), textcoords="offset points", va="center")
+        axis.annotate(
+            f"{total:.1f}", (total, i), xytext=(4, 0), textcoords="offset points", va="center"
+        )
     axis.set(xlabel="ms per cycle", xlim=(0, 1.12 * max(left, default=1) or 1))
     axis.invert_yaxis()
 
@@ -208,14 +265,20 @@ def plots(rows: list[dict], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     methods = dict.fromkeys(row["method"] for row in rows if row["method"] != "none")
-    colors = {"none": COLORS[0]} | {m: COLORS[1 + i % (len(COLORS) - 1)] for i, m in enumerate(methods)}
+    colors = {"none": COLORS[0]} | {
+        m: COLORS[1 + i % (len(COLORS) - 1)] for i, m in enumerate(methods)
+    }
     every = panels(rows)
     for name, draw in DRAWINGS.items():
         size = (max(6.5, 1.3 * len(every[0].tasks) + 2) if name == "speedup" else 6.5, 4.2)
         columns = min(len(every), 2)
         lines = -(-len(every) // columns)
         figure, axes = plt.subplots(
-            lines, columns, figsize=(size[0] * columns, size[1] * lines), squeeze=False, layout="constrained"
+            lines,
+            columns,
+            figsize=(size[0] * columns, size[1] * lines),
+            squeeze=False,
+            layout="constrained",
         )
         for axis, panel in zip(axes.flat, every):
             draw(axis, panel, colors)
@@ -229,7 +292,9 @@ def plots(rows: list[dict], folder: Path) -> None:
         longest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches
         fit = max(1, min(3, int(size[0] * columns / longest)))
         figure.legend(handles, labels, loc="outside lower center", ncols=fit, frameon=False)
-        replace_file(folder / f"{name}.png", lambda path: figure.savefig(path, dpi=110, format="png"))  # noqa: B023
+        replace_file(
+            folder / f"{name}.png", lambda path: figure.savefig(path, dpi=110, format="png")
+        )  # noqa: B023
         plt.close(figure)
 
 

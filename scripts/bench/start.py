@@ -59,8 +59,12 @@ print(f"\\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
 
 @dataclass(frozen=True)
 class StartConfig:
-    options: str = option("", "further options of generate.py, for a contestant more, as '--draft none'")
-    llama_python: str = option("", "a Python that has llama-cpp-python; without one llama.cpp is left out")
+    options: str = option(
+        "", "further options of generate.py, for a contestant more, as '--draft none'"
+    )
+    llama_python: str = option(
+        "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
+    )
     threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
     rounds: int = option(3, "second starts of every contestant", least=1)
     cold: bool = option(False, "also print a first start with empty caches")
@@ -78,10 +82,16 @@ class Start(NamedTuple):
 
 def start(command: list[str], caches: str) -> Start:
     """Run one process. Raises: ValueError when it fails."""
-    own = {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/compiler"} if caches else {}
+    own = (
+        {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/compiler"}
+        if caches
+        else {}
+    )
     began, first, said = time.perf_counter(), 0.0, b""
     with tempfile.TemporaryFile() as errors:
-        with subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors) as run:
+        with subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors
+        ) as run:
             while data := os.read(run.stdout.fileno(), 1 << 16):
                 first = first or time.perf_counter() - began
                 said += data
@@ -108,7 +118,15 @@ def contestants(config: StartConfig) -> dict[str, list[str]]:
             rows[f"{length}, {name}"] = [sys.executable, "generate.py", *options, *asked]
         if config.llama_python:
             llama = os.path.abspath(config.llama_python)
-            rows[f"{length}, llama.cpp"] = [llama, "-c", LLAMA, DEFAULT, PROMPT, str(length), str(config.threads)]
+            rows[f"{length}, llama.cpp"] = [
+                llama,
+                "-c",
+                LLAMA,
+                DEFAULT,
+                PROMPT,
+                str(length),
+                str(config.threads),
+            ]
     return rows
 
 
@@ -123,11 +141,16 @@ def measured(config: StartConfig) -> dict[str, list[Start]]:
             for name, command in rows.items():
                 run = start(command, caches)
                 if texts.setdefault(name, run.text) != run.text:
-                    raise ValueError(f"{name}: start {number + 1} gave another text than the first one")
+                    raise ValueError(
+                        f"{name}: start {number + 1} gave another text than the first one"
+                    )
                 if number:  # the first fills caches
                     found[name].append(run)
                 elif config.cold:
-                    print(f"first start, {name}: first text {run.first_s:.1f} s, end {run.end_s:.1f} s", flush=True)
+                    print(
+                        f"first start, {name}: first text {run.first_s:.1f} s, end {run.end_s:.1f} s",
+                        flush=True,
+                    )
     return found
 
 
@@ -148,7 +171,9 @@ def bench(config: StartConfig) -> None:
     print(f"second starts, median (range) of {config.rounds}:")
     rows = [summary(name, runs) for name, runs in found.items()]
     for length in LENGTHS:
-        texts = {name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")}
+        texts = {
+            name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")
+        }
         reference = texts[f"{length}, --compile"]
         for name, text in texts.items():
             same = common_prefix(text, reference)

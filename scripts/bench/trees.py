@@ -57,8 +57,12 @@ class TreesConfig:
     eagle: str = option("", "the head, where it does not lie beside the checkpoint")
     inflate: str = option("", "shape of the stand-in; empty: the checkpoint as it is")
     quant: str = option("none", "none, int8 or int4", ("none", "int8", "int4"))
-    quant_draft: str = option("", "the same for the head; default: as generate.py has it", ("none", "int8", "int4"))
-    tree: str = option("", "one dynamic tree: depth/top-k/size, as 6/8/32; empty: trees of every size, and auto")
+    quant_draft: str = option(
+        "", "the same for the head; default: as generate.py has it", ("none", "int8", "int4")
+    )
+    tree: str = option(
+        "", "one dynamic tree: depth/top-k/size, as 6/8/32; empty: trees of every size, and auto"
+    )
     static: bool = option(False, "also EAGLE-1's static tree")
     random_twin: bool = option(False, "random weights instead; vanilla only")
     prompts: str = option(str(ROOT / "data" / "eval" / "demo.jsonl"), "JSONL with `turns`")
@@ -122,7 +126,10 @@ def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine
         made: dict[str, Callable[[], Engine]] = {"vanilla": lambda: engine}
     else:
         names = ["vanilla" if preset.name == "none" else preset.name for preset in presets]
-        made = {name: partial(replace, engine, tree_policy=Always(number)) for number, name in enumerate(names)}
+        made = {
+            name: partial(replace, engine, tree_policy=Always(number))
+            for number, name in enumerate(names)
+        }
         made["auto"] = lambda: engine
     if config.tree:
         depth, topk, size = map(int, config.tree.split("/"))
@@ -155,7 +162,9 @@ def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
     return int(different)
 
 
-def sequence_of(engine: Engine, method: str, done: Batch, vanilla: list[list[int]], bandwidth: float) -> dict[str, Any]:
+def sequence_of(
+    engine: Engine, method: str, done: Batch, vanilla: list[list[int]], bandwidth: float
+) -> dict[str, Any]:
     """What one method measured, over all prompts."""
     stats = done.stats
     cycles = len(stats.live_rows)
@@ -200,7 +209,9 @@ class Record:
         self.well = False
 
 
-def prepare(engine: Engine, config: TreesConfig, prompts: list[Any], log: Record) -> dict[str, tuple[Engine, Batch]]:
+def prepare(
+    engine: Engine, config: TreesConfig, prompts: list[Any], log: Record
+) -> dict[str, tuple[Engine, Batch]]:
     """Make the methods, one after the other. A round that does not count is logged: the first of everything is slow."""
     methods: dict[str, tuple[Engine, Batch]] = {}
     for name, make in makers(engine, config).items():
@@ -230,7 +241,10 @@ def look_closer(methods: dict[str, tuple[Engine, Batch]], config: TreesConfig, l
                 ran = one_replay(engine, done.first[0])
                 print(f"\none replay, {name}\n{replay_table(ran)}\n", flush=True)
                 gap = sum(span.gap_us for span in ran if span.gap_us > 0)
-                log.add({"replay": name, "kernels": len(ran), "busy_us": busy_us(ran), "gaps_us": gap}, spans=ran)
+                log.add(
+                    {"replay": name, "kernels": len(ran), "busy_us": busy_us(ran), "gaps_us": gap},
+                    spans=ran,
+                )
             if config.replays:
                 different = different_replays(engine, done.first[0], config.replays)
                 log.add({"replayed": name, "replays": config.replays, "different": different})
@@ -247,10 +261,14 @@ def bench(config: TreesConfig) -> None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     bandwidth = measure.read_bandwidth(device, 5).median
-    prompts = [row["turns"] for row in read_jsonl(Path(config.prompts), "--prompts")][: config.limit]
+    prompts = [row["turns"] for row in read_jsonl(Path(config.prompts), "--prompts")][
+        : config.limit
+    ]
     engine = load_target(config, device)
     log.facts |= {"stand_in": engine.target.config.stand_in, "bandwidth_bytes_per_s": bandwidth}
-    log.facts |= {"load_s": engine.load_s, "compile_s": engine.compile_s} | measure.environment(device)
+    log.facts |= {"load_s": engine.load_s, "compile_s": engine.compile_s} | measure.environment(
+        device
+    )
     print(f"# {log.facts}", flush=True)
     methods = prepare(engine, config, prompts, log)
     if "vanilla" not in methods:  # nothing to compare with
@@ -260,7 +278,9 @@ def bench(config: TreesConfig) -> None:
         for name, (_, done) in list(methods.items())[:: 1 if number % 2 else -1]:
             before = replace(done.stats)
             done.run(done.groups[number])
-            seconds[name].append((done.stats.decode_s - before.decode_s) / (done.stats.tokens - before.tokens))
+            seconds[name].append(
+                (done.stats.decode_s - before.decode_s) / (done.stats.tokens - before.tokens)
+            )
     vanilla = [entry.new for entry in methods["vanilla"][1].entries]
     for name, (each, done) in methods.items():
         row = sequence_of(each, name, done, vanilla, bandwidth)

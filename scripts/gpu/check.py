@@ -72,8 +72,12 @@ def probe(name: str, share_s: float, on_cpu: str | None = None) -> Step:
 def sanitized(tool: str, share_s: float) -> Step:
     """A step that runs small kernels under a tool of compute-sanitizer."""
     # every tensor in memory of its own, or an access past its end would hit another one
-    command = f"compute-sanitizer --tool {tool} --error-exitcode 9 {probe('small_kernels', 0).command}"
-    return Step(tool, f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}", share_s, None, "compute-sanitizer")
+    command = (
+        f"compute-sanitizer --tool {tool} --error-exitcode 9 {probe('small_kernels', 0).command}"
+    )
+    return Step(
+        tool, f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}", share_s, None, "compute-sanitizer"
+    )
 
 
 def tests(part: str, marks: str, share_s: float) -> Step:
@@ -83,7 +87,9 @@ def tests(part: str, marks: str, share_s: float) -> Step:
     return Step("pytest", f"env TORCHINDUCTOR_COMPILE_THREADS=1 {command}", share_s, "-n 1")
 
 
-def trees(name: str, flags: str, share_s: float, on_cpu: str | None = None, needs: str = "") -> Step:
+def trees(
+    name: str, flags: str, share_s: float, on_cpu: str | None = None, needs: str = ""
+) -> Step:
     """A step that runs trees.py."""
     command = f"python scripts/bench/trees.py --device cuda --json {{out}}/results.jsonl {flags}"
     return Step(name, command, share_s, on_cpu, needs)
@@ -99,14 +105,14 @@ CPU, SMALL = "--device cpu", "--device cpu --inflate '' --limit 1 --max_new_toke
 TREE = "--inflate llama2-7b --tree 6/8/32 --profile"
 MIXTRAL = "--inflate mixtral-8x7b --quant int4 --checkpoint checkpoints/demo-moe"
 LOOKUP = "python generate.py --checkpoint checkpoints/demo --device cuda --dtype bfloat16 --compile --compare --draft"
-RANKS = (
-    "python -m torch.distributed.run --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --compile --compare"
-)
+RANKS = "python -m torch.distributed.run --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --compile --compare"
 ROWS = (
     "python scripts/bench/peers.py --device cuda --compile --options inflate=llama2-7b,context=1024 --formats int4 "
     "--methods none,eagle --peers none --limit 32 --prompts_per_row 2 --batch_sizes 1,4,16 --json {out}/rows.json"
 )
-FEW_ROWS = "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
+FEW_ROWS = (
+    "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
+)
 EAGLE3 = "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda --dtype bfloat16"
 EAGLE3 += " --eagle tests/golden/models/head_eagle3"
 FIRST = {  # their shares sum up to less than nine minutes, so that none can take another's time
@@ -122,7 +128,9 @@ FIRST = {  # their shares sum up to less than nine minutes, so that none can tak
         kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
     ),
 }  # fmt: skip
-NO_OVERLAP = trees("no-overlap", "--inflate llama2-7b --quant int4 --tree 6/8/32", 80)  # to compare with `int4`
+NO_OVERLAP = trees(
+    "no-overlap", "--inflate llama2-7b --quant int4 --tree 6/8/32", 80
+)  # to compare with `int4`
 REST = {
     "tests": (tests("tests", "gpu and not smoke", 300),),
     "formats": tuple(kernels(form, "", 40) for form in ("int8", "tinygemm", "compact", "topk", "experts")),
@@ -161,7 +169,9 @@ class CheckConfig:
     out: str = option(os.environ.get("OUT") or "gpu_check", "folder of all that comes out")
     only: str = option(",".join(FIRST), "parts to run")
     minutes: float = option(9.0, "for the whole run")
-    dry_run: bool = option(False, "say what would run, and run on a CPU what says something there, small")
+    dry_run: bool = option(
+        False, "say what would run, and run on a CPU what says something there, small"
+    )
 
 
 # -------------------------------------------------------------------------------------------- a process
@@ -216,7 +226,9 @@ def told(row: dict[str, Any]) -> str:
         case {"replayed": method}:
             return f"{method} {row['different']} of {row['replays']} replays differ"
         case {"method": method}:
-            times = " ".join(f"{name} {row[f'{name}_ms']:.2f}" for name in ("cycle", "draft", "verify"))
+            times = " ".join(
+                f"{name} {row[f'{name}_ms']:.2f}" for name in ("cycle", "draft", "verify")
+            )
             return (
                 f"{method} {row['tokens_per_s']:.0f} tokens/s, {row['speedup'][0]:.2f}x, tau {row['tau']:.2f}, {times} "
                 f"ms, {row['of_ceiling']:.0%} of ceiling, {row['identical']:.0%} identical"
@@ -239,21 +251,34 @@ def told_of_kernels(rows: list[dict[str, Any]]) -> list[str]:
     """What the rows of one call of kernels.py come to."""
     products, others = ([row for row in rows if key in row] for key in ("layer", "kernel"))
     timed = {(row["format"], row["layer"], row["M"]): row for row in products if "time_us" in row}
-    texts = [f"all layers: {kernel_bench.totals(timed, form)}" for form in {row["format"]: 0 for row in products}]
+    texts = [
+        f"all layers: {kernel_bench.totals(timed, form)}"
+        for form in {row["format"]: 0 for row in products}
+    ]
     times: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in others:
-        times[row["kernel"], row["M"]] |= {row["method"]: row["time_us"]} if "time_us" in row else {}
-    peers = {shape: min((us[m] for m in us if m != "ours"), default=0.0) for shape, us in times.items()}
-    ratios = [us["ours"] / peers[shape] for shape, us in times.items() if "ours" in us and peers[shape]]
+        times[row["kernel"], row["M"]] |= (
+            {row["method"]: row["time_us"]} if "time_us" in row else {}
+        )
+    peers = {
+        shape: min((us[m] for m in us if m != "ours"), default=0.0) for shape, us in times.items()
+    }
+    ratios = [
+        us["ours"] / peers[shape] for shape, us in times.items() if "ours" in us and peers[shape]
+    ]
     if ratios:
-        texts.append(f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f} of the time of torch's fastest")
+        texts.append(
+            f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f} of the time of torch's fastest"
+        )
     return texts
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """What kernels.py measured, whole."""
     products, others = ([row for row in rows if key in row] for key in ("layer", "kernel"))
-    shown = [kernel_bench.summary(products)] * bool(products) + [kernel_bench.cycle_summary(others)] * bool(others)
+    shown = [kernel_bench.summary(products)] * bool(products) + [
+        kernel_bench.cycle_summary(others)
+    ] * bool(others)
     return "\n\n".join(shown)
 
 
@@ -285,14 +310,29 @@ class Check:
         began, limit, before = time.monotonic(), self.limit_s(step, later), len(self.rows().rows)
         wrong, reason = "", self._left_out(step)
         if self.config.dry_run:
-            print(f"{part} {step.name}: {reason or f'at most {limit:.0f} s'}: {shlex.join(command)}", flush=True)
+            print(
+                f"{part} {step.name}: {reason or f'at most {limit:.0f} s'}: {shlex.join(command)}",
+                flush=True,
+            )
         if not reason:
             over = f"not begun, since {self.config.minutes:g} minutes are over"
             wrong = over if limit < LEAST_S else run(command, log, limit)
         seconds, results = time.monotonic() - began, self.rows()
         new = results.rows[before:]
-        results.add([{"part": part, "step": step.name, "seconds": seconds, "wrong": wrong, "left_out": reason}])
-        texts = [text for row in new if (text := told(row)) and (wrong or "warm_up" not in row)] + told_of_kernels(new)
+        results.add(
+            [
+                {
+                    "part": part,
+                    "step": step.name,
+                    "seconds": seconds,
+                    "wrong": wrong,
+                    "left_out": reason,
+                }
+            ]
+        )
+        texts = [
+            text for row in new if (text := told(row)) and (wrong or "warm_up" not in row)
+        ] + told_of_kernels(new)
         printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if step.name == "pytest":
             texts.append(told_of_tests(printed))
@@ -312,7 +352,11 @@ class Check:
         if self.config.dry_run:
             return "left out: it needs a GPU" if step.on_cpu is None else ""
         count = torch.cuda.device_count()
-        return f"left out: it needs {step.gpus} GPUs, and there are {count}" if step.gpus > count else ""
+        return (
+            f"left out: it needs {step.gpus} GPUs, and there are {count}"
+            if step.gpus > count
+            else ""
+        )
 
     def say(self, text: str) -> None:
         """Print a piece of the summary, and write all of it. Writes: summary.txt."""
@@ -339,14 +383,20 @@ def check(config: CheckConfig) -> None:
     if config.minutes <= 0:
         raise ValueError(f"--minutes must be above 0; it is {config.minutes:g}")
     if not config.dry_run and not torch.cuda.is_available():
-        raise ValueError("this machine or this torch has no CUDA device; run it on one that has, or add --dry_run")
+        raise ValueError(
+            "this machine or this torch has no CUDA device; run it on one that has, or add --dry_run"
+        )
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out: cannot write {config.out}: {error.strerror}; name a folder") from None
+        raise ValueError(
+            f"--out: cannot write {config.out}: {error.strerror}; name a folder"
+        ) from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was begun
     checked = Check(config, parts)
-    checked.say(f"# {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {config.only}, {config.minutes:g} minutes")
+    checked.say(
+        f"# {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {config.only}, {config.minutes:g} minutes"
+    )
     checked.run()
     if checked.failed:
         sys.exit(1)

@@ -58,7 +58,11 @@ TARGETS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("int4-128", "int4-64", "int4-32", "int8")
-ZEROS = ("int4-128-zeros", "int4-64-zeros", "int4-32-zeros")  # with zero points: known, but not in the report of all
+ZEROS = (
+    "int4-128-zeros",
+    "int4-64-zeros",
+    "int4-32-zeros",
+)  # with zero points: known, but not in the report of all
 EXPERT_FORMATS = ("float", *FORMATS)  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -134,7 +138,11 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     bits, group = bits_and_group(case.form)
     facts = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
     epilogue, zeros = "swiglu" if case.gated else "none", case.form.endswith("zeros")
-    cut = plan_experts(*facts, case.experts, zeros) if case.experts else plan_product(*facts, epilogue, zeros)
+    cut = (
+        plan_experts(*facts, case.experts, zeros)
+        if case.experts
+        else plan_product(*facts, epilogue, zeros)
+    )
     constants = {
         "BITS": bits, "GROUP": group, "SPLITS": cut.splits,
         "TOKENS": cut.tokens, "ROWS": cut.rows, "STAGES": cut.stages,
@@ -161,7 +169,11 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}")
     pointers |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": f"*{case.dtype}"}
     pointers |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else f"*{case.dtype}")
-    types = pointers | {"done_ptr": "*i32"} | dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
+    types = (
+        pointers
+        | {"done_ptr": "*i32"}
+        | dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
+    )
     constants = ops.cuda.attention.constants_of(case.E) | {
         "H": case.heads, "KV_HEADS": case.kv_heads, "SPLIT": split,
         "ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages, "OVERLAPS": int(case.target) >= 90,
@@ -176,13 +188,33 @@ def cycle_source(case: CycleCase) -> Source:
     overlaps = {"OVERLAPS": int(case.target) >= 90}
     if case.kernel == "add_norm":
         width, dtype = case.heads * case.E, f"*{case.dtype}"
-        types = {"x_ptr": dtype, "delta_ptr": "*fp32", "weight_ptr": dtype, "sum_ptr": dtype, "y_ptr": dtype}
-        constants = {"SPLITS": ops.cuda.quantized.MAX_SPLITS, "WIDTH": triton.next_power_of_2(width)} | overlaps
+        types = {
+            "x_ptr": dtype,
+            "delta_ptr": "*fp32",
+            "weight_ptr": dtype,
+            "sum_ptr": dtype,
+            "y_ptr": dtype,
+        }
+        constants = {
+            "SPLITS": ops.cuda.quantized.MAX_SPLITS,
+            "WIDTH": triton.next_power_of_2(width),
+        } | overlaps
         types |= {"size": "i32", "F": "i32", "eps": "fp32"}
-        return Source(ops.cuda.norm.add_norm_kernel, types, constants, ops.cuda.norm.warps_of(width), ("F",))
+        return Source(
+            ops.cuda.norm.add_norm_kernel, types, constants, ops.cuda.norm.warps_of(width), ("F",)
+        )
     if case.kernel in ("rotary", "normed_rotary"):
-        types = {"qkv_ptr": f"*{case.dtype}", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
-        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}") | {"eps": "fp32", "T": "i32", "S": "i32"}
+        types = {
+            "qkv_ptr": f"*{case.dtype}",
+            "cos_ptr": "*fp32",
+            "sin_ptr": "*fp32",
+            "slots_ptr": "*i64",
+        }
+        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{case.dtype}") | {
+            "eps": "fp32",
+            "T": "i32",
+            "S": "i32",
+        }
         constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E) | overlaps
         weights, normed = ("q_norm_ptr", "k_norm_ptr"), case.kernel == "normed_rotary"
         types |= dict.fromkeys(weights, f"*{case.dtype}") if normed else {}
@@ -190,16 +222,27 @@ def cycle_source(case: CycleCase) -> Source:
         return Source(ops.cuda.rotary.rotary_cache_kernel, types, constants, 4)
     if case.kernel == "compact":
         cut = ops.cuda.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
-        types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64") | {"S": "i32", "steps": "i32"}
+        types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64") | {
+            "S": "i32",
+            "steps": "i32",
+        }
         constants = {"WORDS": cut.words, "WIDTH": cut.width, "STEPS": cut.steps}
         return Source(ops.cuda.compact.compact_kernel, types, constants, cut.warps)
     if case.kernel == "best_nodes":  # of a pool of case.V candidates
         types = {"values_ptr": "*fp32", "chosen_ptr": "*i64", "P": "i32", "count": "i32"}
-        return Source(ops.cuda.tree.best_nodes_kernel, types, {"POOL": triton.next_power_of_2(case.V)}, 4)
+        return Source(
+            ops.cuda.tree.best_nodes_kernel, types, {"POOL": triton.next_power_of_2(case.V)}, 4
+        )
     if case.kernel == "relate":  # of case.T nodes
         names = ("chosen", "above", "number", "parents", "depths")
-        types = dict.fromkeys((f"{name}_ptr" for name in names), "*i64") | {"mask_ptr": "*i1", "P": "i32", "N": "i32"}
-        return Source(ops.cuda.tree.relate_kernel, types, ops.cuda.tree.tiles_of_tree(case.V, case.T, 6), 8)
+        types = dict.fromkeys((f"{name}_ptr" for name in names), "*i64") | {
+            "mask_ptr": "*i1",
+            "P": "i32",
+            "N": "i32",
+        }
+        return Source(
+            ops.cuda.tree.relate_kernel, types, ops.cuda.tree.tiles_of_tree(case.V, case.T, 6), 8
+        )
     if case.kernel == "lists":
         constants = {"EXPERTS": case.experts, "BLOCK": ops.cuda.experts.LISTED}
         types = {"expert_ptr": "*i64", "lists_ptr": "*i32", "P": "i32"}
@@ -207,7 +250,9 @@ def cycle_source(case: CycleCase) -> Source:
     types = {"keys_ptr": "*i64", "stats_ptr": "*fp32"}
     if case.kernel == "block":
         types = {"scores_ptr": "*fp32"} | types | {"V": "i32", "k": "i32", "sharpness": "fp32"}
-        return Source(ops.cuda.topk.block_kernel, types, {"BLOCK": ops.cuda.topk.BLOCK} | overlaps, 4)
+        return Source(
+            ops.cuda.topk.block_kernel, types, {"BLOCK": ops.cuda.topk.BLOCK} | overlaps, 4
+        )
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
     if case.kernel == "level":  # the best of a dynamic tree of 6 levels
         names = ("above", "seen", "tokens", "values", "ranked", "order", "best", "sees")
@@ -215,10 +260,20 @@ def cycle_source(case: CycleCase) -> Source:
         types |= {f"{name}_ptr": kind for name, kind in zip(names, kinds)}
         types |= dict.fromkeys(("R", "blocks", "k", "count", "slot", "W"), "i32")
         constants = {"ids_ptr": None, "places_ptr": None, "BY_VALUE": True}
-        constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k) | overlaps
+        constants |= (
+            ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k) | overlaps
+        )
         return Source(ops.cuda.topk.level_kernel, types, constants, 4)
-    types |= {"values_ptr": "*fp32", "index_ptr": "*i64", "total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
-    return Source(ops.cuda.topk.row_kernel, types, {"BLOCKS": triton.next_power_of_2(blocks)} | overlaps, 1)
+    types |= {
+        "values_ptr": "*fp32",
+        "index_ptr": "*i64",
+        "total_ptr": "*fp32",
+        "blocks": "i32",
+        "k": "i32",
+    }
+    return Source(
+        ops.cuda.topk.row_kernel, types, {"BLOCKS": triton.next_power_of_2(blocks)} | overlaps, 1
+    )
 
 
 def compile_for(target: str, source: Source) -> CompiledKernel:
@@ -231,7 +286,9 @@ def compile_for(target: str, source: Source) -> CompiledKernel:
         constexprs=source.constants,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(ast, target=GPUTarget("cuda", int(target), 32), options={"num_warps": source.warps})
+    return triton.compile(
+        ast, target=GPUTarget("cuda", int(target), 32), options={"num_warps": source.warps}
+    )
 
 
 def disassemble(kernel: CompiledKernel) -> tuple[str, str]:
@@ -239,8 +296,13 @@ def disassemble(kernel: CompiledKernel) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        commands = ([TOOLS / "cuobjdump", "-res-usage", file.name], [TOOLS / "nvdisasm", "-c", file.name])
-        usage, code = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
+        commands = (
+            [TOOLS / "cuobjdump", "-res-usage", file.name],
+            [TOOLS / "nvdisasm", "-c", file.name],
+        )
+        usage, code = (
+            subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands
+        )
     return usage, code
 
 
@@ -265,10 +327,14 @@ def resources(target: str, source: Source) -> Resources:
     kernel = compile_for(target, source)
     usage, code = disassemble(kernel)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HGMMA", "HMMA", "LDL", "STL")}
+    counts = {
+        name: len(re.findall(rf"\b{name}\b", code)) for name in ("HGMMA", "HMMA", "LDL", "STL")
+    }
     tensor_core = " ".join(f"{name} {counts[name]}" for name in ("HGMMA", "HMMA") if counts[name])
     local = counts["LDL"] + counts["STL"]
-    return Resources(registers, stack, local, kernel.metadata.shared, tensor_core or "none", len(main_loop(code)))
+    return Resources(
+        registers, stack, local, kernel.metadata.shared, tensor_core or "none", len(main_loop(code))
+    )
 
 
 def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
@@ -311,11 +377,19 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
     found = []
     for target in config.targets.split(","):
         for dtype in config.dtypes.split(","):
-            found += [CycleCase(target, "attention", dtype, *shape, T) for shape in shapes for T in (1, 60, 256)]
+            found += [
+                CycleCase(target, "attention", dtype, *shape, T)
+                for shape in shapes
+                for T in (1, 60, 256)
+            ]
             found += [CycleCase(target, "add_norm", dtype), CycleCase(target, "rotary", dtype)]
             found += [CycleCase(target, "normed_rotary", dtype, kv_heads=8)]
-            found += [CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)]
-        found += [CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "level", "lists")]
+            found += [
+                CycleCase(target, "compact", dtype, E, T=T) for E in (128, 64) for T in (7, 64)
+            ]
+        found += [
+            CycleCase(target, kernel, "fp32") for kernel in ("block", "row", "level", "lists")
+        ]
         found += [CycleCase(target, kernel, "fp32", V=510) for kernel in ("best_nodes", "relate")]
     return found
 
@@ -362,7 +436,15 @@ def cycle_rows(config: ReportConfig) -> Iterator[list]:
         if case.kernel == "compact":
             shape = f"{case.T} rows of {case.E}"
         found = resources(case.target, cycle_source(case))
-        yield [f"sm_{case.target}", case.kernel, case.dtype, shape, tile, *use(case.target, found), found.loop]
+        yield [
+            f"sm_{case.target}",
+            case.kernel,
+            case.dtype,
+            shape,
+            tile,
+            *use(case.target, found),
+            found.loop,
+        ]
 
 
 def report(config: ReportConfig) -> None:

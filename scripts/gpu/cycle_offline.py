@@ -35,19 +35,33 @@ from scripts.gpu.fake_cuda import GPUS
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 IMPORTED = ("numpy", "safetensors", "sentencepiece")  # by the project
-TESTED = ("pytest", "pytest-xdist", "tokenizers", "gguf", "jinja2", "tqdm")  # and by the tests that run there
+TESTED = (
+    "pytest",
+    "pytest-xdist",
+    "tokenizers",
+    "gguf",
+    "jinja2",
+    "tqdm",
+)  # and by the tests that run there
 EMIT = ("torch==2.11.0", *IMPORTED, *TESTED)
 TTSEM = ("ttsem[triton]==0.1.0", *IMPORTED)  # brings a torch, a Triton and pytest of its own
 FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
 TREES = {"vanilla": "vanilla", "chain": "chain-5", "26": "dynamic-6-8-26", "60": "dynamic-6-10-60"}
-CASES = [f"{form}/{tree}" for form in FORMATS for tree in TREES if (form, tree) != ("bf16+int4", "vanilla")]
+CASES = [
+    f"{form}/{tree}"
+    for form in FORMATS
+    for tree in TREES
+    if (form, tree) != ("bf16+int4", "vanilla")
+]
 CASES += ["int4/26/gqa", "int4/26/qwen3"]
 
 
 @dataclass
 class OfflineConfig:
     env: str = option("", f"folder of the environment; default: {CACHE / 'offline'}")
-    prepare: bool = option(False, "make it, and beside it (ENV-ttsem) that of tests/cases/ttsem_cases.py, and end")
+    prepare: bool = option(
+        False, "make it, and beside it (ENV-ttsem) that of tests/cases/ttsem_cases.py, and end"
+    )
     gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
     cases: str = option(",".join(CASES), "format and tree of each case, and gqa or qwen3")
     steps: bool = option(False, "also print every step, kernel by kernel")
@@ -76,9 +90,15 @@ def environment(folder: Path, packages: Iterable[str], oldest: tuple[int, int] =
         raise ValueError("the CUDA build of torch is for Linux; run this there")
     check = f"import sys; sys.exit(sys.version_info < {oldest})"
     bases = [base for base in (shutil.which("python3.12"), sys.executable) if base]
-    bases = [base for base in bases if subprocess.run([base, "-c", check], capture_output=True).returncode == 0]
+    bases = [
+        base
+        for base in bases
+        if subprocess.run([base, "-c", check], capture_output=True).returncode == 0
+    ]
     if not bases:
-        raise ValueError(f"{folder} needs Python {'.'.join(map(str, oldest))}; put python3.12 on the PATH")
+        raise ValueError(
+            f"{folder} needs Python {'.'.join(map(str, oldest))}; put python3.12 on the PATH"
+        )
     print(f"making {folder}: {' '.join(packages)}", file=sys.stderr, flush=True)
     made = folder.with_name(f"{folder.name}.part")  # the folder is whole, or not there at all
     shutil.rmtree(made, ignore_errors=True)
@@ -106,15 +126,31 @@ def fake_driver(folder: Path) -> Path:
 def emit(python: Path, gpu: str, cases: Iterable[str]) -> dict[str, Any]:
     """Write, count and compile for one GPU. Returns: what emitted_steps.py writes; cases under the names given."""
     parts = {case: case.split("/") for case in cases}
-    names = {"/".join((FORMATS[form], TREES[tree], *model)): case for case, (form, tree, *model) in parts.items()}
+    names = {
+        "/".join((FORMATS[form], TREES[tree], *model)): case
+        for case, (form, tree, *model) in parts.items()
+    }
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "found.json"
-        caches = {"TRITON_CACHE_DIR": str(python.parents[1] / "triton-cache"), "TORCHINDUCTOR_CACHE_DIR": temporary}
+        caches = {
+            "TRITON_CACHE_DIR": str(python.parents[1] / "triton-cache"),
+            "TORCHINDUCTOR_CACHE_DIR": temporary,
+        }
         quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         env = os.environ | caches | quiet | {"LD_PRELOAD": str(fake_driver(Path(temporary)))}
-        command = [python, Path(__file__).with_name("emitted_steps.py"), "--gpu", gpu, "--json", out, *names]
+        command = [
+            python,
+            Path(__file__).with_name("emitted_steps.py"),
+            "--gpu",
+            gpu,
+            "--json",
+            out,
+            *names,
+        ]
         if subprocess.run(command, env=env).returncode:
-            raise ValueError(f"{GPUS[gpu].name}: the steps could not be written; the reason is above")
+            raise ValueError(
+                f"{GPUS[gpu].name}: the steps could not be written; the reason is above"
+            )
         found = json.loads(out.read_text())
     found["cases"] = {names[text]: row for text, row in found["cases"].items()}
     return found
@@ -136,7 +172,9 @@ def launches_table(cases: dict[str, dict]) -> str:
     for case, found in cases.items():
         steps = [found["steps"].get(name, {"launches": 0})["launches"] for name in names]
         outside = sum(found["outside"].values())
-        rows.append([case, found["per_layer"], found["per_level"], *steps, outside, found["per_cycle"]])
+        rows.append(
+            [case, found["per_layer"], found["per_level"], *steps, outside, found["per_cycle"]]
+        )
     return table(["launches", "a layer", "a drafted level", *names, "outside", "a cycle"], rows)
 
 
@@ -166,8 +204,14 @@ def summary(gpu: str, found: dict[str, Any]) -> str:
     reductions = [row for row in inductors if is_reduction(row)]
     many = sorted({row["name"] for row in reductions if row["configurations"] > 1})
     failed = [f"{row['name']}: {row['error']}" for row in kernels if "error" in row]
-    largest, cache = max(s["largest_temporary_bytes"] for s in steps), min(c["cache_buffer_bytes"] for c in cases)
-    written, compiled = sum(s["dynamo_s"] + s["inductor_s"] for s in steps), sum(row["seconds"] for row in kernels)
+    largest, cache = (
+        max(s["largest_temporary_bytes"] for s in steps),
+        min(c["cache_buffer_bytes"] for c in cases),
+    )
+    written, compiled = (
+        sum(s["dynamo_s"] + s["inductor_s"] for s in steps),
+        sum(row["seconds"] for row in kernels),
+    )
     lines = [
         f"sm_{gpu}: {len(inductors)} kernels of inductor's and {len(kernels) - len(inductors)} of ours compiled, "
         f"{len(failed)} of them failed",
@@ -195,7 +239,9 @@ def run(config: OfflineConfig) -> None:
     folder, ttsem = folders(config.env)
     python, found = environment(folder, EMIT), {}
     if config.prepare:
-        return print(f"{folder} and {environment(ttsem, TTSEM, oldest=(3, 12)).parents[1]} are there")
+        return print(
+            f"{folder} and {environment(ttsem, TTSEM, oldest=(3, 12)).parents[1]} are there"
+        )
     for gpu in gpus:
         found[gpu] = emit(python, gpu, cases)
         chosen = found[gpu]["cases"].items() if config.steps else ()

@@ -51,10 +51,21 @@ from scripts.gpu import fake_cuda
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LAYERS = 3  # of the fake target
 SHAPE = "llama2-7b"
-MODELS = {"": {}, "gqa": {"n_kv_heads": 8}, "qwen3": {"n_kv_heads": 8, "qk_norm": True}}  # what the shape becomes
+MODELS = {
+    "": {},
+    "gqa": {"n_kv_heads": 8},
+    "qwen3": {"n_kv_heads": 8, "qk_norm": True},
+}  # what the shape becomes
 CONTEXT = 4096
 GROUP = 128
-FREE = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh")  # operations that launch nothing
+FREE = (
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "detach",
+    "lift_fresh",
+)  # operations that launch nothing
 LAUNCH = re.compile(  # in inductor's code: a Triton kernel, a library's, our operators, and what it left to torch
     r"^(?:(\w+)\.run\(|.*?extern_kernels\.(\w+)\(|.*?torch\.ops\.gpt_eagle\.(\w+)\.default\("
     r"|.*?torch\.ops\.(aten\.\w+)|.*?(\.copy_)\()"
@@ -78,12 +89,16 @@ class Step:
     calls: int = 0  # in a cycle
     dynamo_s: float = 0.0
     inductor_s: float = 0.0
-    operators: list[Launches] = field(default_factory=list)  # ours, as the calls of a cycle ran them
+    operators: list[Launches] = field(
+        default_factory=list
+    )  # ours, as the calls of a cycle ran them
 
     def launches(self) -> list[Launches]:
         """What one call launches, in order."""
         own, found = iter(self.operators), []
-        for line in self.code.partition("def call(")[2].partition("runner = Runner")[0].splitlines():
+        for line in (
+            self.code.partition("def call(")[2].partition("runner = Runner")[0].splitlines()
+        ):
             match = LAUNCH.match(line.strip())
             if match is None or line.strip().startswith(("#", "assert_")):
                 continue
@@ -95,7 +110,12 @@ class Step:
                 name = library or next(filter(None, others), None) or re.sub(r"_\d+$", "", kernel)
                 found.append(Launches("", [name]))
         operators = sum(bool(part.operator) for part in found)
-        assert operators * self.calls == len(self.operators), (self.name, operators, self.calls, self.operators)
+        assert operators * self.calls == len(self.operators), (
+            self.name,
+            operators,
+            self.calls,
+            self.operators,
+        )
         return found
 
     def largest_temporary_bytes(self) -> int:
@@ -129,8 +149,12 @@ class Recorder(TorchDispatchMode):
         self.step: Step | None = None  # the compiled one that runs
         self.eager: list[str] = []  # launches outside of compiled steps
         self.own: list[str] | None = None  # launches of the operator of ours that runs
-        self.sources: dict[str, str] = {}  # inductor's kernels: the source with a neutral name, and the source
-        self.kernels: dict[str, tuple[Any, float]] = {}  # ours: compiled, and the time it took (s); by hash
+        self.sources: dict[
+            str, str
+        ] = {}  # inductor's kernels: the source with a neutral name, and the source
+        self.kernels: dict[
+            str, tuple[Any, float]
+        ] = {}  # ours: compiled, and the time it took (s); by hash
         self.failed: dict[str, str] = {}  # of ours, that do not compile: why
 
     def start(self) -> Recorder:
@@ -140,7 +164,9 @@ class Recorder(TorchDispatchMode):
             step.calls, step.operators = 0, []
         return self
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function.namespace == "gpt_eagle":
             self._run_own(function._schema.name.partition("::")[2], args, kwargs)
@@ -229,7 +255,13 @@ def replace_compiler(recorder: Recorder) -> None:
 
         def run(*args: Any) -> Any:
             if step.code is None:
-                write(step, partial(trace, function, fullgraph=True, dynamic=False), args, options or {}, recorder)
+                write(
+                    step,
+                    partial(trace, function, fullgraph=True, dynamic=False),
+                    args,
+                    options or {},
+                    recorder,
+                )
             step.calls, recorder.step = step.calls + 1, step
             try:
                 return function(*args)
@@ -256,7 +288,10 @@ def write(step: Step, trace: Callable, args: tuple, options: dict, recorder: Rec
     trace(backend=backend)(*args)
     step.dynamo_s = time.perf_counter() - began
     patches = {name: value for name, value in options.items() if name != "guard_filter_fn"}
-    with patch.object(GraphLowering, "save_output_code", codes.append), patch.object(AsyncCompile, "triton", keep):
+    with (
+        patch.object(GraphLowering, "save_output_code", codes.append),
+        patch.object(AsyncCompile, "triton", keep),
+    ):
         for graph, inputs in graphs:  # none, where a step computes nothing
             began = time.perf_counter()
             compile_fx(graph, inputs, config_patches=patches)
@@ -297,7 +332,9 @@ def make_engine(case: Case) -> Any:
     from options import GenerateConfig
 
     sizes = {name: size for name, size in asdict(Shape.parse(SHAPE)).items() if name != "name"}
-    config = ModelConfig(**sizes | {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS[case.model])
+    config = ModelConfig(
+        **sizes | {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS[case.model]
+    )
     torch.set_default_dtype(torch.bfloat16)
     target, head = Transformer(config), EagleHead(EagleConfig(replace(config, n_layers=1)))
     torch.set_default_dtype(torch.float32)
@@ -326,7 +363,9 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
         work.replay(engine, 0)  # writes code
         with recorder.start():
             work.replay(engine, 0)
-    return counts(recorder) | {"cache_buffer_bytes": work.cache.k[0].numel() * work.cache.k[0].itemsize}
+    return counts(recorder) | {
+        "cache_buffer_bytes": work.cache.k[0].numel() * work.cache.k[0].itemsize
+    }
 
 
 # ---------------------------------------------------------------------------------------------- counting
@@ -369,9 +408,14 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+            [TOOLS / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
+    registers, stack = (
+        int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK")
+    )
     return {"registers": registers, "stack_bytes": stack}
 
 
@@ -391,14 +435,19 @@ def own_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
 def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
     """Compile inductor's kernels, in all configurations."""
     triton_helpers.set_driver_to_gpu = lambda: None
-    triton_heuristics.StaticTritonCompileResult.can_statically_launch = staticmethod(lambda *_, **__: None)
+    triton_heuristics.StaticTritonCompileResult.can_statically_launch = staticmethod(
+        lambda *_, **__: None
+    )
     for source in recorder.sources.values():
         tuner = getattr(PyCodeCache.load(source), re.search(r"def (triton_\w+)\(", source)[1])
         row = {"name": tuner.fn.__name__, "whose": "inductor", "configurations": len(tuner.configs)}
         began = time.perf_counter()
         try:
             found = [tuner._precompile_config(config).kernel for config in tuner.configs]
-            use = [resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared} for kernel in found]
+            use = [
+                resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared}
+                for kernel in found
+            ]
             row |= {name: max(one[name] for one in use) for name in use[0]}
         except Exception as error:  # as above
             row["error"] = reason(error)
@@ -406,7 +455,9 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", choices=fake_cuda.GPUS, help="compute capability")
     parser.add_argument("--json", help="file to write")
     parser.add_argument(
@@ -434,7 +485,9 @@ def main() -> None:
         found[text] = run_case(Case(target, draft, make(*map(int, sizes)), *model), recorder)
         print(f"{text}: {found[text]['per_cycle']} launches a cycle", file=sys.stderr, flush=True)
     kernels = [*own_kernels(recorder), *inductor_kernels(recorder)]
-    write_text(options.json, json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1))
+    write_text(
+        options.json, json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ def install(gpu: Gpu) -> None:
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
     make = torch.tensor
 
-    def tensor(data: Any, device: Any = "cpu", **how: Any) -> torch.Tensor:  # torch's fills memory of the device
+    def tensor(
+        data: Any, device: Any = "cpu", **how: Any
+    ) -> torch.Tensor:  # torch's fills memory of the device
         made = make(data, **how)
         on_cpu = torch.device(device or "cpu").type == "cpu"
         return made if on_cpu else torch.empty(made.shape, dtype=made.dtype, device=device)
@@ -94,10 +96,16 @@ def _install_triton(gpu: Gpu) -> None:
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
-    limits = {"max_shared_mem": gpu.shared_bytes, "multiprocessor_count": gpu.processors, "warpSize": 32}
+    limits = {
+        "max_shared_mem": gpu.shared_bytes,
+        "multiprocessor_count": gpu.processors,
+        "warpSize": 32,
+    }
 
     class Driver:
-        utils = SimpleNamespace(get_device_properties=lambda device: limits | {"max_num_regs": 65536})
+        utils = SimpleNamespace(
+            get_device_properties=lambda device: limits | {"max_num_regs": 65536}
+        )
         is_active = staticmethod(lambda: True)
         get_current_target = staticmethod(lambda: target)
         get_current_device = staticmethod(lambda: 0)

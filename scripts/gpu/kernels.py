@@ -53,7 +53,13 @@ from model import KVCache, ModelConfig
 from options import one_line_errors, option, parse
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
-LAYERS = {"wqkv": (12288, 4096), "wo": (4096, 4096), "w13": (22016, 4096), "w2": (4096, 11008), "head": (32000, 4096)}
+LAYERS = {
+    "wqkv": (12288, 4096),
+    "wo": (4096, 4096),
+    "w13": (22016, 4096),
+    "w2": (4096, 11008),
+    "head": (32000, 4096),
+}
 PRODUCTS = {
     "int4": (ops.quantized.w4a16, ops.quantized.w4a16_reference),
     "int8": (ops.quantized.w8a16, ops.quantized.w8a16_reference),
@@ -70,7 +76,9 @@ EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, an
 EXPERT_FORMATS = ("bf16", "int8", "int4")
 EXPERT_TOKENS = (1, 2, 4, 8, 32, 60)
 COPY_BYTES = 2**30
-TOLERANCE = 4e-3  # relative; rounding to bf16 alone gives 1.7e-3, and once more that of probabilities
+TOLERANCE = (
+    4e-3  # relative; rounding to bf16 alone gives 1.7e-3, and once more that of probabilities
+)
 
 
 @dataclass
@@ -101,8 +109,12 @@ def words(*shape: int, dtype: torch.dtype) -> Tensor:
 def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
     """Random words and scales, as the operators of int4 or int8 take them."""
     scale = torch.rand(N, K // group, device="cuda") * 0.01
-    packed = words(-(-K * (4 if form == "int4" else 8) // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16)
-    return packed, ops.cuda.layout.pack_scales(scale.bfloat16(), group) if form == "int4" else scale[:, 0].contiguous()
+    packed = words(
+        -(-K * (4 if form == "int4" else 8) // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16
+    )
+    return packed, ops.cuda.layout.pack_scales(
+        scale.bfloat16(), group
+    ) if form == "int4" else scale[:, 0].contiguous()
 
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
@@ -115,10 +127,14 @@ def make_layer(form: str, N: int, K: int, group: int) -> Layer:
         scale = torch.rand(N, K // group, device="cuda") * 0.01
         w = words(N // 8, K // 128, 32, 4, dtype=torch.int32)  # inner_k_tiles = 8
         zeros = torch.stack((scale.T, scale.T), -1).bfloat16().contiguous()  # [K / group, N, 2]
-        return Layer(lambda x: torch._weight_int4pack_mm(x, w, group, zeros), None, w.nbytes + zeros.nbytes)
+        return Layer(
+            lambda x: torch._weight_int4pack_mm(x, w, group, zeros), None, w.nbytes + zeros.nbytes
+        )
     (packed, scale), (product, reference) = random_packed(form, N, K, group), PRODUCTS[form]
     return Layer(
-        lambda x: product(x, packed, scale), lambda x: reference(x, packed, scale), packed.nbytes + scale.nbytes
+        lambda x: product(x, packed, scale),
+        lambda x: reference(x, packed, scale),
+        packed.nbytes + scale.nbytes,
     )
 
 
@@ -175,7 +191,9 @@ def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
             first = make_layer(config.format, N, K, config.group_size)
             row |= {"weight_bytes": first.weight_bytes} | check_layer(first, K, rows)
             copies = max(2, -(-config.rotate_mb * 10**6 // first.weight_bytes))
-            layers = [first] + [make_layer(config.format, N, K, config.group_size) for _ in range(copies - 1)]
+            layers = [first] + [
+                make_layer(config.format, N, K, config.group_size) for _ in range(copies - 1)
+            ]
         except Exception as error:  # whatever it is, it belongs in the record
             yield row | failure(error)
             torch.cuda.synchronize()  # raises where the device is lost
@@ -198,7 +216,9 @@ def time_layers(layers: list[Layer], M: int, K: int, replays: int, ceiling: floa
     return time_calls(calls, layers[0].weight_bytes, replays, ceiling)
 
 
-def time_calls(calls: list[Callable[[], object]], read_bytes: int, replays: int, ceiling: float) -> dict:
+def time_calls(
+    calls: list[Callable[[], object]], read_bytes: int, replays: int, ceiling: float
+) -> dict:
     """Time calls that read `read_bytes` each."""
     try:
         times = graph_times_s(calls, replays)
@@ -213,7 +233,9 @@ class Contest(NamedTuple):
     """One of the other kernels at one shape, beside its peers."""
 
     read_bytes: int  # that it must read; written ones too where it moves them
-    methods: dict[str, list[Callable[[], object]]]  # calls over different data; the first method is ours
+    methods: dict[
+        str, list[Callable[[], object]]
+    ]  # calls over different data; the first method is ours
     error: Callable[[], float]  # of ours against the reference, relative
 
 
@@ -234,9 +256,17 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
     copies = max(2, -(-rotate_bytes // read_bytes))
     caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(copies)]
     methods = {
-        "ours": [lambda k=k, v=v: ops.attention.tree_attention(q, k, v, start, mask) for k, v in caches],
-        "masked": [lambda k=k, v=v: ops.attention._tree_attention_masked(q, k, v, start, mask) for k, v in caches],
-        "cut": [lambda k=k, v=v: ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible) for k, v in caches],
+        "ours": [
+            lambda k=k, v=v: ops.attention.tree_attention(q, k, v, start, mask) for k, v in caches
+        ],
+        "masked": [
+            lambda k=k, v=v: ops.attention._tree_attention_masked(q, k, v, start, mask)
+            for k, v in caches
+        ],
+        "cut": [
+            lambda k=k, v=v: ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible)
+            for k, v in caches
+        ],
     }
 
     def error() -> float:
@@ -252,7 +282,9 @@ def compact_contest(kv_heads: int) -> Contest:
     """The rows of a path to their places, in all layers."""
     config = ModelConfig(128 * kv_heads, CACHE_LAYERS, kv_heads, kv_heads, 128, 1, 1)
     path = torch.tensor([PATH], device="cuda")
-    starts = [torch.tensor([slot], device="cuda") for slot in range(0, CAPACITY - PATH[-1], PATH[-1] + 1)]
+    starts = [
+        torch.tensor([slot], device="cuda") for slot in range(0, CAPACITY - PATH[-1], PATH[-1] + 1)
+    ]
     cache = KVCache.empty(config, 1, CAPACITY, torch.bfloat16, path.device.type)
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
@@ -284,7 +316,9 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
 
     def error() -> float:
         values, index, total = ops.topk.topk_logsumexp(scores[0], 10)
-        best, _, logsumexp = ops.topk.topk_logsumexp_reference(scores[0], 10)  # indices of ties may differ
+        best, _, logsumexp = ops.topk.topk_logsumexp_reference(
+            scores[0], 10
+        )  # indices of ties may differ
         pairs = ((values, best), (scores[0].gather(-1, index), best), (total, logsumexp))
         return max(relative_error(*pair) for pair in pairs)
 
@@ -296,7 +330,9 @@ class Stack(NamedTuple):
 
     product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from ops.experts.route -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
-    every: Callable[[Tensor, Tensor], Tensor] | None  # [P, K] bfloat16, [P] int64 -> [P, N], by torch
+    every: (
+        Callable[[Tensor, Tensor], Tensor] | None
+    )  # [P, K] bfloat16, [P] int64 -> [P, N], by torch
     expert_bytes: int
 
 
@@ -327,7 +363,9 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     read_bytes = len(expert.unique()) * first.expert_bytes
     copies = max(2, -(-rotate_bytes // read_bytes))
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    methods = {"ours": [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]}
+    methods = {
+        "ours": [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
+    }
     if first.every is not None:
         methods["torch"] = [lambda s=s: s.every(x, expert) for s in stacks]
 
@@ -347,7 +385,11 @@ def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]
         name = f"compaction, {CACHE_LAYERS} layers of %d heads"
         return [(name % heads, len(PATH), partial(compact_contest, heads)) for heads in CACHE_HEADS]
     if config.format == "topk":
-        return [(f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)) for V in VOCABULARIES for M in (1, 10)]
+        return [
+            (f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes))
+            for V in VOCABULARIES
+            for M in (1, 10)
+        ]
     if config.format == "experts":
         return [
             (f"experts {form} {layer}", M, partial(experts_contest, form, layer, M, config.group_size, rotate_bytes))
@@ -370,9 +412,17 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
             yield row | {"method": "ours"} | failure(error)
             torch.cuda.synchronize()  # raises where the device is lost
             continue
-        row |= {"read_bytes": contest.read_bytes, "relative_error": error, "correct": error < TOLERANCE}
+        row |= {
+            "read_bytes": contest.read_bytes,
+            "relative_error": error,
+            "correct": error < TOLERANCE,
+        }
         for method, calls in contest.methods.items():
-            yield row | {"method": method} | time_calls(calls, contest.read_bytes, config.replays, ceiling)
+            yield (
+                row
+                | {"method": method}
+                | time_calls(calls, contest.read_bytes, config.replays, ceiling)
+            )
             torch.cuda.synchronize()
         del contest, calls  # gigabytes of caches
 
@@ -384,7 +434,9 @@ def cycle_summary(rows: list[dict]) -> str:
         "|---|---|---|---|---|",
     ]
     cells = {
-        (r["kernel"], r["M"], r["method"]): f"{r['time_us']:.1f} us, {r['share']:.0%}" for r in rows if "time_us" in r
+        (r["kernel"], r["M"], r["method"]): f"{r['time_us']:.1f} us, {r['share']:.0%}"
+        for r in rows
+        if "time_us" in r
     }
     for kernel, M in dict.fromkeys((r["kernel"], r["M"]) for r in rows):
         ours, masked = (cells.get((kernel, M, method), "") for method in ("ours", "masked"))
@@ -393,7 +445,12 @@ def cycle_summary(rows: list[dict]) -> str:
     wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
     lines += [f"\nwrong: {', '.join(sorted(wrong)) or 'none'}"]
     return "\n".join(
-        lines + [f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}" for r in rows if "error" in r]
+        lines
+        + [
+            f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}"
+            for r in rows
+            if "error" in r
+        ]
     )
 
 
@@ -421,8 +478,14 @@ def summary(rows: list[dict]) -> str:
             cells = [f"{r['time_us']:.1f} us, {r['share']:.0%}" if r else "failed" for r in found]
             lines.append(f"| {layer} | {M} | {' | '.join(cells)} |")
     lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in forms)]
-    wrong = [f"{r['format']} {r['layer']}" for r in rows if not r.get("correct", True) or not r.get("same_bits", True)]
-    failed = [f"{r['format']} {r['layer']} {r.get('M', '')}: {r['error']}" for r in rows if "error" in r]
+    wrong = [
+        f"{r['format']} {r['layer']}"
+        for r in rows
+        if not r.get("correct", True) or not r.get("same_bits", True)
+    ]
+    failed = [
+        f"{r['format']} {r['layer']} {r.get('M', '')}: {r['error']}" for r in rows if "error" in r
+    ]
     lines += [f"\nwrong, or rows depend on others: {', '.join(sorted(set(wrong))) or 'none'}"]
     return "\n".join(lines + [f"failed: {line}" for line in failed])
 
@@ -433,15 +496,25 @@ def bench(config: BenchConfig) -> None:
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
     torch.backends.cuda.matmul.allow_tf32 = False
     ceiling = copy_bandwidth()
-    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceiling_bytes_per_s": ceiling}
-    print(f"# {facts['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, {config.format}", flush=True)
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ceiling_bytes_per_s": ceiling,
+    }
+    print(
+        f"# {facts['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, {config.format}",
+        flush=True,
+    )
     well = True
     for row in (measure_cycle if config.format in CYCLE else measure)(config, ceiling):
         well &= row.get("correct", True) and row.get("same_bits", True) and "error" not in row
         if config.json:
             with open(config.json, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row | facts) + "\n")
-        tqdm.write(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), sys.stdout)
+        tqdm.write(
+            json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}),
+            sys.stdout,
+        )
     if not well:
         sys.exit(1)
 

@@ -56,12 +56,16 @@ def lines_of(*command: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"no {command[0]} ({type(error).__name__})"]
-    return (done.stdout or done.stderr).strip().splitlines() or [f"{command[0]}: exit status {done.returncode}"]
+    return (done.stdout or done.stderr).strip().splitlines() or [
+        f"{command[0]}: exit status {done.returncode}"
+    ]
 
 
 def facts(device: str) -> dict[str, Any]:
     """What is installed here. Nothing is refused, since the other probes find out what does not work."""
-    query = "--query-gpu=name,driver_version,memory.used,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
+    query = (
+        "--query-gpu=name,driver_version,memory.used,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
+    )
     header = Path(sysconfig.get_path("include"), "Python.h")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "gcc"
     found = {
@@ -82,7 +86,9 @@ def product(device: str) -> dict[str, Any]:
     first = device_time(torch.device(device))
     second = device_time(torch.device(device))
     assert 0 < first < second, f"the device's clock went from {int(first)} to {int(second)} ns"
-    checked = kernel_bench.check_layer(kernel_bench.make_layer("int4", *SMALL, 128), SMALL[1], [1, 17])
+    checked = kernel_bench.check_layer(
+        kernel_bench.make_layer("int4", *SMALL, 128), SMALL[1], [1, 17]
+    )
     assert checked["correct"] and checked["same_bits"], checked
     return checked | {"text": "clock and int4 product are right"}
 
@@ -123,9 +129,13 @@ def boundary(device: str) -> dict[str, Any]:
 
     x = torch.zeros(1, device=device)
     calls = {"empty": lambda: empty_kernel[(1,)](x, num_warps=1), "fill": lambda: x.fill_(1.0)}
-    times = {name: kernel_bench.graph_times_s([call] * BOUNDARIES, 20) for name, call in calls.items()}
+    times = {
+        name: kernel_bench.graph_times_s([call] * BOUNDARIES, 20) for name, call in calls.items()
+    }
     us = {f"{name}_us": 1e6 * statistics.median(each) for name, each in times.items()}
-    return us | {"text": f"boundary {us['empty_us']:.2f} us; with torch's smallest kernel {us['fill_us']:.2f} us"}
+    return us | {
+        "text": f"boundary {us['empty_us']:.2f} us; with torch's smallest kernel {us['fill_us']:.2f} us"
+    }
 
 
 def bandwidth(device: str) -> dict[str, Any]:
@@ -136,15 +146,22 @@ def bandwidth(device: str) -> dict[str, Any]:
 
 def norm_error(device: str) -> float:
     """Of the norm that adds partial sums. Relative, at most."""
-    x, delta, weight = (torch.randn(*shape, device=device) for shape in ((7, 96), (3, 7, 96), (96,)))
-    got, want = ops.norm.add_norm(x, delta, weight, 1e-5), ops.norm.add_norm_reference(x, delta, weight, 1e-5)
+    x, delta, weight = (
+        torch.randn(*shape, device=device) for shape in ((7, 96), (3, 7, 96), (96,))
+    )
+    got, want = (
+        ops.norm.add_norm(x, delta, weight, 1e-5),
+        ops.norm.add_norm_reference(x, delta, weight, 1e-5),
+    )
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
 
 
 def small_kernels(device: str) -> dict[str, Any]:
     """Check products, attention, compaction, top-k and norms."""
     for form in kernel_bench.PRODUCTS:
-        checked = kernel_bench.check_layer(kernel_bench.make_layer(form, *SMALL, 128), SMALL[1], [1, 17, 33])
+        checked = kernel_bench.check_layer(
+            kernel_bench.make_layer(form, *SMALL, 128), SMALL[1], [1, 17, 33]
+        )
         assert checked["correct"] and checked["same_bits"], (form, checked)
     errors = {
         "attention": kernel_bench.attention_contest("8b", 40, 7, 0).error(),
@@ -157,7 +174,10 @@ def small_kernels(device: str) -> dict[str, Any]:
     return errors | {"text": "small kernels are right"}
 
 
-PROBES = {probe.__name__: probe for probe in (facts, product, compiling, capture, boundary, bandwidth, small_kernels)}
+PROBES = {
+    probe.__name__: probe
+    for probe in (facts, product, compiling, capture, boundary, bandwidth, small_kernels)
+}
 
 
 @dataclass

@@ -37,8 +37,17 @@ from scripts.gpu.waves import GPUS, Constants, Gpu, attention_us, product_us
 from tp import check_parts
 
 BYTES = {"bf16": 2, "int8": 1, "int4": 0.5 + 2 / 128}  # of a weight
-FORMATS = {"bf16": ("bf16", "bf16"), "bf16+int4": ("bf16", "int4"), "int8": ("int8",) * 2, "int4": ("int4",) * 2}
-AIMS = {"bf16": (190, 770), "bf16+int4": (190, 770), "int4": (515, 1600)}  # tokens/s, 7B on an H100: vanilla, a tree
+FORMATS = {
+    "bf16": ("bf16", "bf16"),
+    "bf16+int4": ("bf16", "int4"),
+    "int8": ("int8",) * 2,
+    "int4": ("int4",) * 2,
+}
+AIMS = {
+    "bf16": (190, 770),
+    "bf16+int4": (190, 770),
+    "int4": (515, 1600),
+}  # tokens/s, 7B on an H100: vanilla, a tree
 
 
 class Design(NamedTuple):
@@ -69,9 +78,13 @@ class Tree(NamedTuple):
     @staticmethod
     def parse(name: str) -> Tree:
         """Read `vanilla`, `chain N` or `dynamic D/K/N`. Raises: ValueError for anything else."""
-        found = re.fullmatch(r"vanilla|chain ([1-9]\d*)|dynamic ([1-9]\d*)/([2-9]|[1-9]\d+)/([1-9]\d*)", name)
+        found = re.fullmatch(
+            r"vanilla|chain ([1-9]\d*)|dynamic ([1-9]\d*)/([2-9]|[1-9]\d+)/([1-9]\d*)", name
+        )
         if not found:
-            raise ValueError(f"--trees: {name} is no tree; write vanilla, chain 5 or dynamic 6/8/32 (depth/top-k/size)")
+            raise ValueError(
+                f"--trees: {name} is no tree; write vanilla, chain 5 or dynamic 6/8/32 (depth/top-k/size)"
+            )
         chain, *sizes = (int(size) for size in found.groups(0))
         if sizes[0]:
             DynamicTree(*sizes)  # refuses what cannot be
@@ -105,7 +118,10 @@ class Case:
         """The case of what a rank has of the target."""
         s, n = self.shape, self.ranks
         heads = {"n_heads": s.n_heads // n, "n_kv_heads": max(s.n_kv_heads // n, 1)}
-        return replace(self, shape=replace(s, **heads, ffn_dim=s.ffn_dim // n, vocab_size=-(-s.vocab_size // n)))
+        return replace(
+            self,
+            shape=replace(s, **heads, ffn_dim=s.ffn_dim // n, vocab_size=-(-s.vocab_size // n)),
+        )
 
     @property
     def drafts_with(self) -> Case:
@@ -122,23 +138,45 @@ class Case:
 
 def matrices(shape: Shape | ModelConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of every product: a layer's four, the LM head, and the draft head's first."""
-    dim, heads, kv_heads = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    layer = {"wqkv": (heads + 2 * kv_heads, dim), "wo": (dim, heads), "w13": (2 * shape.ffn_dim, dim)}
-    return layer | {"w2": (dim, shape.ffn_dim), "head": (shape.vocab_size, dim), "fc": (dim, 2 * dim)}
+    dim, heads, kv_heads = (
+        shape.dim,
+        shape.n_heads * shape.head_dim,
+        shape.n_kv_heads * shape.head_dim,
+    )
+    layer = {
+        "wqkv": (heads + 2 * kv_heads, dim),
+        "wo": (dim, heads),
+        "w13": (2 * shape.ffn_dim, dim),
+    }
+    return layer | {
+        "w2": (dim, shape.ffn_dim),
+        "head": (shape.vocab_size, dim),
+        "fc": (dim, 2 * dim),
+    }
 
 
 def padded(rows: int) -> int:
     """A lone row, or as many as tiles hold."""
-    return rows if rows == 1 else 16 if rows <= 16 else 32 if rows <= 32 else math.ceil(rows / 64) * 64
+    return (
+        rows if rows == 1 else 16 if rows <= 16 else 32 if rows <= 32 else math.ceil(rows / 64) * 64
+    )
 
 
 def product(case: Case, name: str, form: str, rows: int, count: int) -> list[Kernel]:
     """A product, and the sum of its splits where that is a launch of its own."""
-    (N, K), c, label = matrices(case.shape)[name], case.gpu.constants, f"{name} {form} {padded(rows)}"
+    (N, K), c, label = (
+        matrices(case.shape)[name],
+        case.gpu.constants,
+        f"{name} {form} {padded(rows)}",
+    )
     if form == "bf16":
         us = max(2 * N * K / c.vendor_tb_s, 2 * N * K * rows / c.tensor_tflops) / 1e6
         return [Kernel(label, us + c.vendor_ramp_us, count)]
-    kind = {"w13": "swiglu", "wo": "split_k", "w2": "split_k", "fc": "split_k"}.get(name) if case.design.fused else None
+    kind = (
+        {"w13": "swiglu", "wo": "split_k", "w2": "split_k", "fc": "split_k"}.get(name)
+        if case.design.fused
+        else None
+    )
     kind = None if case.ranks > 1 and kind == "split_k" else kind  # NCCL takes one sum
     us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, kind or "none")
     sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
@@ -150,11 +188,15 @@ def attention(case: Case, rows: int, count: int) -> list[Kernel]:
     """Attention over the prefix and the rows themselves, and what combines its chunks."""
     c, shape, label = case.gpu.constants, case.shape, padded(rows)
     us, chunks = attention_us(rows, case.slots, shape, case.gpu)
-    sums_us = 4 * chunks * rows * shape.n_heads * shape.head_dim / c.partials_tb_s / 1e6  # to write or to read them
+    sums_us = (
+        4 * chunks * rows * shape.n_heads * shape.head_dim / c.partials_tb_s / 1e6
+    )  # to write or to read them
     if chunks == 1:
         return [Kernel(f"attention {label}", us, count, ours=True)]
     if case.design.fused:
-        return [Kernel(f"attention {label}", us + 2 * sums_us + c.last_combine_us, count, ours=True)]
+        return [
+            Kernel(f"attention {label}", us + 2 * sums_us + c.last_combine_us, count, ours=True)
+        ]
     combine = Kernel(f"combine {label}", c.combine_us + sums_us, count)
     return [Kernel(f"attention {label}", us + sums_us, count), combine]
 
@@ -172,30 +214,49 @@ def lm_head(case: Case, form: str, rows: int, count: int, best: bool = False) ->
     best: a score and a token for each row; False: all their scores
     """
     received = rows * (16 if best else 4 * matrices(case.shape)["head"][0]) * (case.ranks - 1)
-    return product(case, "head", form, rows, count) + collective(case, f"gather {padded(rows)}", received, count)
+    return product(case, "head", form, rows, count) + collective(
+        case, f"gather {padded(rows)}", received, count
+    )
 
 
 def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> list[Kernel]:
     """The launches of a layer, or of the draft head's: with fc, and before `Design.fused` without its small kernels."""
     c, fused = case.gpu.constants, case.design.fused
     names = ("fc", "wqkv", "wo", "w13", "w2") if fc else ("wqkv", "wo", "w13", "w2")
-    found = [k for name in names for k in product(case, name, form, rows, count)] + attention(case, rows, count)
-    received = 2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks  # there and back in a ring, 2 bytes each
+    found = [k for name in names for k in product(case, name, form, rows, count)] + attention(
+        case, rows, count
+    )
+    received = (
+        2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks
+    )  # there and back in a ring, 2 bytes each
     found += collective(case, f"all-reduce {padded(rows)}", received, 2 * count)
     silu, add = (Kernel(name, c.small_us, count) for name in ("silu", "add"))
     if fused:
         norm = Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, ours=True)
-        return [*found, norm, Kernel("rope+cache", c.small_us, count, ours=True), *[silu] * (form == "bf16")]
+        return [
+            *found,
+            norm,
+            Kernel("rope+cache", c.small_us, count, ours=True),
+            *[silu] * (form == "bf16"),
+        ]
     if fc:
         return found
     rope = Kernel("rope+cache", c.small_us, count * (2 if rows == 1 else 1))
-    return [*found, Kernel("norm", c.norm_us, 2 * count), rope, silu, add]  # the second norm adds, too
+    return [
+        *found,
+        Kernel("norm", c.norm_us, 2 * count),
+        rope,
+        silu,
+        add,
+    ]  # the second norm adds, too
 
 
 def verify(case: Case) -> list[Kernel]:
     """The target over the tree, the choice of its tokens, and what is accepted."""
     c, (form, _), rows = case.gpu.constants, FORMATS[case.form], case.tree.nodes
-    found = layer(case.share, rows, form, case.shape.n_layers) + lm_head(case.share, form, rows, 1, best=True)
+    found = layer(case.share, rows, form, case.shape.n_layers) + lm_head(
+        case.share, form, rows, 1, best=True
+    )
     small = 14 if case.design.fused else 27  # 16 of them eager: the last norm, clocks
     found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
     return found + [Kernel("accept", c.accept_us, 1)] * (case.tree.depth > 0)
@@ -203,15 +264,31 @@ def verify(case: Case) -> list[Kernel]:
 
 def draft(case: Case) -> list[Kernel]:
     """Grow the tree: the LM head for every level, the head's layer between them."""
-    c, (_, depth, rows, _), (_, form), design = case.gpu.constants, case.tree, FORMATS[case.form], case.design
-    found = lm_head(case.drafts_with, form, rows, depth) + layer(replace(case, ranks=1), rows, form, depth - 1, fc=True)
+    c, (_, depth, rows, _), (_, form), design = (
+        case.gpu.constants,
+        case.tree,
+        FORMATS[case.form],
+        case.design,
+    )
+    found = lm_head(case.drafts_with, form, rows, depth) + layer(
+        replace(case, ranks=1), rows, form, depth - 1, fc=True
+    )
     dynamic = rows > 1
     if design.level_kernel:
-        tree = [Kernel("level", c.level_us, 2 * depth, ours=True), Kernel("small", c.small_us, 4 * depth + 3)]
+        tree = [
+            Kernel("level", c.level_us, 2 * depth, ours=True),
+            Kernel("small", c.small_us, 4 * depth + 3),
+        ]
         return found + tree + [Kernel("rerank", c.level_rerank_us, 1)] * dynamic
     if design.fused:
-        return found + [Kernel("grow", c.grow_us, 6 * depth)] + [Kernel("rerank", c.rerank_us, 1)] * dynamic
-    small = (10 + (form != "bf16")) * (depth - 1) + 2 if dynamic else 7 * depth  # study: 52 or 57 of 6 levels; 35 of 5
+        return (
+            found
+            + [Kernel("grow", c.grow_us, 6 * depth)]
+            + [Kernel("rerank", c.rerank_us, 1)] * dynamic
+        )
+    small = (
+        (10 + (form != "bf16")) * (depth - 1) + 2 if dynamic else 7 * depth
+    )  # study: 52 or 57 of 6 levels; 35 of 5
     found += [Kernel("small", c.small_us, small), Kernel("top-k", c.topk_us, 2 * depth)]
     sorts = [Kernel("sort", c.sort_us, depth - 1), Kernel("sort of all", c.pool_sort_us, 1)]
     return found + [*sorts, Kernel("bmm", c.bmm_us, 3)] * dynamic
@@ -226,7 +303,9 @@ def cycle(case: Case) -> dict[str, list[Kernel]]:
         extend = layer(replace(case, ranks=1), case.tree.depth + 1, form, 1, fc=True)
         parts["extend"] = [*extend, Kernel("small", c.small_us, 6 if fused else 8)]
     parts["rest"] = [Kernel("small", c.small_us, 7 if fused else 15)]
-    saved = dict.fromkeys(matrices(case.shape), c.pdl_saves_us * case.pdl)  # products fetch weights before their turn
+    saved = dict.fromkeys(
+        matrices(case.shape), c.pdl_saves_us * case.pdl
+    )  # products fetch weights before their turn
 
     def final(k: Kernel) -> Kernel:
         us = case.measured.get(k.name, k.us) - saved.get(k.name.split()[0], 0) * k.ours
@@ -239,7 +318,10 @@ def times_ms(case: Case) -> dict[str, float]:
     """What each part of a cycle takes, boundaries included; the start of a graph belongs to `rest`."""
     c = case.gpu.constants
     gaps = {False: c.boundary_us, True: c.pdl_boundary_us if case.pdl else c.boundary_us}
-    parts = {part: sum(k.count * (k.us + gaps[k.ours]) for k in found) / 1e3 for part, found in cycle(case).items()}
+    parts = {
+        part: sum(k.count * (k.us + gaps[k.ours]) for k in found) / 1e3
+        for part, found in cycle(case).items()
+    }
     return parts | {"rest": parts["rest"] + c.replay_us / 1e3}
 
 
@@ -257,7 +339,10 @@ def weights_gb(case: Case) -> list[float]:
     layer = ("wqkv", "wo", "w13", "w2")
     verified = case.shape.n_layers * numbers(case.share, *layer) + numbers(case.share, "head")
     drafted = case.tree.depth * (numbers(case, *layer, "fc") + numbers(case.drafts_with, "head"))
-    return [n * BYTES[form] / 1e9 for n, form in zip((verified, drafted), FORMATS[case.form], strict=True)]
+    return [
+        n * BYTES[form] / 1e9
+        for n, form in zip((verified, drafted), FORMATS[case.form], strict=True)
+    ]
 
 
 def weights_ms(case: Case) -> float:
@@ -272,28 +357,50 @@ def weights_ms(case: Case) -> float:
 class ModelOptions:
     """Options. Units and effects are in the help texts."""
 
-    shape: str = option("llama2-7b", "a shape of scripts/bench/inflate.py, as llama2-7b,n_layers=16, or a model's directory")
+    shape: str = option(
+        "llama2-7b",
+        "a shape of scripts/bench/inflate.py, as llama2-7b,n_layers=16, or a model's directory",
+    )
     gpu: str = option("h100", "the GPU", tuple(GPUS))
-    formats: str = option("bf16,bf16+int4,int8,int4", "formats; bf16+int4: a bf16 target with an int4 head")
-    trees: str = option("vanilla,chain 5,dynamic 6/8/32,dynamic 6/10/60", "vanilla, chain N, dynamic depth/top-k/size")
+    formats: str = option(
+        "bf16,bf16+int4,int8,int4", "formats; bf16+int4: a bf16 target with an int4 head"
+    )
+    trees: str = option(
+        "vanilla,chain 5,dynamic 6/8/32,dynamic 6/10/60",
+        "vanilla, chain N, dynamic depth/top-k/size",
+    )
     slots: int = option(512, "tokens in the cache")
-    tau: float = option(4.65, "tokens per cycle of every tree (EAGLE-2, arXiv 2406.16858, for a 7B)")
-    design: str = option(CODE, "of the first table and of --kernels; the second table has all", tuple(DESIGNS))
+    tau: float = option(
+        4.65, "tokens per cycle of every tree (EAGLE-2, arXiv 2406.16858, for a 7B)"
+    )
+    design: str = option(
+        CODE, "of the first table and of --kernels; the second table has all", tuple(DESIGNS)
+    )
     tp: int = option(1, "GPUs that share the target, as tp.py splits it", least=1)
-    measured: str = option("", "JSON file of measured constants and kernels, which replace the estimates")
+    measured: str = option(
+        "", "JSON file of measured constants and kernels, which replace the estimates"
+    )
     kernels: bool = option(False, "also list the launches of every cycle")
 
 
 def read_measured(name: str, constants: Constants) -> tuple[Constants, dict[str, float]]:
     """Read `--measured`: see the header. Raises: ValueError for what is no such file."""
     if not Path(name).is_file():
-        raise ValueError(f"--measured: there is no file {name}; name one as the header of this script describes")
+        raise ValueError(
+            f"--measured: there is no file {name}; name one as the header of this script describes"
+        )
     found, known = read_json(Path(name)), [field.name for field in fields(Constants)]
     values, kernels = (found.pop(key, {}) for key in ("constants", "kernels_us"))
     if found or not (isinstance(values, dict) and isinstance(kernels, dict)):
-        raise ValueError(f'{name} must be {{"constants": {{..}}, "kernels_us": {{..}}}}, names and numbers; correct it')
+        raise ValueError(
+            f'{name} must be {{"constants": {{..}}, "kernels_us": {{..}}}}, names and numbers; correct it'
+        )
     for key, value in [*values.items(), *kernels.items()]:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value < math.inf
+        ):
             raise ValueError(f"{name}: {key} must be a positive number; it is {value!r}")
     for key in (key for key in values if key not in known):
         raise ValueError(f"{name}: {key} is no constant of the model; they are {', '.join(known)}")
@@ -309,46 +416,81 @@ def cases(config: ModelOptions) -> list[Case]:
     for form in forms:
         if form not in FORMATS:
             raise ValueError(f"--formats: {form!r} is no format; use {', '.join(FORMATS)}")
-    shape = read_config(Path(config.shape)) if Path(config.shape).is_dir() else Shape.parse(config.shape)
+    shape = (
+        read_config(Path(config.shape))
+        if Path(config.shape).is_dir()
+        else Shape.parse(config.shape)
+    )
     if shape.n_experts:
-        raise ValueError(f"--shape: {config.shape} is a mixture of experts, which the model cannot do; use a dense one")
+        raise ValueError(
+            f"--shape: {config.shape} is a mixture of experts, which the model cannot do; use a dense one"
+        )
     check_parts(shape, config.tp, Path(config.shape))
     (device, constants), measured = GPUS[config.gpu], {}
     if config.measured:
         constants, measured = read_measured(config.measured, constants)
     rest = config.slots, DESIGNS[config.design], config.tp
-    return [Case(shape, Gpu(device, constants), measured, form, tree, *rest) for form in forms for tree in trees]
+    return [
+        Case(shape, Gpu(device, constants), measured, form, tree, *rest)
+        for form in forms
+        for tree in trees
+    ]
 
 
 def print_tables(config: ModelOptions, found: list[Case]) -> None:
     """The cycles of the chosen design; then tokens/s of all designs, and the aims where there are any."""
-    print("| | launches | verify, ms | draft | extend | rest | cycle | its weights | tokens/s |\n|" + "---|" * 9)
+    print(
+        "| | launches | verify, ms | draft | extend | rest | cycle | its weights | tokens/s |\n|"
+        + "---|" * 9
+    )
     for case in found:
-        parts, launches = times_ms(case), sum(k.count for found in cycle(case).values() for k in found)
-        numbers = " | ".join(f"{ms:.2f}" for ms in [*parts.values(), sum(parts.values()), weights_ms(case)])
-        print(f"| {case.form} {case.tree.name} | {launches} | {numbers} | {tokens_per_s(case, config.tau):.0f} |")
+        parts, launches = (
+            times_ms(case),
+            sum(k.count for found in cycle(case).values() for k in found),
+        )
+        numbers = " | ".join(
+            f"{ms:.2f}" for ms in [*parts.values(), sum(parts.values()), weights_ms(case)]
+        )
+        print(
+            f"| {case.form} {case.tree.name} | {launches} | {numbers} | {tokens_per_s(case, config.tau):.0f} |"
+        )
     known = (config.shape, config.gpu, config.tau) == ("llama2-7b", "h100", 4.65)
     print(f"\n| tokens/s | {' | '.join(DESIGNS)} | aim |\n|" + "---|" * (len(DESIGNS) + 2))
     for case in found:
-        speeds = {name: tokens_per_s(replace(case, design=design), config.tau) for name, design in DESIGNS.items()}
-        aim = AIMS[case.form][case.tree.depth > 0] if known and case.form in AIMS and case.tree.topk != 1 else 0
+        speeds = {
+            name: tokens_per_s(replace(case, design=design), config.tau)
+            for name, design in DESIGNS.items()
+        }
+        aim = (
+            AIMS[case.form][case.tree.depth > 0]
+            if known and case.form in AIMS and case.tree.topk != 1
+            else 0
+        )
         far = f"{aim}: {config.design} reaches {speeds[config.design] / aim:.0%}" if aim else ""
-        print(f"| {case.form} {case.tree.name} | {' | '.join(f'{v:.0f}' for v in speeds.values())} | {far} |")
+        print(
+            f"| {case.form} {case.tree.name} | {' | '.join(f'{v:.0f}' for v in speeds.values())} | {far} |"
+        )
 
 
 def print_ranks(found: list[Case]) -> None:
     """What a rank reads in a cycle, and what the ranks send each other."""
-    print("\n| a rank | weights to verify, GB | to draft | keys and values, MB | collectives | received, MB | ms |")
+    print(
+        "\n| a rank | weights to verify, GB | to draft | keys and values, MB | collectives | received, MB | ms |"
+    )
     print("|" + "---|" * 7)
     for case in found:
         shape, c = case.share.shape, case.gpu.constants
-        cache_mb = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * case.slots / 1e6  # k and v, 2 bytes each
+        cache_mb = (
+            4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * case.slots / 1e6
+        )  # k and v, 2 bytes each
         kernels = [k for part in cycle(case).values() for k in part if k.received]
         count = sum(k.count for k in kernels)
         received_mb = sum(k.count * k.received for k in kernels) / 1e6
         ms = sum(k.count * (k.us + c.boundary_us) for k in kernels) / 1e3
         sizes = " | ".join(f"{gb:.2f}" for gb in weights_gb(case))
-        print(f"| {case.form} {case.tree.name} | {sizes} | {cache_mb:.0f} | {count} | {received_mb:.0f} | {ms:.2f} |")
+        print(
+            f"| {case.form} {case.tree.name} | {sizes} | {cache_mb:.0f} | {count} | {received_mb:.0f} | {ms:.2f} |"
+        )
 
 
 def print_kernels(case: Case) -> None:
@@ -370,9 +512,13 @@ def run(config: ModelOptions) -> None:
         print_ranks(found)
     for case in found if config.kernels else []:
         print_kernels(case)
-    unused = set(found[0].measured) - {k.name for case in found for part in cycle(case).values() for k in part}
+    unused = set(found[0].measured) - {
+        k.name for case in found for part in cycle(case).values() for k in part
+    }
     if unused:
-        print(f"\nnote: measured kernels that none of these cycles has: {', '.join(sorted(unused))}")
+        print(
+            f"\nnote: measured kernels that none of these cycles has: {', '.join(sorted(unused))}"
+        )
 
 
 def main() -> None:

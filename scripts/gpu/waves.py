@@ -23,7 +23,10 @@ from options import fail
 try:
     from ops.cuda.attention import CHUNK, SPLITS, plan_attention, splits_of
 except ModuleNotFoundError:
-    fail("time_model.py", "the plans of the kernels need Triton, which is not installed; pip install triton")
+    fail(
+        "time_model.py",
+        "the plans of the kernels need Triton, which is not installed; pip install triton",
+    )
 from ops.cuda.quantized import Device, plan_product, shared_bytes
 from scripts.gpu.compiled_kernels import TARGETS
 
@@ -56,13 +59,19 @@ class Constants:
     sort_us: float = 4.0  # of a level's values
     pool_sort_us: float = 8.0  # of all candidates
     bmm_us: float = 4.0  # a product of small masks
-    grow_us: float = 25 / 6  # each of six kernels that grow a level: top-k, children, frontier, mask, embedding
-    level_us: float = 4.0  # each of two that do the same: candidates of the vocabulary's parts, all the rest
+    grow_us: float = (
+        25 / 6
+    )  # each of six kernels that grow a level: top-k, children, frontier, mask, embedding
+    level_us: float = (
+        4.0  # each of two that do the same: candidates of the vocabulary's parts, all the rest
+    )
     rerank_us: float = 60.0  # choosing the nodes to verify, several launches
     level_rerank_us: float = 12.0  # the same by counting, in one
     replay_us: float = 8.0  # from one graph's end to the next one's start
     collective_us: float = 12.0  # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
-    link_tb_s: float = 0.2  # of NVLink, each way, in a ring: two thirds of an A100's 0.3 (data sheet)
+    link_tb_s: float = (
+        0.2  # of NVLink, each way, in a ring: two thirds of an A100's 0.3 (data sheet)
+    )
 
 
 class Gpu(NamedTuple):
@@ -86,12 +95,21 @@ GPUS = {
     "rtx3090": data_sheet(TARGETS["86"], 0.936, 2.0, 1.70, 71),
     "rtx4090": data_sheet(TARGETS["89"], 1.008, 4.0, 2.52, 165),
 }
-REGISTERS = {16: 77, 32: 128, 64: 168}  # of a thread, by tokens of a block: compiled for sm_90 (study)
-INSTRUCTIONS = {4: {16: 2.8, 32: 2.95, 64: 3.13}, 8: {16: 3.5, 32: 3.7, 64: 4.0}}  # for a weight of so many bits, too
+REGISTERS = {
+    16: 77,
+    32: 128,
+    64: 168,
+}  # of a thread, by tokens of a block: compiled for sm_90 (study)
+INSTRUCTIONS = {
+    4: {16: 2.8, 32: 2.95, 64: 3.13},
+    8: {16: 3.5, 32: 3.7, 64: 4.0},
+}  # for a weight of so many bits, too
 
 
 @cache
-def fluid(steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: int, stages: int, gpu: Gpu) -> float:
+def fluid(
+    steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: int, stages: int, gpu: Gpu
+) -> float:
     """Microseconds of a kernel.
 
     steps: of every thread block, in the order of launch; dram, read: bytes of a step, from DRAM and in all
@@ -104,7 +122,9 @@ def fluid(steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: in
         while queue and min(load) < fit:
             active.append([load.index(min(load)), queue.pop()])
             load[active[-1][0]] += 1
-        rates = [min(1 / (alone_us * load[place]), (stages - 1) / c.latency_us) for place, _ in active]
+        rates = [
+            min(1 / (alone_us * load[place]), (stages - 1) / c.latency_us) for place, _ in active
+        ]
         wanted = sum(rates) / 1e6  # steps a second / 1e12
         share = min(1.0, c.bandwidth_tb_s / (wanted * dram), c.l2_tb_s / (wanted * read))
         passed = min(left / (rate * share) for (_, left), rate in zip(active, rates, strict=True))
@@ -116,21 +136,33 @@ def fluid(steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: in
     return time + c.epilogue_us
 
 
-def product_us(rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none") -> tuple[float, int]:
+def product_us(
+    rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none"
+) -> tuple[float, int]:
     """An int4 (groups of 128) or int8 product, without the sum of its splits. Returns: microseconds, splits.
 
     epilogue: of the result, see `ops.cuda.quantized.run_product`
     """
     (device, c), step = gpu, 16 // bits * 64  # inputs
     cut = plan_product(rows, N, K, bits, 128 if bits == 4 else 0, torch.bfloat16, device, epilogue)
-    words = cut.rows * 64 * 2 + (cut.rows * step // 64 if bits == 4 else 0)  # bytes, scales included
+    words = cut.rows * 64 * 2 + (
+        cut.rows * step // 64 if bits == 4 else 0
+    )  # bytes, scales included
     x = step * min(rows, cut.tokens) * 2  # bytes; rows beyond the last are not read
-    clocks = max((words + x) / 64, INSTRUCTIONS[bits][cut.tokens] * cut.rows * step / 128)  # port: 64 bytes; 4 warps
+    clocks = max(
+        (words + x) / 64, INSTRUCTIONS[bits][cut.tokens] * cut.rows * step / 128
+    )  # port: 64 bytes; 4 warps
     tensor_us = 2 * cut.tokens * cut.rows * step * device.processors / c.tensor_tflops / 1e6
     shared = shared_bytes(cut.tokens, cut.rows, cut.stages, bits, device) + 1024
-    fit = max(1, min(65536 // (REGISTERS[cut.tokens] * cut.warps * 32), device.shared_bytes // shared))
+    fit = max(
+        1, min(65536 // (REGISTERS[cut.tokens] * cut.warps * 32), device.shared_bytes // shared)
+    )
     blocks, tiles = math.ceil(K / step), math.ceil(N / cut.rows) * math.ceil(rows / cut.tokens)
-    steps = [(i + 1) * blocks // cut.splits - i * blocks // cut.splits for i in range(cut.splits) for _ in range(tiles)]
+    steps = [
+        (i + 1) * blocks // cut.splits - i * blocks // cut.splits
+        for i in range(cut.splits)
+        for _ in range(tiles)
+    ]
     alone_us = max(clocks / c.clock_ghz / 1e3, tensor_us)
     return fluid(tuple(steps), words, words + x, alone_us, fit, cut.stages, gpu), cut.splits
 
@@ -146,7 +178,11 @@ def attention_us(rows: int, slots: int, shape: Shape | ModelConfig, gpu: Gpu) ->
         chunk *= 2
     chunk = chunk if splits_of(rows, end, rows) > 1 else end
     chunks = [math.ceil(min(chunk, end - first) / cut.keys) for first in range(0, end, chunk)]
-    steps = [n for n in chunks for _ in range(math.ceil(rows * group / cut.rows) * shape.n_kv_heads)]
+    steps = [
+        n for n in chunks for _ in range(math.ceil(rows * group / cut.rows) * shape.n_kv_heads)
+    ]
     stage = cut.keys * shape.head_dim * 4  # bytes
     fit = max(1, device.shared_bytes // (2 * cut.rows * shape.head_dim + 3 * stage + 1024))
-    return fluid(tuple(steps), stage, stage, stage / 64 / c.clock_ghz / 1e3, fit, cut.stages, gpu), len(chunks)
+    return fluid(
+        tuple(steps), stage, stage, stage / 64 / c.clock_ghz / 1e3, fit, cut.stages, gpu
+    ), len(chunks)

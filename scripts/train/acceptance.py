@@ -19,11 +19,18 @@ from eagle_draft import EagleHead
 from hf.heads import DRAFT_INPUTS
 from model import KVCache, Transformer, Window
 
-INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")  # EAGLE-1 figure 8; the first is EAGLE
+INPUTS = (
+    DRAFT_INPUTS,
+    "feature&unshifted",
+    "token",
+    "feature",
+)  # EAGLE-1 figure 8; the first is EAGLE
 ALPHAS = 5  # chain steps that are evaluated
 
 
-def row_inputs(kind: str, embedded: Tensor, features: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def row_inputs(
+    kind: str, embedded: Tensor, features: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
     """What a row sees. embedded: of x_{t+1}; before: of x_t; all [B, T, F]. Source: EAGLE-1 figure 8."""
     if kind == "feature&unshifted":
         return before, features
@@ -43,10 +50,15 @@ class Chains:
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
         self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
-        self.embedding, self.lm_head = head.embedding or target.embedding, head.lm_head or target.lm_head
+        self.embedding, self.lm_head = (
+            head.embedding or target.embedding,
+            head.lm_head or target.lm_head,
+        )
         self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
         self.dtype = head.layers[0].attention.wo.weight.dtype  # the target's may be another
-        self.cache = KVCache.empty(head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device))
+        self.cache = KVCache.empty(
+            head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device)
+        )
 
     def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
         """Run drafting step `s` for all T-2 starts. features: [1, R, F]; drafted, before: [1, R] tokens."""
@@ -54,7 +66,9 @@ class Chains:
         rows = torch.arange(R, device=drafted.device)
         causal = rows[None] <= rows[:, None]
         own = torch.eye(R, dtype=torch.bool, device=drafted.device)
-        mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # true rows up to here, own predicted rows
+        mask = torch.cat((causal, own.repeat(1, s)), 1)[
+            None
+        ]  # true rows up to here, own predicted rows
         window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
         inputs = row_inputs(self.kind, self.embedding(drafted), features, self.embedding(before))
         inputs = (x.to(self.dtype) for x in inputs)
@@ -64,7 +78,13 @@ class Chains:
         """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; every step's logits."""
         x = self.tokens
         R = x.shape[1] - 1 - ALPHAS  # starts whose whole chain has a truth
-        features, drafted, before, ok, logits = self.features[:, :R], x[:, 1 : R + 1], x[:, :R], [], []
+        features, drafted, before, ok, logits = (
+            self.features[:, :R],
+            x[:, 1 : R + 1],
+            x[:, :R],
+            [],
+            [],
+        )
         if self.head.aux_layers:
             features = self.head.fuse(features.to(self.dtype))
         for s in range(ALPHAS):
@@ -78,21 +98,30 @@ class Chains:
 
 
 @torch.no_grad()
-def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str) -> dict:
+def evaluate(
+    head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str
+) -> dict:
     """alpha: n-alpha for n = 0..4; tau: mean accepted tokens + 1 of a chain of five, over all start positions."""
     tried, hits, lengths = torch.zeros(ALPHAS), torch.zeros(ALPHAS), []
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
         ok, _ = Chains(head, target, tokens, kind).run()
-        run = ok[max(begin - 2, 0) :].long().cumprod(1).cpu()  # from the first start whose tokens are the target's
+        run = (
+            ok[max(begin - 2, 0) :].long().cumprod(1).cpu()
+        )  # from the first start whose tokens are the target's
         tried += torch.cat((torch.ones(len(run), 1), run[:, :-1]), 1).sum(0)
         hits += run.sum(0)
         lengths.append(run.sum(1).float())
-    return {"alpha": (hits / tried.clamp(min=1)).tolist(), "tau": torch.cat(lengths).mean().item() + 1}
+    return {
+        "alpha": (hits / tried.clamp(min=1)).tolist(),
+        "tau": torch.cat(lengths).mean().item() + 1,
+    }
 
 
 @torch.no_grad()
-def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str) -> float:
+def fit_sharpness(
+    head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str
+) -> float:
     """The c that makes softmax(c * scores) the likeliest to hold the target's choice, at T = 0 and T = 1 alike."""
     grid = torch.arange(1.0, 4.01, 0.125)
     loss, generator = torch.zeros(len(grid)), torch.Generator().manual_seed(0)
@@ -101,10 +130,19 @@ def fit_sharpness(head: EagleHead, target: Transformer, sequences: list[tuple[in
         chains = Chains(head, target, tokens, kind)
         ok, logits = chains.run()
         R, first = ok.shape[0], max(begin - 2, 0)
-        truth = target.logits(chains.features)[0, 1 : R + 1].cpu()  # distribution of the token that step 0 drafts
-        noise = -torch.log(-torch.log(torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)))
-        vocab = DraftVocab(chains.vocab.size, chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None)
-        column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1  # [V], -1 for tokens that are never drafted
+        truth = target.logits(chains.features)[
+            0, 1 : R + 1
+        ].cpu()  # distribution of the token that step 0 drafts
+        noise = -torch.log(
+            -torch.log(torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7))
+        )
+        vocab = DraftVocab(
+            chains.vocab.size,
+            chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None,
+        )
+        column = (
+            vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1
+        )  # [V], -1 for tokens that are never drafted
         for extra in (torch.zeros_like(noise), noise):
             choice = column[(truth + extra).argmax(-1)[first:]]
             scores = (logits[0].cpu() + vocab.columns(extra))[first:]

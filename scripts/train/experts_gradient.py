@@ -57,6 +57,8 @@ def _experts_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return experts_linear(grad, weight.transpose(1, 2), routing), by_weight, None
 
 
-torch.library.register_autograd("gpt_eagle::experts_linear", _experts_backward, setup_context=_experts_setup, lib=lib)
+torch.library.register_autograd(
+    "gpt_eagle::experts_linear", _experts_backward, setup_context=_experts_setup, lib=lib
+)
 for _device in ("cpu", "cuda"):
     torch.library.register_autocast("gpt_eagle::experts_linear", _device, torch.bfloat16, lib=lib)

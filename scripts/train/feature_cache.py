@@ -27,24 +27,41 @@ from scripts.train.losses import default_aux_layers
 class Features:
     """The target's features of every batch, with the head's aux_layers, from the file if there is one."""
 
-    def __init__(self, config: Any, target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor):
+    def __init__(
+        self, config: Any, target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
+    ):
         """config: train_eagle.TrainConfig; aux_layers: the head's; tokens: [M] int64, an epoch
 
         Raises: ValueError for features that cannot be kept, or a file with those of other data.
         """
         self.width, kept_aux_layers = (1 + len(aux_layers)) * target.config.dim, aux_layers
-        self.steps = torch.arange(config.seq_len, device=config.device).expand(config.batch_size, -1)
-        self.kept = None  # [count, B, T, (1 + aux_layers) F]; batches that were not computed yet are 0
+        self.steps = torch.arange(config.seq_len, device=config.device).expand(
+            config.batch_size, -1
+        )
+        self.kept = (
+            None  # [count, B, T, (1 + aux_layers) F]; batches that were not computed yet are 0
+        )
         if config.features:
             kept_aux_layers = default_aux_layers(target.config.n_layers)
             if aux_layers not in ((), kept_aux_layers):
                 rule = f"--features keeps the inputs of layers {kept_aux_layers}; --init takes those of {aux_layers}"
                 raise ValueError(f"{rule}; leave it out")
-            shape = (len(tokens) // self.steps.numel(), *self.steps.shape, (1 + len(kept_aux_layers)) * target.config.dim)
-            made_of = {"shape": shape, "dtype": config.dtype, "aux_layers": kept_aux_layers, "checkpoint": config.checkpoint}
+            shape = (
+                len(tokens) // self.steps.numel(),
+                *self.steps.shape,
+                (1 + len(kept_aux_layers)) * target.config.dim,
+            )
+            made_of = {
+                "shape": shape,
+                "dtype": config.dtype,
+                "aux_layers": kept_aux_layers,
+                "checkpoint": config.checkpoint,
+            }
             made_of["tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
             self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
-        self.look = torch.compile(lambda tokens, steps: target(tokens, steps, aux_layers=kept_aux_layers))
+        self.look = torch.compile(
+            lambda tokens, steps: target(tokens, steps, aux_layers=kept_aux_layers)
+        )
 
     @staticmethod
     def _open(file: Path, made_of: dict) -> Tensor:
@@ -55,9 +72,15 @@ class Features:
             reserve(file, size)
             write_text(str(note), json.dumps(made_of))
         elif not note.is_file() or read_json(note) != made_of or file.stat().st_size != size:
-            raise ValueError(f"--features: {file} has features of other data, or is cut short; name another file")
-        print(f"features: {' x '.join(map(str, shape))} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}")
-        return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+            raise ValueError(
+                f"--features: {file} has features of other data, or is cut short; name another file"
+            )
+        print(
+            f"features: {' x '.join(map(str, shape))} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}"
+        )
+        return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(
+            shape
+        )
 
     @torch.no_grad()
     def of(self, tokens: Tensor, number: int) -> Tensor:
@@ -78,6 +101,10 @@ def reserve(file: Path, size: int) -> None:
     free = shutil.disk_usage(file.parent).free
     if size > free - 1e9:
         room = f"--features: {size / 1e9:.2f} GB do not fit beside {file.parent}, {free / 1e9:.2f} GB are free"
-        raise ValueError(f"{room} (1 GB stays free); leave it out, and they are computed as they are needed")
+        raise ValueError(
+            f"{room} (1 GB stays free); leave it out, and they are computed as they are needed"
+        )
     with open(file, "wb") as out:
-        os.posix_fallocate(out.fileno(), 0, size)  # a disk that fills up later must not break the mapping
+        os.posix_fallocate(
+            out.fileno(), 0, size
+        )  # a disk that fills up later must not break the mapping

@@ -62,14 +62,18 @@ class AnswerConfig:
     checkpoint: str = option(DEFAULT, "the target")
     out: str = option("answers", "directory to write; an unfinished run in it goes on")
     prompts: str = option(
-        str(ROOT / "data/train/gsm8k_train_clean.jsonl"), "comma-separated JSONL files; the first of `turns`"
+        str(ROOT / "data/train/gsm8k_train_clean.jsonl"),
+        "comma-separated JSONL files; the first of `turns`",
     )
     eval: str = option(
-        str(ROOT / "data/eval"), "evaluation prompts to keep clear of: JSONL files or directories of them"
+        str(ROOT / "data/eval"),
+        "evaluation prompts to keep clear of: JSONL files or directories of them",
     )
     chat: str = option("", "chat template; empty: the checkpoint's own")
     tokens: float = option(3e6, "answer tokens in all")
-    greedy: float = option(0.5, "share of the prompts that are answered at T = 0; the others at T = 1")
+    greedy: float = option(
+        0.5, "share of the prompts that are answered at T = 0; the others at T = 1"
+    )
     answer_tokens: int = option(400, "longest answer; one that is cut is marked so")
     prompt_tokens: int = option(300, "longest prompt, template included")
     batch_size: int = option(48, "sequences decoded together")
@@ -91,7 +95,9 @@ class AnswerConfig:
     def identity(self) -> dict:
         """What an answer depends on besides its prompt."""
         names = ("chat", "greedy", "answer_tokens", "quant", "dtype", "seed")
-        return {"checkpoint": Path(self.checkpoint).name} | {name: getattr(self, name) for name in names}
+        return {"checkpoint": Path(self.checkpoint).name} | {
+            name: getattr(self, name) for name in names
+        }
 
 
 # ---------------------------------------------------------------------------------------------- prompts
@@ -121,7 +127,11 @@ def read_turns(path: Path, flag: str) -> list[list[str]]:
 
     def check(row: dict) -> str:
         turns = row.get("turns")
-        good = isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)
+        good = (
+            isinstance(turns, list)
+            and turns
+            and all(isinstance(t, str) and t.strip() for t in turns)
+        )
         return "" if good else 'it must be like {"turns": ["text", ...]}'
 
     return [row["turns"] for row in read_jsonl(path, flag, check)]
@@ -133,7 +143,9 @@ def eval_texts(named: str) -> list[str]:
     for path in map(Path, named.split(",")):
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
-            raise ValueError(f"--eval: {path} holds no .jsonl file; name files with evaluation prompts")
+            raise ValueError(
+                f"--eval: {path} holds no .jsonl file; name files with evaluation prompts"
+            )
         texts += [turn for file in files for turns in read_turns(file, "--eval") for turn in turns]
     return texts
 
@@ -143,7 +155,9 @@ def headers(modules: Iterable[str]) -> Iterator[str]:
     for text in modules:
         lines = text.split("\n")  # as the parser counts them
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+                node
+            ):
                 head = lines[node.lineno - 1 : node.body[0].end_lineno]
                 yield "\n".join(_without_indent(line, node.col_offset) for line in head)
 
@@ -209,19 +223,29 @@ class Run:
         )  # fmt: skip
         sampled = load(options)
         greedy = replace(sampled, config=replace(sampled.config, temperature=0.0))
-        self.engines = {False: sampled, True: warm_up(with_cycles(greedy)) if config.greedy else greedy}
+        self.engines = {
+            False: sampled,
+            True: warm_up(with_cycles(greedy)) if config.greedy else greedy,
+        }
         self.opening = sampled.template.render(list(PROBE[:1]), []).partition(PROBE[0])[0]
         self.tokens: Counter = Counter()  # answer tokens by (source, greedy)
         self.cut: Counter = Counter()  # answers that were cut, by source
-        self.waiting: dict[tuple[str, bool], deque[Prompt]] = {(s, g): deque() for s in SOURCES for g in (False, True)}
+        self.waiting: dict[tuple[str, bool], deque[Prompt]] = {
+            (s, g): deque() for s in SOURCES for g in (False, True)
+        }
         self.done: set[str] = set()  # prompts that an earlier run has answered
         self.writes = True  # whether the model writes prompts
-        for row in self._read("answers.jsonl", {"source", "temperature", "turns", "answers", "ended", "answer_ids"}):
+        for row in self._read(
+            "answers.jsonl", {"source", "temperature", "turns", "answers", "ended", "answer_ids"}
+        ):
             self._count(row)
             self.done.add(row["turns"][0])
         for source, found in texts.items():
             self._add(source, [(text, True) for text in found], SORTED_BATCHES * config.batch_size)
-        own = [(row["turns"][0], row["ended"]) for row in self._read("prompts.jsonl", {"turns", "ended"})]
+        own = [
+            (row["turns"][0], row["ended"])
+            for row in self._read("prompts.jsonl", {"turns", "ended"})
+        ]
         for first in range(0, len(own), config.batch_size):  # as they were written
             self._add(OWN, own[first : first + config.batch_size], config.batch_size)
         self.attempts = len(own)  # prompts that the model has written
@@ -234,15 +258,23 @@ class Run:
         if whole < len(data):
             os.truncate(path, whole)
         wrong = f"its keys must be {', '.join(sorted(keys))}"
-        return read_jsonl(path, "--out", lambda row: "" if keys <= row.keys() else wrong) if whole else []
+        return (
+            read_jsonl(path, "--out", lambda row: "" if keys <= row.keys() else wrong)
+            if whole
+            else []
+        )
 
     def _append(self, name: str, rows: list[dict]) -> None:
         with open(self.out / name, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def _count(self, row: dict) -> None:
-        self.tokens[row["source"], row["temperature"] == 0] += len(row["answer_ids"]) if row["answers"] else 0
-        self.filter.counts["answers", "used" if row["answers"] else "empty or like an evaluation prompt"] += 1
+        self.tokens[row["source"], row["temperature"] == 0] += (
+            len(row["answer_ids"]) if row["answers"] else 0
+        )
+        self.filter.counts[
+            "answers", "used" if row["answers"] else "empty or like an evaluation prompt"
+        ] += 1
         self.cut[row["source"]] += not row["ended"]
 
     def _add(self, source: str, found: list[tuple[str, bool]], group: int) -> int:
@@ -255,7 +287,9 @@ class Run:
         for text, whole in found:
             ids = engine.template.encode(engine.tokenizer, [text], [])
             if self.filter.accepts(source, text, whole and len(ids) <= self.config.prompt_tokens):
-                good.append(Prompt(source, text, ids, hashed(f"greedy {text}") < self.config.greedy * 2**32))
+                good.append(
+                    Prompt(source, text, ids, hashed(f"greedy {text}") < self.config.greedy * 2**32)
+                )
         if source != OWN:  # those are written in the order of their noise
             good.sort(key=lambda p: hashed(f"order {self.config.seed} {p.text}"))
         for first in range(0, len(good), group):
@@ -271,7 +305,11 @@ class Run:
     def step(self) -> bool:
         """Answer a batch of the kind that is furthest behind. Returns: whether there was one. Writes: both files."""
         share = {True: self.config.greedy, False: 1 - self.config.greedy}
-        kinds = [(s, g) for s, g in self.waiting if share[g] and (self.waiting[s, g] or (s == OWN and self.writes))]
+        kinds = [
+            (s, g)
+            for s, g in self.waiting
+            if share[g] and (self.waiting[s, g] or (s == OWN and self.writes))
+        ]
         if not kinds:
             return False
         source, greedy = min(kinds, key=lambda kind: self.tokens[kind] / share[kind[1]])
@@ -296,13 +334,18 @@ class Run:
         self.attempts += size
         self.writes = self._add(OWN, [(row["turns"][0], row["ended"]) for row in rows], size) > 0
         if not self.writes:
-            print(f"note: none of {size} prompts that the model wrote was good; it writes no more", flush=True)
+            print(
+                f"note: none of {size} prompts that the model wrote was good; it writes no more",
+                flush=True,
+            )
 
     def _answer(self, batch: list[Prompt]) -> None:
         engine = self.engines[batch[0].greedy]
         streams = [(hashed(p.text), 0) for p in batch]
         rows = []
-        for p, new in zip(batch, decoded(engine, streams, [p.ids for p in batch], self.config.answer_tokens)):
+        for p, new in zip(
+            batch, decoded(engine, streams, [p.ids for p in batch], self.config.answer_tokens)
+        ):
             answer = text_of(engine, new)
             good = answer.strip() and not self.filter.touches(answer)
             rows.append(
@@ -327,17 +370,24 @@ class Run:
         shares = [sum(self.tokens[s, g] for g in (False, True)) / max(total, 1) for s in SOURCES]
         greedy = sum(self.tokens[s, True] for s in SOURCES) / max(total, 1)
         left = max(self.config.tokens - total, 0) / max(rate, 1e-9) / 60
-        mixture = ", ".join(f"{100 * share:.0f} % {source}" for share, source in zip(shares, SOURCES))
+        mixture = ", ".join(
+            f"{100 * share:.0f} % {source}" for share, source in zip(shares, SOURCES)
+        )
         goal = f"{total} of {self.config.tokens:.0f} tokens"
         return f"{goal} ({mixture}; {100 * greedy:.0f} % greedy), {rate:.0f} tokens/s, {left:.0f} min left"
 
 
-def decoded(engine: Engine, streams: list[tuple[int, int]], prompts: list[list[int]], longest: int) -> list[list[int]]:
+def decoded(
+    engine: Engine, streams: list[tuple[int, int]], prompts: list[list[int]], longest: int
+) -> list[list[int]]:
     """Decode a batch, but for its tail. streams: the key of each row's noise. Returns: the new tokens of every row."""
     short = replace(engine, config=replace(engine.config, max_new_tokens=longest))
     session = Session(short, streams)
     for new in session.run(prompts):
-        if sum(bool(each) or session.busy(row) for row, each in enumerate(new)) <= len(prompts) // TAIL:
+        if (
+            sum(bool(each) or session.busy(row) for row, each in enumerate(new))
+            <= len(prompts) // TAIL
+        ):
             break
     return [session.history[row][len(prompt) :] for row, prompt in enumerate(prompts)]
 
@@ -349,13 +399,17 @@ def claim(config: AnswerConfig) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out: cannot make the directory {out} ({error.strerror}); name another") from None
+        raise ValueError(
+            f"--out: cannot make the directory {out} ({error.strerror}); name another"
+        ) from None
     if file.is_file():
         theirs = next(iter(read_jsonl(file, "--out")))
         other = next((name for name in mine if mine[name] != theirs.get(name)), "")
         if other:
             was = f"{other} was {theirs.get(other)}, not {mine[other]}"
-            raise ValueError(f"--out: {out} holds another run ({was}); use its options, or name another directory")
+            raise ValueError(
+                f"--out: {out} holds another run ({was}); use its options, or name another directory"
+            )
     elif (out / "answers.jsonl").exists():
         raise ValueError(f"--out: {out} has answers.jsonl and no run.json; name another directory")
     else:
@@ -365,13 +419,21 @@ def claim(config: AnswerConfig) -> None:
 def answer(config: AnswerConfig) -> Run:
     """Write answers until there are enough or no prompt is left. Writes: `config.out`."""
     config.check()
-    given = [turns[0] for file in config.prompts.split(",") for turns in read_turns(Path(file), "--prompts")]
+    given = [
+        turns[0]
+        for file in config.prompts.split(",")
+        for turns in read_turns(Path(file), "--prompts")
+    ]
     filter = Filter.against(eval_texts(config.eval))
     claim(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     with alone(Path(config.out), f"note: waiting for another process that writes to {config.out}"):
-        code = [ASK.format(header) for part in train_demo.read_python().values() for header in headers(part)]
+        code = [
+            ASK.format(header)
+            for part in train_demo.read_python().values()
+            for header in headers(part)
+        ]
         run, rates = Run(config, {GIVEN: given, CODE: code}, filter), deque(maxlen=RATES)
         print(run.lines(), flush=True)
         while (before := run.total()) < config.tokens:

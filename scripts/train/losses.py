@@ -48,7 +48,13 @@ class Past(NamedTuple):
     v: tuple[list[Tensor], ...]
 
 
-def attend(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]):
+def attend(
+    attention: Attention,
+    x: Tensor,
+    rope: tuple[Tensor, Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+):
     """A step's attention: causal over the keys of step 0, and to the row's own keys of the later steps.
 
     x: [B, T, F]. Writes: appends to keys and values. Returns: [B, T, F].
@@ -58,7 +64,9 @@ def attend(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor], keys: l
     q, k = rotary(qkv, rope, attention.heads, attention.kv_heads, attention.head_norms)
     keys.append(k.transpose(1, 2).unsqueeze(2))
     values.append(qkv[:, :, -attention.kv_heads :].transpose(1, 2).unsqueeze(2))
-    q = q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1)) * attention.head_dim**-0.5  # [B, Hkv, H / Hkv, T, E]
+    q = (
+        q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1)) * attention.head_dim**-0.5
+    )  # [B, Hkv, H / Hkv, T, E]
     later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
     scores = [(q @ keys[0].mT).float().masked_fill(later, -torch.inf)]  # [B, Hkv, H / Hkv, T, T]
     scores += [(q * own).sum(-1, keepdim=True).float() for own in keys[1:]]
@@ -72,13 +80,17 @@ def attend(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor], keys: l
 def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, past: Past) -> Tensor:
     """Run step `s` of all rows. embedded, hidden: [B, T, F]. Writes: appends to `past`. Returns: outputs, [B, T, F]."""
 
-    def block_of(block, x, h, after, rope, kv, window):  # what Block.forward does, with the attention above
+    def block_of(
+        block, x, h, after, rope, kv, window
+    ):  # what Block.forward does, with the attention above
         x, h = block.ffn_norm.add(x, attend(block.attention, h, rope, *kv))
         return after.add(x, block.ffn(h))
 
     x, h = head.first(embedded, hidden)
     positions = torch.arange(s, s + x.shape[1], device=x.device).expand(x.shape[:2])
-    return head.layers(x, rope_angles(head.rope_freq, positions), head.norm, past, None, block_of, h=h)
+    return head.layers(
+        x, rope_angles(head.rope_freq, positions), head.norm, past, None, block_of, h=h
+    )
 
 
 class Recipe(NamedTuple):
@@ -91,7 +103,11 @@ class Recipe(NamedTuple):
 
 
 def unrolled_losses(
-    head: EagleHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor], recipe: Recipe, noise: Tensor | float
+    head: EagleHead,
+    target: Transformer,
+    batch: tuple[Tensor, Tensor, Tensor],
+    recipe: Recipe,
+    noise: Tensor | float,
 ) -> tuple[Tensor, ...]:
     """The losses of every step, sums over the rows that count: version 1 divides them by the number of rows that are
     marked, version 3 by all B T.
@@ -107,7 +123,9 @@ def unrolled_losses(
         known = torch.ones_like(tokens, dtype=torch.bool)
         if eagle3:
             z = target.logits(features)  # [B, T, V]
-            drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()  # [V], the official t2d
+            drafted = vocab.spread(
+                torch.ones(vocab.kept, device=z.device)
+            ).bool()  # [V], the official t2d
             known, z = drafted[z.argmax(-1)], vocab.columns(z)
         else:
             z = recipe.lm_head(features)  # [B, T, N]
@@ -119,13 +137,17 @@ def unrolled_losses(
     past = Past(*(tuple([] for _ in head.layers) for _ in range(2)))
     for s in range(steps):
         here, ahead = slice(s, s + T), slice(1 + s, 1 + s + T)
-        hidden = unrolled_step(head, *row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here]), s, past)
+        hidden = unrolled_step(
+            head, *row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here]), s, past
+        )
         log_q = recipe.lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
         counts = mask[:, here] & known[:, ahead]
         total = tokens.numel() if eagle3 else counts.sum() + 1e-5
         entropies.append((-(p[:, ahead] * log_q).sum(-1) * counts).sum() / total)
         if not eagle3:
-            far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(-1)  # [B, T]
+            far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(
+                -1
+            )  # [B, T]
             regressions.append((far * counts).sum() / total)
     return (*entropies, *regressions)
 
@@ -138,7 +160,9 @@ class ScaledLinear(Linear):
 
     def __init__(self, plain: nn.Linear, scale: Tensor):
         """scale: [K] fp32, the root mean square of each input"""
-        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        super().__init__(
+            plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta"
+        )
         self.weight, self.bias = nn.Parameter(plain.weight * scale), plain.bias
         self.register_buffer("scale", scale)
 
@@ -147,7 +171,9 @@ class ScaledLinear(Linear):
 
     def plain(self) -> Linear:
         """The layer as decoding takes it."""
-        plain = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain = Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+        )
         plain.weight, plain.bias = nn.Parameter(self.weight / self.scale), self.bias
         return plain
 
@@ -165,7 +191,9 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
         head.first(embedded, head.fuse(features))
         hook.remove()
-        head.fc = ScaledLinear(head.fc, seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6))
+        head.fc = ScaledLinear(
+            head.fc, seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6)
+        )
 
 
 @torch.no_grad()
@@ -196,14 +224,20 @@ def default_aux_layers(layers: int) -> tuple[int, ...]:
     return tuple(sorted({tap for tap in (2, layers // 2, layers - 3) if 0 <= tap <= layers}))
 
 
-def new_head(model: ModelConfig, target: Transformer, vocab: DraftVocab | None, from_target: bool) -> Eagle3Head:
+def new_head(
+    model: ModelConfig, target: Transformer, vocab: DraftVocab | None, from_target: bool
+) -> Eagle3Head:
     """A head of version 3 with layers of the shape `model`.
 
     from_target: start with `fc` near the identity on the last tap, and with the target's last norm and LM head
     """
     aux_layers, dim = default_aux_layers(target.config.n_layers), target.config.dim
     kept = vocab.kept if vocab else model.vocab_size
-    head = Eagle3Head(EagleConfig(model, fc_bias=False, eagle3=Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")))
+    head = Eagle3Head(
+        EagleConfig(
+            model, fc_bias=False, eagle3=Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")
+        )
+    )
     head.vocab = vocab
     if from_target:
         own = target.lm_head
@@ -228,7 +262,10 @@ def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
 def keys_of(head: Eagle3Head) -> dict:
     """What the official layout says of version 3 besides, in config.json."""
     eagle3 = head.config.eagle3
-    keys = {"draft_vocab_size": eagle3.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers)}
+    keys = {
+        "draft_vocab_size": eagle3.draft_vocab,
+        "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
+    }
     said = {
         "use_aux_hidden_state": (bool(eagle3.aux_layers), True), "norm_output": (eagle3.last_norm == "logits", True),
         "norm_before_residual": (eagle3.norm_before_residual, False), "fc_norm": (eagle3.fc_norm, False),

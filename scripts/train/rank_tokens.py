@@ -42,19 +42,30 @@ from scripts.train.train_eagle import read_dialogues
 class RankConfig:
     """Options. Units and effects are in the help texts."""
 
-    checkpoint: str = option(DEMO, "Hugging Face directory of the target, for its tokenizer and vocabulary")
-    data: str = option("", "JSONL or text files, separated by commas; default: the demo's training text")
-    out: str = option("", f"file to write; default: {RANKS} in the checkpoint's directory with -eagle, if that exists")
+    checkpoint: str = option(
+        DEMO, "Hugging Face directory of the target, for its tokenizer and vocabulary"
+    )
+    data: str = option(
+        "", "JSONL or text files, separated by commas; default: the demo's training text"
+    )
+    out: str = option(
+        "",
+        f"file to write; default: {RANKS} in the checkpoint's directory with -eagle, if that exists",
+    )
 
     def target_file(self) -> Path:
         """Where the list goes. Raises: ValueError when that is unknown or cannot be."""
         path = Path(self.checkpoint)
         bundled = path.with_name(path.name + "-eagle")
         if not self.out and not bundled.is_dir():
-            raise ValueError(f"--out is missing, and there is no {bundled}; name the file, as HEAD/{RANKS}")
+            raise ValueError(
+                f"--out is missing, and there is no {bundled}; name the file, as HEAD/{RANKS}"
+            )
         out = Path(self.out or bundled / RANKS)
         if not out.parent.is_dir() or out.is_dir():
-            raise ValueError(f"--out: {out} must be a file in a directory that exists; name another")
+            raise ValueError(
+                f"--out: {out} must be a file in a directory that exists; name another"
+            )
         return out
 
 
@@ -67,7 +78,9 @@ def read_texts(config: RankConfig) -> list[str]:
     texts = []
     for name in config.data.split(","):
         if name.endswith(".jsonl"):
-            texts += [answer for dialogue in read_dialogues(Path(name)) for answer in dialogue.answers]
+            texts += [
+                answer for dialogue in read_dialogues(Path(name)) for answer in dialogue.answers
+            ]
             continue
         try:
             texts.append(Path(name).read_text(encoding="utf-8"))
@@ -99,7 +112,9 @@ def run(config: RankConfig) -> None:
         raise ValueError(f"--data: there is no text in {config.data}; name other files")
     ranks = rank(counts, model.vocab_size, model.eos_ids or tokenizer.eos_ids)
     write_text(str(out), json.dumps(ranks))
-    print(f"{counts.total()} tokens, {len(counts)} of {model.vocab_size} different ones; wrote {out}")
+    print(
+        f"{counts.total()} tokens, {len(counts)} of {model.vocab_size} different ones; wrote {out}"
+    )
     for size, share in coverage(ranks, counts).items():
         print(f"--draft_vocab {size}: {100 * share:.2f} % of the text")
 

@@ -57,13 +57,19 @@ EXPERTS_PER_TOKEN = 2  # Mixtral's
 
 @dataclass
 class TrainConfig:
-    out: str = option("checkpoints/demo", "directory to write; holds the resume state while training")
-    sums: str = option("data/train/gsm8k_train_clean.jsonl", "worked sums, JSONL with `turns` and `answers`")
+    out: str = option(
+        "checkpoints/demo", "directory to write; holds the resume state while training"
+    )
+    sums: str = option(
+        "data/train/gsm8k_train_clean.jsonl", "worked sums, JSONL with `turns` and `answers`"
+    )
     resume: bool = option(False, "go on from the last saved step")
     dim: int = option(256, "width")
     n_layers: int = option(8, "layers", least=1)
     ffn_dim: int = option(768, "width of the feed-forward; with --moe, of every expert")
-    moe: bool = option(False, "a mixture of experts: every token goes through the best two of each layer")
+    moe: bool = option(
+        False, "a mixture of experts: every token goes through the best two of each layer"
+    )
     n_experts: int = option(8, "experts of a layer, with --moe")
     balance: float = option(0.02, "weight of the load-balancing loss, with --moe")
     vocab_size: int = option(4096, "pieces")
@@ -73,7 +79,9 @@ class TrainConfig:
     long_seq_len: int = option(2048, "tokens per sequence in the last part", least=1)
     long_share: float = option(0.12, "share of the steps trained on long sequences")
     optimizer: str = option("muon", "muon or adamw, for the layers' matrices", ("muon", "adamw"))
-    lr: float = option(2e-3, "peak learning rate of AdamW's part; Muon's is matched to its update size")
+    lr: float = option(
+        2e-3, "peak learning rate of AdamW's part; Muon's is matched to its update size"
+    )
     muon_lr: float = option(4e-3, "peak learning rate of Muon's part")
     weight_decay: float = option(0.1, "AdamW")
     warmup: int = option(100, "steps")
@@ -84,21 +92,37 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises: ValueError for a value that cannot work."""
-        if self.tokens < self.batch_tokens or self.batch_tokens % self.long_seq_len or self.batch_tokens % self.seq_len:
-            raise ValueError("--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths")
+        if (
+            self.tokens < self.batch_tokens
+            or self.batch_tokens % self.long_seq_len
+            or self.batch_tokens % self.seq_len
+        ):
+            raise ValueError(
+                "--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths"
+            )
         if self.dim % 64:
-            raise ValueError(f"--dim must be a multiple of 64: heads are 32 wide, two share keys; it is {self.dim}")
+            raise ValueError(
+                f"--dim must be a multiple of 64: heads are 32 wide, two share keys; it is {self.dim}"
+            )
         if self.moe and self.out == TrainConfig.out:
-            raise ValueError(f"--moe would replace the dense demo in {self.out}; name another directory with --out")
+            raise ValueError(
+                f"--moe would replace the dense demo in {self.out}; name another directory with --out"
+            )
         if self.moe and self.n_experts < EXPERTS_PER_TOKEN:
-            raise ValueError(f"--n_experts must be at least {EXPERTS_PER_TOKEN}; it is {self.n_experts}")
+            raise ValueError(
+                f"--n_experts must be at least {EXPERTS_PER_TOKEN}; it is {self.n_experts}"
+            )
         for name in ("n_experts", "balance"):
             if not self.moe and getattr(self, name) != getattr(TrainConfig, name):
                 raise ValueError(f"--{name} belongs to a mixture of experts; add --moe")
 
     def model(self) -> ModelConfig:
         """The shape of the target."""
-        experts = {"n_experts": self.n_experts, "experts_per_token": EXPERTS_PER_TOKEN} if self.moe else {}
+        experts = (
+            {"n_experts": self.n_experts, "experts_per_token": EXPERTS_PER_TOKEN}
+            if self.moe
+            else {}
+        )
         return ModelConfig(
             dim=self.dim, n_layers=self.n_layers, n_heads=self.dim // 32, n_kv_heads=self.dim // 64, head_dim=32,
             ffn_dim=self.ffn_dim, vocab_size=self.vocab_size, max_context=self.long_seq_len, **experts,
@@ -116,7 +140,16 @@ def held_out(name: str, share: float) -> bool:
 def read_python() -> dict[str, list[str]]:
     """The standard library as {"train": [...], "held_out": [...]}, without tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__", "lib2to3"}
+    skip = {
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "site-packages",
+        "__pycache__",
+        "lib2to3",
+    }
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root)
@@ -167,7 +200,9 @@ def train_tokenizer(documents: list[str], out: Path, vocab_size: int) -> spm.Sen
     return spm.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
 
 
-def encode_documents(documents: list[str], encode: Callable[[str], list[int]], cut_share: float) -> list[list[int]]:
+def encode_documents(
+    documents: list[str], encode: Callable[[str], list[int]], cut_share: float
+) -> list[list[int]]:
     """Encode to `<s> text </s>`; a share of the top-level definitions gets a `<s>` of its own."""
     rng = random.Random(0)
     encoded = []
@@ -246,14 +281,20 @@ def balanced_loss(model: Transformer, batch: Tensor, weight: float) -> Tensor:
         uneven = uneven + imbalance(layer.ffn.router, routed)
         x = x + layer.ffn(routed)
     logits = model.logits(model.norm(x))
-    return F.cross_entropy(logits.flatten(0, 1), truth.flatten()) + weight * uneven / len(model.layers)
+    return F.cross_entropy(logits.flatten(0, 1), truth.flatten()) + weight * uneven / len(
+        model.layers
+    )
 
 
 def init_weights(model: Transformer) -> None:
     """GPT-2 style: N(0, 0.02), smaller where a layer writes into the residual stream."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
-            scale = 1 / math.sqrt(2 * model.config.n_layers) if name.endswith(("wo.weight", "w2.weight")) else 1.0
+            scale = (
+                1 / math.sqrt(2 * model.config.n_layers)
+                if name.endswith(("wo.weight", "w2.weight"))
+                else 1.0
+            )
             torch.nn.init.normal_(p, std=0.02 * scale)
 
 
@@ -273,10 +314,16 @@ def make_optimizers(
     decayed = tables if muon else tables + matrices
     groups = [{"params": small, "weight_decay": 0.0}] + ([{"params": decayed}] if decayed else [])
     optimizers = [
-        torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+        torch.optim.AdamW(
+            groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+        )
     ]
     if muon:
-        options = {"lr": config.muon_lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        options = {
+            "lr": config.muon_lr,
+            "weight_decay": config.weight_decay,
+            "adjust_lr_fn": "match_rms_adamw",
+        }
         optimizers.append(torch.optim.Muon(matrices, **options))
     return optimizers
 
@@ -292,7 +339,9 @@ class Schedule:
         """Set the learning rates of a step."""
         share = lr_share(step, self.steps, self.warmup)
         for optimizer, peaks in zip(self.optimizers, self.peaks):
-            for group, peak in zip(optimizer.param_groups, peaks):  # loading a state replaces the groups
+            for group, peak in zip(
+                optimizer.param_groups, peaks
+            ):  # loading a state replaces the groups
                 group["lr"] = peak * share
 
 
@@ -314,18 +363,28 @@ def resume_file(out: Path, resume: bool) -> Path:
     """Where the state of a run is kept. Raises: ValueError when there is nothing to resume."""
     file = out / "resume.pt"
     if resume and not file.is_file():
-        raise ValueError(f"--resume: {out} holds no unfinished run; leave --resume out to start one")
+        raise ValueError(
+            f"--resume: {out} holds no unfinished run; leave --resume out to start one"
+        )
     return file
 
 
-def save_state(file: Path, module: torch.nn.Module, optimizers: list, step: int, curve: list[dict]) -> None:
+def save_state(
+    file: Path, module: torch.nn.Module, optimizers: list, step: int, curve: list[dict]
+) -> None:
     """Keep what a stopped run needs to go on. Writes: `file`."""
-    state = {"weights": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    state = {
+        "weights": module.state_dict(),
+        "optimizers": [o.state_dict() for o in optimizers],
+        "step": step,
+    }
     state["curve"] = json.dumps(curve)
     replace_file(file, lambda path: torch.save(state, path))
 
 
-def load_state(file: Path, module: torch.nn.Module, optimizers: list, device: str) -> tuple[int, list[dict]]:
+def load_state(
+    file: Path, module: torch.nn.Module, optimizers: list, device: str
+) -> tuple[int, list[dict]]:
     """The inverse of `save_state`. Returns: the steps done; the curve so far. Writes: the module, the optimizers."""
     state = torch.load(file, map_location=device, weights_only=True)
     module.load_state_dict(state["weights"])
@@ -350,7 +409,9 @@ def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None
         "max_position_embeddings": c.max_context, "tie_word_embeddings": False, "attention_bias": False,
         "mlp_bias": False, "bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    replace_file(
+        out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"})
+    )
     write_text(str(out / "config.json"), json.dumps(raw, indent=2))
     write_text(str(out / "training.json"), json.dumps(info, indent=1))
 
@@ -369,8 +430,14 @@ def plot_curve(info: dict, path: Path) -> None:
         ("sums", "worked sums (held out)"),
         ("train", "training"),
     ):
-        axis.plot(tokens, [row[key] for row in info["curve"]], label=label, lw=1 if key == "train" else 2)
-    axis.set(xlabel="training tokens (million)", ylabel="loss (nats per token)", title="Demo target model")
+        axis.plot(
+            tokens, [row[key] for row in info["curve"]], label=label, lw=1 if key == "train" else 2
+        )
+    axis.set(
+        xlabel="training tokens (million)",
+        ylabel="loss (nats per token)",
+        title="Demo target model",
+    )
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()
@@ -398,11 +465,16 @@ def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[
         encoded = encode_documents(parts["held_out"], tok.encode, cut_share=0.0)
         flat = torch.tensor([i for d in encoded for i in d])
         rows = min(96, (len(flat) - 1) // config.seq_len)
-        held[name] = list(flat[: rows * config.seq_len + 1].unfold(0, config.seq_len + 1, config.seq_len).split(8))
+        held[name] = list(
+            flat[: rows * config.seq_len + 1].unfold(0, config.seq_len + 1, config.seq_len).split(8)
+        )
         held[name] = [b for b in held[name] if len(b) == 8]  # one shape, one compilation
         ratio[name] = sum(len(t.encode()) for t in parts["held_out"]) / len(flat)
     size = sum(map(len, training))
-    print(f"{size / 1e6:.2f} M training tokens; bytes per token: " + str({k: round(v, 2) for k, v in ratio.items()}))
+    print(
+        f"{size / 1e6:.2f} M training tokens; bytes per token: "
+        + str({k: round(v, 2) for k, v in ratio.items()})
+    )
     return Stream(training, config.seed), held, ratio
 
 
@@ -422,12 +494,18 @@ def train(config: TrainConfig) -> None:
     optimizers = make_optimizers(model, config, lambda name: name.startswith("layers."))
     steps = int(config.tokens // config.batch_tokens)
     schedule = Schedule(optimizers, steps, config.warmup)
-    info = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters()), "curve": []}
+    info = {
+        "config": asdict(config),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "curve": [],
+    }
     first = 0
     if config.resume:
         first, info["curve"] = load_state(state_file, model, optimizers, config.device)
     stream.seek(first, config.batch_tokens)
-    compiled = torch.compile(partial(balanced_loss, weight=config.balance) if config.moe else loss_of)
+    compiled = torch.compile(
+        partial(balanced_loss, weight=config.balance) if config.moe else loss_of
+    )
     bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
     begin, recent = time.time(), []
     for step in bar:

@@ -46,7 +46,16 @@ from hf.heads import EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
-from options import DEMO, ROOT, GenerateConfig, common_prefix, one_line_errors, option, parse, pick_device
+from options import (
+    DEMO,
+    ROOT,
+    GenerateConfig,
+    common_prefix,
+    one_line_errors,
+    option,
+    parse,
+    pick_device,
+)
 from scripts.train import losses as head_training
 from scripts.train import train_demo
 from scripts.train.acceptance import ALPHAS, INPUTS, evaluate, fit_sharpness
@@ -55,22 +64,34 @@ from session import Session
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
-OF_VERSION_1 = ("inputs", "noise", "feature_weight", "token_weight")  # options that others do not have
+OF_VERSION_1 = (
+    "inputs",
+    "noise",
+    "feature_weight",
+    "token_weight",
+)  # options that others do not have
 
 
 @dataclass
 class TrainConfig:
     checkpoint: str = option(DEMO, "the target")
     version: int = option(1, "of the head: 1, which is 2 as well, or 3", (1, 3))
-    out: str = option("checkpoints/head", "directory to write, official layout; holds the resume state while training")
+    out: str = option(
+        "checkpoints/head",
+        "directory to write, official layout; holds the resume state while training",
+    )
     data: str = option("demo", "comma-separated JSONL files, or demo")
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
     inputs: str = option(INPUTS[0], "what a row sees (figure 8)", INPUTS)
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
     batch_size: int = option(4, "sequences per step", least=1)
-    seq_len: int = option(2048, "tokens per sequence; examples are laid end to end and split", least=1)
-    optimizer: str = option("adamw", "adamw as in the paper, or muon for the matrices", ("adamw", "muon"))
+    seq_len: int = option(
+        2048, "tokens per sequence; examples are laid end to end and split", least=1
+    )
+    optimizer: str = option(
+        "adamw", "adamw as in the paper, or muon for the matrices", ("adamw", "muon")
+    )
     lr: float = option(3e-5, "peak learning rate of AdamW")
     muon_lr: float = option(4e-3, "peak learning rate of Muon")
     warmup: int = option(2000, "steps")
@@ -79,12 +100,21 @@ class TrainConfig:
     noise: float = option(0.1, "features get U(-noise, noise)")
     feature_weight: float = option(1.0, "of SmoothL1 between features")
     token_weight: float = option(0.1, "of the soft cross-entropy")
-    unroll: int = option(0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0)
-    draft_vocab: int = option(0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0)
-    features: str = option("", "file that keeps the target's features, also for later runs on the same data")
+    unroll: int = option(
+        0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
+    )
+    draft_vocab: int = option(
+        0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
+    )
+    features: str = option(
+        "", "file that keeps the target's features, also for later runs on the same data"
+    )
     ffn_dim: int = option(0, "of the head's layer; 0: the target's")
     kv_heads: int = option(0, "of the head's layer; 0: the target's")
-    init: str = option("random", "random, feature (fc starts as the identity on the feature), or a head's directory")
+    init: str = option(
+        "random",
+        "random, feature (fc starts as the identity on the feature), or a head's directory",
+    )
     dtype: str = option("bfloat16", "autocast of training and weights of the file", tuple(DTYPES))
     eval_every: int = option(500, "steps", least=1)
     eval_prompts: int = option(64, "held-out prompts for alpha and tau", least=1)
@@ -110,7 +140,9 @@ class TrainConfig:
         if self.version == 1:
             kinds = {"entropy": self.token_weight, "regression": self.feature_weight}
         decay = [head_training.DECAY**s for s in range(self.recipe_steps)]
-        return {f"{kind} {s}": weight * d for kind, weight in kinds.items() for s, d in enumerate(decay)}
+        return {
+            f"{kind} {s}": weight * d for kind, weight in kinds.items() for s, d in enumerate(decay)
+        }
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -121,13 +153,22 @@ class Dialogue(NamedTuple):
 
     turns: list[str]
     answers: list[str]
-    ended: bool = True  # whether the last answer is complete, so that the end of sequence follows it
+    ended: bool = (
+        True  # whether the last answer is complete, so that the end of sequence follows it
+    )
     answer_ids: list[int] | None = None  # the only answer as the target wrote it, its end included
 
     @staticmethod
-    def of(turns: list[str], answers: list[str], ended: bool = True, answer_ids: list[int] | None = None) -> Dialogue:
+    def of(
+        turns: list[str],
+        answers: list[str],
+        ended: bool = True,
+        answer_ids: list[int] | None = None,
+    ) -> Dialogue:
         """Without white space around answers, which some templates drop and others keep. Texts stay as they are."""
-        return Dialogue(turns, [answer.strip() for answer in answers] if turns else answers, ended, answer_ids)
+        return Dialogue(
+            turns, [answer.strip() for answer in answers] if turns else answers, ended, answer_ids
+        )
 
     @property
     def held_out(self) -> bool:
@@ -149,15 +190,21 @@ def read_dialogues(file: Path) -> list[Dialogue]:
             if "conversations" in row:  # ShareGPT
                 dialogues.append(_sharegpt(row["conversations"]))
             else:
-                turns, answers = ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
+                turns, answers = (
+                    ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
+                )
                 pairs = min(len(turns), len(answers)) if turns else 1
                 ids = row.get("answer_ids") if len(turns) == 1 else None
-                dialogues.append(Dialogue.of(turns[:pairs], answers[:pairs], row.get("ended", True), ids))
+                dialogues.append(
+                    Dialogue.of(turns[:pairs], answers[:pairs], row.get("ended", True), ids)
+                )
         except (KeyError, TypeError):
             form = "`turns` and `answers`, `conversations`, or `text`"
             raise ValueError(f"--data: {file} row {number} must have {form}") from None
     kept = [d for d in dialogues if d.answers and all(d.turns) and all(d.answers)]
-    print(f"{file}: {len(kept)} dialogues or texts, {len(dialogues) - len(kept)} left out for want of an answer")
+    print(
+        f"{file}: {len(kept)} dialogues or texts, {len(dialogues) - len(kept)} left out for want of an answer"
+    )
     return kept
 
 
@@ -191,9 +238,13 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
         ids = tokenizer.encode(answers[0]) + end
         return Example(ids, [True] * len(ids))
 
-    def encode(t: int, answer: str = "") -> list[int]:  # up to turn t and, with an answer, to its end
+    def encode(
+        t: int, answer: str = ""
+    ) -> list[int]:  # up to turn t and, with an answer, to its end
         text = template.render(turns[: t + 1], answers[:t])
-        return tokenizer.encode(text + template.reply + answer if answer else text, bos=template.bos, special=True)
+        return tokenizer.encode(
+            text + template.reply + answer if answer else text, bos=template.bos, special=True
+        )
 
     ids = encode(len(turns) - 1, answers[-1]) + end
     mask = [False] * len(ids)
@@ -211,10 +262,14 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
     tokenizer, template = engine.tokenizer, engine.template
     dialogues = [d for file in config.data.split(",") for d in read_dialogues(Path(file))]
     if any(d.turns for d in dialogues) and template is None:
-        raise ValueError(f"--data: dialogues need a chat template; name one of {', '.join(CHAT_TEMPLATES)} with --chat")
+        raise ValueError(
+            f"--data: dialogues need a chat template; name one of {', '.join(CHAT_TEMPLATES)} with --chat"
+        )
     kept = [d for d in dialogues if not d.held_out]
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
-    examples = [to_example(d, tokenizer, template) for d in tqdm(kept, desc="tokenize", unit="dialogue")]
+    examples = [
+        to_example(d, tokenizer, template) for d in tqdm(kept, desc="tokenize", unit="dialogue")
+    ]
     prompts = []
     for d in held:
         if d.turns:
@@ -229,11 +284,22 @@ def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list
     sums = ROOT / train_demo.TrainConfig.sums
     python, worked = train_demo.read_python(), train_demo.read_sums(sums)
     encode = lambda text: engine.tokenizer.encode(text, bos=False)  # noqa: E731
-    documents = [ids for part in (python, worked) for ids in train_demo.encode_documents(part["train"], encode, 0.25)]
+    documents = [
+        ids
+        for part in (python, worked)
+        for ids in train_demo.encode_documents(part["train"], encode, 0.25)
+    ]
     examples = [Example(ids, [True] * len(ids)) for ids in documents]
-    windows = [ids for ids in train_demo.encode_documents(python["held_out"], encode, 0.0) if len(ids) > 400]
+    windows = [
+        ids
+        for ids in train_demo.encode_documents(python["held_out"], encode, 0.0)
+        if len(ids) > 400
+    ]
     half = config.eval_prompts // 2
-    prompts = [[train_demo.BOS, *windows[i % len(windows)][150 * (1 + i // len(windows)) :][:96]] for i in range(half)]
+    prompts = [
+        [train_demo.BOS, *windows[i % len(windows)][150 * (1 + i // len(windows)) :][:96]]
+        for i in range(half)
+    ]
     questions = [text.split("\nAnswer:")[0] + "\nAnswer:" for text in worked["held_out"]]
     return examples, prompts + [engine.tokenizer.encode(q) for q in questions[:half]]
 
@@ -263,7 +329,9 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
             )
         numbers = torch.arange(len(ids) // size)
         if config.features:
-            numbers = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))]
+            numbers = numbers[
+                torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
+            ]
         for number in numbers.tolist():
             if skip > 0:
                 skip -= 1
@@ -276,16 +344,29 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
 # ------------------------------------------------------------------------------------------------ loss
 
 
-def losses_of(config: TrainConfig, head: EagleHead, target: Transformer) -> Callable[..., tuple[Tensor, ...]]:
+def losses_of(
+    config: TrainConfig, head: EagleHead, target: Transformer
+) -> Callable[..., tuple[Tensor, ...]]:
     """What a step minimises: (tokens, mask, features), the step's number -> `config.losses`."""
-    lm_head = head.lm_head or (rows_of(target.lm_head, head.vocab.ids) if head.vocab else target.lm_head)
-    recipe = head_training.Recipe(head.embedding or target.embedding, lm_head, config.recipe_steps, config.inputs)
-    compiled, generator = torch.compile(head_training.unrolled_losses), torch.Generator(config.device)
+    lm_head = head.lm_head or (
+        rows_of(target.lm_head, head.vocab.ids) if head.vocab else target.lm_head
+    )
+    recipe = head_training.Recipe(
+        head.embedding or target.embedding, lm_head, config.recipe_steps, config.inputs
+    )
+    compiled, generator = (
+        torch.compile(head_training.unrolled_losses),
+        torch.Generator(config.device),
+    )
 
     def losses(batch: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[Tensor, ...]:
         features = batch[2]
         generator.manual_seed(config.seed * 1_000_003 + step)  # a resumed run sees the same noise
-        uniform = torch.rand(features.shape, generator=generator, device=config.device) if config.version == 1 else None
+        uniform = (
+            torch.rand(features.shape, generator=generator, device=config.device)
+            if config.version == 1
+            else None
+        )
         noise = 0.0 if uniform is None else ((uniform * 2 - 1) * config.noise).to(features.dtype)
         return compiled(head, target, batch, recipe, noise)
 
@@ -305,16 +386,22 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         return existing_head(config, target)
     c = target.config
     ffn, kv = config.ffn_dim or c.ffn_dim, config.kv_heads or c.n_kv_heads
-    model = replace(c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False)
+    model = replace(
+        c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False
+    )
     # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
     model = replace(model, n_experts=0, experts_per_token=0, rope_scaling=None, qk_norm=False)
-    ids = torch.tensor([i for e in examples for i, marked in zip(e.ids, e.mask) if marked], dtype=torch.long)
+    ids = torch.tensor(
+        [i for e in examples for i, marked in zip(e.ids, e.mask) if marked], dtype=torch.long
+    )
     kept = config.draft_vocab or (c.vocab_size if config.version == 1 else 32000)
     vocab = head_training.frequent_tokens(ids, c.vocab_size, kept)
     if vocab:
         share = torch.isin(ids, vocab.ids).float().mean().item()
         vocab = vocab._replace(ids=vocab.ids.to(config.device))
-        print(f"the head drafts {vocab.kept} of {c.vocab_size} tokens, {100 * share:.2f} % of those trained on")
+        print(
+            f"the head drafts {vocab.kept} of {c.vocab_size} tokens, {100 * share:.2f} % of those trained on"
+        )
     if config.version == 3:
         head = head_training.new_head(model, target, vocab, config.init == "feature")
         return head.to(target.embedding.weight.device)
@@ -334,13 +421,21 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
     eagle3 = head.config.eagle3
     version = 3 if eagle3 else 1
     if version != config.version:
-        raise ValueError(f"--init: {config.init} is a head of version {version}; train it with --version {version}")
+        raise ValueError(
+            f"--init: {config.init} is a head of version {version}; train it with --version {version}"
+        )
     if config.draft_vocab:
-        raise ValueError(f"--draft_vocab: {config.init} has a draft vocabulary already; leave it out")
+        raise ValueError(
+            f"--draft_vocab: {config.init} has a draft vocabulary already; leave it out"
+        )
     if eagle3 and eagle3.last_norm == "fed":
-        raise ValueError(f"--init: {config.init} feeds back its normed output, which the official layout cannot say")
+        raise ValueError(
+            f"--init: {config.init} feeds back its normed output, which the official layout cannot say"
+        )
     head.requires_grad_(True)
-    if eagle3:  # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
+    if (
+        eagle3
+    ):  # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
         names = {"lm_head": "lm_head.weight" if eagle3.lm_head else ""}
         if head.embedding is None:  # it is the target's
             names["embedding"] = ""
@@ -353,7 +448,9 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
 def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     """Write the official layout: config.json and model.safetensors."""
     out, c = Path(config.out), head.config.model
-    tensors = export_weights(head_training.plain_copy(head), head_names(head.config), c, DTYPES[config.dtype])
+    tensors = export_weights(
+        head_training.plain_copy(head), head_names(head.config), c, DTYPES[config.dtype]
+    )
     tensors |= head_training.vocab_layout(head)
     further = head_training.keys_of(head) if head.config.eagle3 else {"draft_inputs": config.inputs}
     raw = {
@@ -366,7 +463,9 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": head.config.fc_bias,
         "draft_sharpness": head.config.sharpness, **further, **({"qkv_bias": True} if c.qkv_bias else {}),
     }  # fmt: skip
-    replace_file(out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    replace_file(
+        out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"})
+    )
     write_text(str(out / "config.json"), json.dumps(raw, indent=2))
     write_text(str(out / "training.json"), json.dumps(info, indent=1))
     replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
@@ -400,7 +499,9 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     plt.close(figure)
 
 
-def own_sequences(engine: Engine, prompts: list[list[int]], length: int) -> list[tuple[int, list[int]]]:
+def own_sequences(
+    engine: Engine, prompts: list[list[int]], length: int
+) -> list[tuple[int, list[int]]]:
     """Let the target continue the prompts greedily. Returns: (prompt length, all tokens) each."""
     size, sequences = engine.config.batch_size, []
     for first in range(0, len(prompts), size):
@@ -420,27 +521,41 @@ def make_engine(config: TrainConfig, target: Transformer) -> Engine:
     has_template = config.chat or template_text(path) is not None
     template = chat_template(path, tokenizer, config.chat) if has_template else None
     ends = (*target.config.eos_ids, *(template.stop_ids(tokenizer) if template else ()))
-    options = GenerateConfig(checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device)
+    options = GenerateConfig(
+        checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device
+    )
     context = min(2048, target.config.max_context)
-    return with_cycles(Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template))
+    return with_cycles(
+        Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template)
+    )
 
 
-def prepare(config: TrainConfig, target: Transformer) -> tuple[list[Example], list[tuple[int, list[int]]]]:
+def prepare(
+    config: TrainConfig, target: Transformer
+) -> tuple[list[Example], list[tuple[int, list[int]]]]:
     """Read the data, and let the target continue the prompts that are held out. Writes: the directory `config.out`.
 
     Returns: training examples; sequences, as from `own_sequences`
     Raises: ValueError when there is nothing to evaluate with.
     """
     engine = make_engine(config, target)
-    Path(config.out).mkdir(parents=True, exist_ok=True)  # it keeps the answers that the target writes
+    Path(config.out).mkdir(
+        parents=True, exist_ok=True
+    )  # it keeps the answers that the target writes
     examples, prompts = load_data(config, engine)
     prompts = [p for p in prompts if len(p) + OWN_TOKENS < engine.context]
     if not prompts:
-        raise ValueError("--data: nothing is held out to evaluate with (5 % by hash, prompts that fit); give more data")
+        raise ValueError(
+            "--data: nothing is held out to evaluate with (5 % by hash, prompts that fit); give more data"
+        )
     fitting = replace(engine, context=max(map(len, prompts)) + OWN_TOKENS)
-    sequences = [s for s in own_sequences(fitting, prompts, OWN_TOKENS) if len(s[1]) >= s[0] + ALPHAS + 2]
+    sequences = [
+        s for s in own_sequences(fitting, prompts, OWN_TOKENS) if len(s[1]) >= s[0] + ALPHAS + 2
+    ]
     if not sequences:
-        raise ValueError(f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; is --chat right?")
+        raise ValueError(
+            f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; is --chat right?"
+        )
     return examples, sequences
 
 
@@ -451,24 +566,38 @@ def train(config: TrainConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    target = load_model(Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device)
+    target = load_model(
+        Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device
+    )
     examples, sequences = prepare(config, target)
     head = make_head(config, target, examples)
     features = Features(config, target, head.aux_layers, laid_out(examples, 0)[0])
     tokens, _, number = next(batches(examples, config, 0))
     tokens = tokens.to(config.device)
-    head_training.scale_inputs(head, target.embedding(tokens).float(), features.of(tokens, number).float())
-    optimizers = train_demo.make_optimizers(head, config, lambda name: not name.startswith("lm_head"))
+    head_training.scale_inputs(
+        head, target.embedding(tokens).float(), features.of(tokens, number).float()
+    )
+    optimizers = train_demo.make_optimizers(
+        head, config, lambda name: not name.startswith("lm_head")
+    )
     schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
-    info = {"config": asdict(config), "parameters": sum(p.numel() for p in head.parameters()), "curve": []}
+    info = {
+        "config": asdict(config),
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "curve": [],
+    }
     first, began = 0, time.time()
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
-    autocast = torch.autocast(torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32")
+    autocast = torch.autocast(
+        torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32"
+    )
     losses = losses_of(config, head, target)
     weights = torch.tensor(list(config.losses.values()), device=config.device)
     feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
-    for step in tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5):
+    for step in tqdm(
+        range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5
+    ):
         schedule.set(step)
         *batch, number = next(feed)
         tokens, mask = (x.to(config.device) for x in batch)

@@ -104,7 +104,10 @@ def test_a_chunk_that_a_row_does_not_see():
 def test_masks_by_strides():
     """A mask that is shared by the batch has stride 0; others may be transposed."""
     q, k, v, start, _ = inputs("gqa", [270, 3], 7, 7)
-    for mask in (torch.ones(7, 7).tril().bool().expand(2, 7, 7), torch.ones(2, 7, 7).triu().bool().transpose(1, 2)):
+    for mask in (
+        torch.ones(7, 7).tril().bool().expand(2, 7, 7),
+        torch.ones(2, 7, 7).triu().bool().transpose(1, 2),
+    ):
         check(q, k, v, start, mask)
 
 
@@ -114,7 +117,9 @@ def test_q_by_strides():
     check(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, start, mask)
 
 
-@pytest.mark.parametrize("heads,start", [("mqa", 250), *slow([("mha", 0), ("gqa", 30), ("gqa", 500)])])
+@pytest.mark.parametrize(
+    "heads,start", [("mqa", 250), *slow([("mha", 0), ("gqa", 30), ("gqa", 500)])]
+)
 def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     """Its rows, one at a time, with the prefix grown up to them; in a batch; and with a window that nobody uses."""
     q, k, v, _, _ = inputs(heads, [start], 20, 20, 16)
@@ -122,7 +127,9 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     chain = attend(q, k, v, torch.tensor([start]), causal)
     one = torch.ones(1, 1, 1, dtype=torch.bool)
     for t in (0, 6, 19):
-        assert torch.equal(attend(q[:, t : t + 1], k, v, torch.tensor([start + t]), one), chain[:, t : t + 1]), t
+        assert torch.equal(
+            attend(q[:, t : t + 1], k, v, torch.tensor([start + t]), one), chain[:, t : t + 1]
+        ), t
     wide = torch.nn.functional.pad(causal, (0, 5))
     k, v = k.nan_to_num(), v.nan_to_num()
     assert torch.equal(attend(q, k, v, torch.tensor([start]), wide), chain)
@@ -142,11 +149,16 @@ def check_rotary(heads, E, normed, dtype=torch.float32, near=1e-6):
     (H, kv_heads), (B, T, S) = HEADS[heads], (2, 3, 11)
     qkv = torch.randn(B, T, H + 2 * kv_heads, E).to(dtype)
     norms = (*(1 + torch.randn(2, E) / 4).to(dtype), 0.1) if normed else None
-    slots, rope = torch.tensor([[0, 5, 2], [10, 1, 4]]), rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T)))
+    slots, rope = (
+        torch.tensor([[0, 5, 2], [10, 1, 4]]),
+        rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T))),
+    )
     cache = torch.randn(2, B, kv_heads, S, E).to(dtype)
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, norms or (None, None, 0.0), DEVICE)
-    want = ops.rotary.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
+    want = ops.rotary.rotary_cache_plainly(
+        with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots
+    )
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=near)
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
     assert dtype == torch.float32 or share_that_differs([got, ours[0]], [want, theirs[0]]) < 0.01
@@ -209,12 +221,19 @@ def test_scores_by_strides_and_the_largest_k():
 def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpness=1.5):
     """Scores close to torch's; all that follows from them as torch has it, bit by bit."""
     (B, R, _), W, spare = logits.shape, count + 3, 2
-    found, front = Scores(logits, sharpness, ids), Frontier(torch.zeros(B, R), torch.rand(B, R, W) < 0.3)
-    tokens, scores, *none = ops.cuda.topk.grow_level(found, front, Expansion(k, 0, 0))  # the values of the root are 0
+    found, front = (
+        Scores(logits, sharpness, ids),
+        Frontier(torch.zeros(B, R), torch.rand(B, R, W) < 0.3),
+    )
+    tokens, scores, *none = ops.cuda.topk.grow_level(
+        found, front, Expansion(k, 0, 0)
+    )  # the values of the root are 0
     ranked, columns, total = best(sharpness * logits, k)
     assert not any(x.numel() for x in none)
     assert torch.equal(tokens, (columns if ids is None else ids[columns]).flatten(1))
-    torch.testing.assert_close(scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6)
+    torch.testing.assert_close(
+        scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6
+    )
     front = front._replace(values=-torch.rand(B, R).round(decimals=1))
     step = Expansion(k, count, spare, places, by_value)
     want = grow_level_reference(Children(*(x.view(B, R, k) for x in (tokens, scores))), front, step)
@@ -228,7 +247,9 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
 ])  # fmt: skip
 def test_levels(B, R, V, k, by_value):
     check_level(torch.randn(B, R, V) * 10, k, k, by_value=by_value)
-    check_level(torch.randint(-2, 3, (B, R, V)).float(), k, min(R * k, 5), by_value=by_value)  # ties
+    check_level(
+        torch.randint(-2, 3, (B, R, V)).float(), k, min(R * k, 5), by_value=by_value
+    )  # ties
 
 
 @pytest.mark.slow
@@ -256,9 +277,15 @@ def test_levels_of_given_places_and_tokens():
 @pytest.mark.parametrize("B,P,count", [(1, 1, 1), (2, 10, 10), (2, 510, 59)])
 def test_best_nodes(B, P, count):
     """Also with many equal ones, with few that are not cut away, and with none; -0 is 0."""
-    for values in (torch.randn(B, P), -torch.randint(0, 3, (B, P)).float(), torch.full((B, P), float("-inf"))):
+    for values in (
+        torch.randn(B, P),
+        -torch.randint(0, 3, (B, P)).float(),
+        torch.full((B, P), float("-inf")),
+    ):
         values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
-        assert torch.equal(ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count))
+        assert torch.equal(
+            ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count)
+        )
     values = torch.full((B, P), float("-inf"))
     values[:, P // 2] = 2.0
     assert torch.equal(ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count))
@@ -270,10 +297,17 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
     """Whose parents are chosen too: chains, and trees at random; numbered in several pieces."""
     monkeypatch.setattr(ops.cuda.tree, "MOST", 128)
     chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(B)])
-    above = (torch.rand(B, N - 1) * torch.arange(1, N)).long() if not chain else torch.arange(N - 1).expand(B, -1)
+    above = (
+        (torch.rand(B, N - 1) * torch.arange(1, N)).long()
+        if not chain
+        else torch.arange(N - 1).expand(B, -1)
+    )
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
-    got, want = ops.cuda.tree.relate(chosen, parents, N - 1), relate_reference(chosen, parents, N - 1)
+    got, want = (
+        ops.cuda.tree.relate(chosen, parents, N - 1),
+        relate_reference(chosen, parents, N - 1),
+    )
     assert all(map(torch.equal, got, want)) and (not chain or want.depths.max() == N - 1)
 
 
@@ -285,7 +319,9 @@ def filled_cache(kv_heads, E, batch, slots, dtype=torch.float32):
     config = ModelConfig(64, 3, kv_heads, kv_heads, E, 64, 9)
     cache = KVCache.empty(config, batch, slots, dtype, "cpu")
     for buffer in (*cache.k, *cache.v):
-        buffer.copy_(torch.randn(buffer.shape).masked_fill(torch.rand(buffer.shape) < 0.1, float("nan")))
+        buffer.copy_(
+            torch.randn(buffer.shape).masked_fill(torch.rand(buffer.shape) < 0.1, float("nan"))
+        )
     return cache
 
 
@@ -309,7 +345,11 @@ PATHS = {
     "overlapping": [[0, 2, 4, 6, 8], [0, 1, 3, 4, 8], [0, 4, 5, 6, 7]],
     "of all lengths": [[0, 3, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6], [0, 2, 3, 5, 6, 7, 8]],
     "backwards and repeated": [[3, 2, 1, 0], [8, 8, 8, 8], [1, 2, 3, 0]],
-    "long": [list(range(9)) + list(range(9, 33)), [0, *range(2, 9), 8, *range(9, 33)], list(range(33))],
+    "long": [
+        list(range(9)) + list(range(9, 33)),
+        [0, *range(2, 9), 8, *range(9, 33)],
+        list(range(33)),
+    ],
 }
 
 
@@ -323,7 +363,9 @@ def test_compaction(name, batch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv_heads,E", [(1, 16), (4, 80), (3, 128), (2, 256)])
 def test_compaction_of_any_rows(kv_heads, E, dtype):
-    check_compaction(filled_cache(kv_heads, E, 2, 30, dtype), [21, 4], [[0, 2, 5, 7, 8, 5], [0, 1, 3, 3, 4, 5]])
+    check_compaction(
+        filled_cache(kv_heads, E, 2, 30, dtype), [21, 4], [[0, 2, 5, 7, 8, 5], [0, 1, 3, 3, 4, 5]]
+    )
 
 
 def test_rows_that_stay_are_not_touched():

@@ -58,14 +58,17 @@ def check(x, weights, expert, **options):
 def test_lists(expert):
     expert = torch.tensor(expert)
     got = ops.cuda.experts.expert_lists(expert, 8)
-    assert got.dtype == torch.int32 and torch.equal(got, ops.experts.expert_lists_reference(expert, 8))
+    assert got.dtype == torch.int32 and torch.equal(
+        got, ops.experts.expert_lists_reference(expert, 8)
+    )
 
 
 @pytest.mark.parametrize("experts", [1, 3, 60, 64, 128])
 def test_lists_of_other_numbers_of_experts(experts):
     expert = torch.randint(experts, (150,))
     assert torch.equal(
-        ops.cuda.experts.expert_lists(expert, experts), ops.experts.expert_lists_reference(expert, experts)
+        ops.cuda.experts.expert_lists(expert, experts),
+        ops.experts.expert_lists_reference(expert, experts),
     )
 
 
@@ -91,10 +94,14 @@ def test_product(form, routing):
 ])  # fmt: skip
 def test_tiles_and_splits(form, tokens):
     expert = torch.tensor(ROUTINGS["uneven"])
-    check(torch.randn(80, 896), quantized_experts(form, 8, 135, 896), expert, tokens=tokens, splits=3)
+    check(
+        torch.randn(80, 896), quantized_experts(form, 8, 135, 896), expert, tokens=tokens, splits=3
+    )
 
 
-@pytest.mark.parametrize("form,K", [("float", 65), ("float", 100), ("int8", 65), ("int8", 200), ("int4-32", 96)])
+@pytest.mark.parametrize(
+    "form,K", [("float", 65), ("float", 100), ("int8", 65), ("int8", 200), ("int4-32", 96)]
+)
 def test_any_width(form, K):
     expert = torch.tensor(ROUTINGS["tree"])
     check(torch.randn(120, K), quantized_experts(form, 8, 33, K), expert)
@@ -116,7 +123,9 @@ def test_idle_experts_are_not_read(form):
     for e in (0, 1, 3, 4, 6, 7):
         weights.weight[e] = float("nan") if form == "float" else 0x7777
         if weights.scale is not None:
-            weights.scale[e] = -1 if weights.scale.dtype == torch.int32 else float("nan")  # -1: two bf16 that are none
+            weights.scale[e] = (
+                -1 if weights.scale.dtype == torch.int32 else float("nan")
+            )  # -1: two bf16 that are none
     assert torch.equal(run(x, weights, expert), want)
 
 
@@ -131,10 +140,14 @@ def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     whole = run(x, weights, expert, splits=splits)
     torch.testing.assert_close(whole, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
     for rows in (1, 7, 25):
-        assert torch.equal(run(x[-rows:].clone(), weights, expert[-rows:], splits=splits), whole[-rows:]), rows
+        assert torch.equal(
+            run(x[-rows:].clone(), weights, expert[-rows:], splits=splits), whole[-rows:]
+        ), rows
     order = torch.randperm(40)
     for tokens in (32, 64):
-        assert torch.equal(run(x[order], weights, expert[order], tokens, splits), whole[order]), tokens
+        assert torch.equal(run(x[order], weights, expert[order], tokens, splits), whole[order]), (
+            tokens
+        )
     assert torch.equal(run(x, weights, torch.full((40,), int(expert[0])), 64, splits)[0], whole[0])
 
 
@@ -146,7 +159,9 @@ def test_x_and_weights_by_strides():
     check(torch.randn(4, 70), weights._replace(weight=weights.weight.transpose(1, 2)), expert)
 
 
-@pytest.mark.parametrize("form", ["int4-64-zeros", *slow(["float", "int8", "int4-128", "int4-64", "int4-32"])])
+@pytest.mark.parametrize(
+    "form", ["int4-64-zeros", *slow(["float", "int8", "int4-128", "int4-64", "int4-32"])]
+)
 def test_the_whole_path(form):
     """Plan and format from the tensors alone, as the operators do it."""
     weights, expert = quantized_experts(form, 8, 70, 640), torch.tensor(ROUTINGS["idle ends"])
@@ -185,6 +200,8 @@ def test_a_layer(monkeypatch, format):
         return made[-1]
 
     monkeypatch.setattr(model, "route", route)
-    monkeypatch.setattr(model, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists))
+    monkeypatch.setattr(
+        model, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists)
+    )
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

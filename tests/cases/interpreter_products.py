@@ -16,7 +16,15 @@ from ops.cuda.quantized import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
 FORMATS = ["int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
-TOKENS = {1: 16, 5: 16, 16: 16, 26: 32, 60: 64, 64: 64, 70: 64}  # rows of x: tokens per block; 70 makes two blocks
+TOKENS = {
+    1: 16,
+    5: 16,
+    16: 16,
+    26: 32,
+    60: 64,
+    64: 64,
+    70: 64,
+}  # rows of x: tokens per block; 70 makes two blocks
 
 
 def run(x, weights, splits=1, epilogue="none"):
@@ -30,7 +38,9 @@ def run(x, weights, splits=1, epilogue="none"):
 def poisoned(monkeypatch):
     """What is not written is not a number."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options)
+    )
 
 
 @pytest.mark.parametrize("form,rows", [  # tiles are the same for every format, and for every group of int4
@@ -43,7 +53,9 @@ def test_product(form, rows):
     """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full."""
     weights = quantized(form, 135, 640)
     x = torch.randn(rows, 640)
-    torch.testing.assert_close(run(x, weights, splits=2), weights.reference(x), atol=2e-4, rtol=2e-5)
+    torch.testing.assert_close(
+        run(x, weights, splits=2), weights.reference(x), atol=2e-4, rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize("N,K", [(1, 128), (200, 384), *slow([(64, 256), (128, 512)])])
@@ -51,7 +63,9 @@ def test_product(form, rows):
 def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
-    y = ops.cuda.quantized.run_product(x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4), DEVICE)
+    y = ops.cuda.quantized.run_product(
+        x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4), DEVICE
+    )
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
@@ -81,7 +95,9 @@ def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
         assert torch.equal(run(x[-rows:].clone(), weights, splits), whole[-rows:]), rows
 
 
-@pytest.mark.parametrize("form,splits", [("int4-64", 3), ("int8", 1), *slow([("int4-64", 1), ("int8", 3)])])
+@pytest.mark.parametrize(
+    "form,splits", [("int4-64", 3), ("int8", 1), *slow([("int4-64", 1), ("int8", 3)])]
+)
 def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
     """135 outputs, which no block of threads divides."""
     weights = quantized(form, 135, 896)

@@ -21,10 +21,46 @@ SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
 SHAPES = {  # parameters, embedding and LM head included
     shape.name: shape
     for shape in (
-        Shape("tiny", dim=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=256, vocab_size=512),  # 0.4 M
-        Shape("0.5b", dim=1536, n_layers=16, n_heads=24, n_kv_heads=8, head_dim=64, ffn_dim=4096, vocab_size=32000),
-        Shape("0.8b", dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=5632, vocab_size=32000),
-        Shape("1.1b", dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, ffn_dim=5632, vocab_size=32000),
+        Shape(
+            "tiny",
+            dim=128,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=32,
+            ffn_dim=256,
+            vocab_size=512,
+        ),  # 0.4 M
+        Shape(
+            "0.5b",
+            dim=1536,
+            n_layers=16,
+            n_heads=24,
+            n_kv_heads=8,
+            head_dim=64,
+            ffn_dim=4096,
+            vocab_size=32000,
+        ),
+        Shape(
+            "0.8b",
+            dim=2048,
+            n_layers=16,
+            n_heads=32,
+            n_kv_heads=8,
+            head_dim=64,
+            ffn_dim=5632,
+            vocab_size=32000,
+        ),
+        Shape(
+            "1.1b",
+            dim=2048,
+            n_layers=22,
+            n_heads=32,
+            n_kv_heads=4,
+            head_dim=64,
+            ffn_dim=5632,
+            vocab_size=32000,
+        ),
     )
 }
 
@@ -60,7 +96,11 @@ def write_random_model(
     generator, index = torch.Generator().manual_seed(seed), {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({n: _random_weight(n, sizes[n], dtype, generator) for n in names}, path / file, {"format": "pt"})
+        save_file(
+            {n: _random_weight(n, sizes[n], dtype, generator) for n in names},
+            path / file,
+            {"format": "pt"},
+        )
         index |= dict.fromkeys(names, file)
     total = sum(size.numel() for size in sizes.values()) * dtype.itemsize
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
@@ -68,10 +108,14 @@ def write_random_model(
     return total
 
 
-def _random_weight(name: str, size: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _random_weight(
+    name: str, size: torch.Size, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     if len(size) == 1:  # norms
         return torch.ones(size, dtype=dtype)
-    return torch.empty(size, dtype=dtype).normal_(0, 0.02, generator=generator)  # the usual initialization
+    return torch.empty(size, dtype=dtype).normal_(
+        0, 0.02, generator=generator
+    )  # the usual initialization
 
 
 def loading_memory(path: Path, quant: str = "none") -> tuple[int, int]:
@@ -82,7 +126,9 @@ def loading_memory(path: Path, quant: str = "none") -> tuple[int, int]:
     Raises: ValueError when the process fails.
     """
     command = [sys.executable, __file__, str(path), quant]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     if done.returncode:
         raise ValueError(f"loading {path} failed: {done.stderr.strip().splitlines()[-1]}")
     peak_bytes, model_bytes = map(int, done.stdout.split())

@@ -39,18 +39,27 @@ ROUNDED = {BF16: 2**-8, FP16: 2**-11}  # of a result, relative
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(ops.cuda.launch, "device_of", lambda index: DEVICE)  # tensors say that they are on CUDA
+    monkeypatch.setattr(
+        ops.cuda.launch, "device_of", lambda index: DEVICE
+    )  # tensors say that they are on CUDA
 
 
 def close(got, want, dtype, sums=1e-3):
     """Equal but for the rounding of the result, and for the order of sums."""
     assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), want.float(), rtol=2 * ROUNDED[dtype], atol=sums * want.abs().max().item())
+    torch.testing.assert_close(
+        got.float(), want.float(), rtol=2 * ROUNDED[dtype], atol=sums * want.abs().max().item()
+    )
 
 
 # ------------------------------------------------------------------------------------------ products
 
-DEEP = {"int4-128": 3072, "int4-64": 3072, "int4-32": 3072, "int8": 1536}  # inputs that are cut into splits
+DEEP = {
+    "int4-128": 3072,
+    "int4-64": 3072,
+    "int4-32": 3072,
+    "int8": 1536,
+}  # inputs that are cut into splits
 
 PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are multiples of no tile
     *((form, 135, 640, rows, BF16) for form in FORMATS for rows in ROWS),
@@ -63,7 +72,11 @@ PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are mul
 @pytest.mark.parametrize("form,N,K,rows,dtype", PRODUCTS)
 def test_product(form, N, K, rows, dtype):
     weights, x = quantized(form, N, K), torch.randn(rows, K, dtype=dtype)
-    close(ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE), weights.reference(x), dtype)
+    close(
+        ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE),
+        weights.reference(x),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("form,K", DEEP.items())
@@ -135,7 +148,9 @@ def test_attention(heads, starts, rows, window, E, dtype):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("heads,E,dtype", [("mha", 64, BF16), ("gqa", 80, FP16), ("mqa", 128, BF16)])
+@pytest.mark.parametrize(
+    "heads,E,dtype", [("mha", 64, BF16), ("gqa", 80, FP16), ("mqa", 128, BF16)]
+)
 def test_rotary_cache(heads, E, dtype, normed):
     interpreter_cycle.check_rotary(heads, E, normed, dtype, 2 * ROUNDED[dtype])
 

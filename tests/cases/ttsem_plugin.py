@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from ttsem import ops
 
-ORDERED = {"attention_kernel": ("parts_ptr", "stats_ptr")}  # by kernel: what its last block, by a counter, reads
+ORDERED = {
+    "attention_kernel": ("parts_ptr", "stats_ptr")
+}  # by kernel: what its last block, by a counter, reads
 HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
@@ -26,7 +28,9 @@ def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.n
     result = np.zeros_like(a)
     for i in range(8):
         if int(table) >> i & 1:
-            x, y, z = (word if i >> place & 1 else ~word for place, word in ((2, a), (1, b), (0, c)))
+            x, y, z = (
+                word if i >> place & 1 else ~word for place, word in ((2, a), (1, b), (0, c))
+            )
             result = result | (x & y & z)
     return result
 
@@ -36,9 +40,14 @@ def fma(kind: str) -> Callable[..., np.ndarray]:
 
     def run(*words: np.ndarray) -> np.ndarray:
         shape = np.broadcast_shapes(*(word.shape for word in words))
-        pairs = [np.array(np.broadcast_to(word, shape), order="C").reshape(-1).view(np.int16) for word in words]
+        pairs = [
+            np.array(np.broadcast_to(word, shape), order="C").reshape(-1).view(np.int16)
+            for word in words
+        ]
         a, b, c = (torch.from_numpy(pair).view(HALVES[kind]).double() for pair in pairs)
-        return (a * b + c).to(HALVES[kind]).view(torch.int16).numpy().view(np.uint32).reshape(shape)  # fp64 is exact
+        return (
+            (a * b + c).to(HALVES[kind]).view(torch.int16).numpy().view(np.uint32).reshape(shape)
+        )  # fp64 is exact
 
     return run
 
@@ -59,17 +68,25 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 def execute(text: str, *operands: np.ndarray) -> list[np.ndarray]:
     """Run a fragment. operands: $1, $2 and so on. Returns: [$0]."""
     narrow = bool(operands) and operands[0].dtype.itemsize == 2
-    words = [x.astype(np.int64).astype(np.uint32) & 0xFFFF for x in operands] if narrow else operands
+    words = (
+        [x.astype(np.int64).astype(np.uint32) & 0xFFFF for x in operands] if narrow else operands
+    )
     words = [x * np.uint32(0x10001) if narrow else np.asarray(x).view(np.uint32) for x in words]
-    registers = {f"${i + 1}": word for i, word in enumerate(words)} | {"$0": np.zeros((), np.uint32)}
+    registers = {f"${i + 1}": word for i, word in enumerate(words)} | {
+        "$0": np.zeros((), np.uint32)
+    }
     for line in filter(None, (line.strip() for line in text.split("//")[0].split(";"))):
         name, _, rest = line.partition(" ")
         if name == ".reg" or name.startswith(("griddepcontrol.", "prefetch.")):
             continue
         if name not in INSTRUCTIONS:
-            raise NotImplementedError(f"{name} is not among the instructions of ttsem_plugin.py; add it")
+            raise NotImplementedError(
+                f"{name} is not among the instructions of ttsem_plugin.py; add it"
+            )
         target, *sources = re.split(r",\s*", rest)
-        values = [registers[s] if s in registers else np.asarray(int(s, 0), np.uint32) for s in sources]
+        values = [
+            registers[s] if s in registers else np.asarray(int(s, 0), np.uint32) for s in sources
+        ]
         registers[target] = INSTRUCTIONS[name](*values)
     result = registers["$0"]
     if narrow:

@@ -56,14 +56,21 @@ PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 4
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
 
 
-TARGETS = ("models/target_llama_mha", "models/target_llama31_gqa8")  # of heads of versions 1 and 2, and of version 3
+TARGETS = (
+    "models/target_llama_mha",
+    "models/target_llama31_gqa8",
+)  # of heads of versions 1 and 2, and of version 3
 
 
 def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST, noise: float = 0.02):
     target = golden_target(TARGETS[kind == "eagle 3"])
     if kind == "model":
-        return with_smaller_trees(ModelDrafter(noisy_copy(target, noise), target, largest, rule), target)
-    head = golden_head("models/head_eagle3" if kind == "eagle 3" else "models/head_eagle12_mha", target)
+        return with_smaller_trees(
+            ModelDrafter(noisy_copy(target, noise), target, largest, rule), target
+        )
+    head = golden_head(
+        "models/head_eagle3" if kind == "eagle 3" else "models/head_eagle12_mha", target
+    )
     return with_smaller_trees(EagleDrafter(head, target, largest, rule), target)
 
 
@@ -94,7 +101,9 @@ def learned(sizer: Autosizer) -> Autosizer:
     """The next process of the same machine."""
     known = sizer.known
     value = asdict(known) | {"costs": [cost / known.costs[0] for cost in known.costs]}
-    return Autosizer(sizer.shapes, known_of(json.loads(json.dumps(value)), sizer.shapes), sizer.node)
+    return Autosizer(
+        sizer.shapes, known_of(json.loads(json.dumps(value)), sizer.shapes), sizer.node
+    )
 
 
 def run_machine(name, cycles, sizer, pace=lambda i: 1.0, noise=0.1, seed=0):
@@ -188,20 +197,28 @@ def test_a_tree_that_pays_runs_from_the_first_cycle_of_a_later_process(name):
 def test_without_memory_trees_run_within_the_first_answer(name, start):
     """Of about 50 tokens: the first cycles set the pace, then a probe says what trees bring."""
     costs, means = MACHINES[name]
-    shares = [run_machine(name, 20, first_sizer(name, STARTS[start]), seed=seed)[0] for seed in range(20)]
+    shares = [
+        run_machine(name, 20, first_sizer(name, STARTS[start]), seed=seed)[0] for seed in range(20)
+    ]
     best = max((1 + mean) / cost for cost, mean in zip(costs, means))
     assert statistics.mean(shares) > 0.7 * best, "times vanilla"
 
 
 @pytest.mark.parametrize(
     "measured",  # chain 3, chain 5, 5/4/16, 6/8/32, 6/10/60 of the trained head (benchmarks/LOG.md)
-    [(3.20, 4.30, 5.06, 5.95, 6.28), (3.35, 4.62, 5.35, 6.27, 6.46), (2.37, 2.64, 3.61, 4.22, 4.57)],
+    [
+        (3.20, 4.30, 5.06, 5.95, 6.28),
+        (3.35, 4.62, 5.35, 6.27, 6.46),
+        (2.37, 2.64, 3.61, 4.22, 4.57),
+    ],
     ids=["stand-in", "demo", "sampled"],
 )
 def test_what_larger_trees_bring_is_guessed_from_a_chain(measured):
     shapes = [(3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
     chain = TreeShape(5, 1, 6)
-    miss = min((m / 1000 for m in range(1001)), key=lambda m: abs(accepted_of(chain, m) - measured[1] + 1))
+    miss = min(
+        (m / 1000 for m in range(1001)), key=lambda m: abs(accepted_of(chain, m) - measured[1] + 1)
+    )
     guessed = [1 + accepted_of(TreeShape(*shape), miss) for shape in shapes]
     assert guessed == pytest.approx(measured, rel=0.08)
     assert accepted_of(TreeShape(0, 0, 1), miss) == 0
@@ -256,7 +273,10 @@ def test_a_text_that_is_unlike_the_last_ones():
 
 def test_a_cycle_without_a_tree_was_measured_too_slow():
     """As on SmolLM2, when the machine's memory got faster after loading: drafting went on at a loss of a quarter."""
-    costs = [cost * error for cost, error in zip(MACHINES["a head that loses"][0], (1.4, 1.2, 1.1, 1.0, 1.0))]
+    costs = [
+        cost * error
+        for cost, error in zip(MACHINES["a head that loses"][0], (1.4, 1.2, 1.1, 1.0, 1.0))
+    ]
     shares = run_machine("a head that loses", 600, timed_sizer(costs))
     assert shares[0] > 0.9, shares
 
@@ -266,7 +286,9 @@ def test_a_machine_that_slows_down_changes_nothing():
     run_machine("every node costs", 2000, steady, noise=0.0)
     run_machine("every node costs", 2000, drifting, pace=lambda i: 1 + (i // 300) % 3, noise=0.0)
     assert steady.best == drifting.best
-    ratios = [[sizer.cost(preset) / sizer.cost(0) for preset in range(3)] for sizer in (steady, drifting)]
+    ratios = [
+        [sizer.cost(preset) / sizer.cost(0) for preset in range(3)] for sizer in (steady, drifting)
+    ]
     assert ratios[1] == pytest.approx(ratios[0], rel=0.3)
 
 
@@ -463,7 +485,11 @@ def test_garbage_is_as_if_it_were_not_there():
         for bad in BAD:
             assert known_of(value | {name: bad}, SHAPES) is None, (name, bad)
         if isinstance(right, list):
-            for wrong in (right[:-1], [*right, 1.0], *([*right[:2], bad, *right[3:]] for bad in BAD)):
+            for wrong in (
+                right[:-1],
+                [*right, 1.0],
+                *([*right[:2], bad, *right[3:]] for bad in BAD),
+            ):
                 assert known_of(value | {name: wrong}, SHAPES) is None, (name, wrong)
     assert known_of(value | {"costs": [0.0] * 5}, SHAPES) is None
     for whole in BAD:
@@ -573,7 +599,9 @@ def test_processes_that_write_at_once(trees):
         "for i in range(60): remember(Path(sys.argv[1]), [sys.argv[2] * 3000])"
     )
     command = [sys.executable, "-c", code, str(file)]
-    writers = [subprocess.Popen([*command, letter], cwd=ROOT, stderr=subprocess.PIPE) for letter in "ab"]
+    writers = [
+        subprocess.Popen([*command, letter], cwd=ROOT, stderr=subprocess.PIPE) for letter in "ab"
+    ]
     seen = set()
     while any(writer.poll() is None for writer in writers):
         seen.add("".join(recall(file)))
@@ -591,7 +619,19 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
 
     curve = {"stages": [{"curve": [{"alpha": [0.1]}, {"alpha": [0.8, 0.5, 0.25], "tau": 2.3}]}]}
     assert miss(curve) == pytest.approx(1 - 1.3 / 2.2)
-    for alpha in ([], None, 3, "ab", ["a"], [[1]], [math.nan], [2.0], [-1.0], [10**400, 1.5], {"a": 1}):
+    for alpha in (
+        [],
+        None,
+        3,
+        "ab",
+        ["a"],
+        [[1]],
+        [math.nan],
+        [2.0],
+        [-1.0],
+        [10**400, 1.5],
+        {"a": 1},
+    ):
         assert miss({"stages": [{"curve": [{"alpha": alpha}]}]}) is None, alpha
     for other in ([], {}, {"stages": []}, {"stages": [{}]}, {"stages": {"a": 1}}, 3, None):
         assert miss(other) is None
@@ -625,15 +665,31 @@ class Script:
 ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long may_skip_prompts": [2] + [0] * 35 + [1] + [0] * 5}
 
 
-@pairwise(kind=["eagle", "model"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True], order=list(ORDERS))
+@pairwise(
+    kind=["eagle", "model"],
+    temperature=[0.0, 1.0],
+    batch=[1, 2],
+    captured=[False, True],
+    order=list(ORDERS),
+)
 def test_switching_changes_no_token(kind, temperature, batch, captured, order):
-    options = {"max_new_tokens": 80, "ignore_eos": True, "batch_size": batch, "temperature": temperature, "seed": 3}
+    options = {
+        "max_new_tokens": 80,
+        "ignore_eos": True,
+        "batch_size": batch,
+        "temperature": temperature,
+        "seed": 3,
+    }
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
     engine = engine_for(golden_target(), drafter_of(kind, Sampling(temperature)), **options)
     assert [p.name for p in engine.drafter.presets] == ["none", "chain 3", "dynamic 4/5/20"]
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
-        session = Session(replace(engine, tree_policy=script, captured=captured), [(i, 0) for i in range(batch)], host_lag)
+        session = Session(
+            replace(engine, tree_policy=script, captured=captured),
+            [(i, 0) for i in range(batch)],
+            host_lag,
+        )
         list(session.run(PROMPTS[:batch]))
         assert session.history == plain.history
         assert set(script.ran) == {0, 1, 2}
@@ -644,7 +700,10 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
 
 def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
     """Rows that are done would see no text, and trees would seem cheaper than they are."""
-    engine, seen = engine_for(golden_target(), drafter_of("eagle", Sampling()), max_new_tokens=80), []
+    engine, seen = (
+        engine_for(golden_target(), drafter_of("eagle", Sampling()), max_new_tokens=80),
+        [],
+    )
     session_rows = []  # of the head
     launch = Session._launch
 
@@ -656,7 +715,10 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
     monkeypatch.setattr(Session, "_launch", launched)
     assert len(time_cycles(engine)) == 3 and len(seen) >= 12
     assert int(session_rows[0]) == seen[0][1]
-    assert not any(done for done, _ in seen[:3]) and seen[0][1] == min(TIMED_BEHIND, engine.context // 2) > 0
+    assert (
+        not any(done for done, _ in seen[:3])
+        and seen[0][1] == min(TIMED_BEHIND, engine.context // 2) > 0
+    )
 
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
@@ -676,7 +738,9 @@ def test_while_idle_no_row_is_lost(kind, order):
     was there from the start, in one that came later, and in the next turn. A head has room for some cycles only."""
     if kind != "model" and order not in REST:
         return
-    drafter = drafter_of(kind, Sampling(), noise=1e-4)  # a draft model whose last node is often accepted
+    drafter = drafter_of(
+        kind, Sampling(), noise=1e-4
+    )  # a draft model whose last node is often accepted
     options = {"max_new_tokens": 400, "ignore_eos": True, "batch_size": 2}
     engine = engine_for(golden_target(TARGETS[kind == "eagle 3"]), drafter, **options)
     session = Session(replace(engine, tree_policy=Script(order)), [(0, 0)])
@@ -686,7 +750,9 @@ def test_while_idle_no_row_is_lost(kind, order):
         if len(session.stats.presets) == 1 and not session.busy(1):
             session.admit(1, PROMPTS[1], (1, 0))
     assert [preset for preset, _ in session.stats.presets] == order
-    assert session.state.drafter_state.count.max() <= ROOM and (session.work.waits > 0) == (order[-1] == 0 and len(order) > 1)
+    assert session.state.drafter_state.count.max() <= ROOM and (session.work.waits > 0) == (
+        order[-1] == 0 and len(order) > 1
+    )
     for added in ([], [3, 4, 5]):
         if added:
             next(session.run([history + added for history in session.history]))
@@ -703,7 +769,9 @@ def test_while_idle_no_row_is_lost(kind, order):
 def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     """Also in a row that was done before."""
     target = golden_target(TARGETS[1])
-    engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True, batch_size=2)
+    engine = engine_for(
+        target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True, batch_size=2
+    )
     session = Session(replace(engine, tree_policy=Script([0])))
     session.admit(0, PROMPTS[0], most=ROOM + 5)
     session.admit(1, PROMPTS[1])
@@ -714,20 +782,34 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     ((_, _, rows),) = [call.args for call in calls]
     assert rows.count.tolist() == [ROOM, ROOM] and session.live == [False, True]
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
-        features = target(history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers)
+        features = target(
+            history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers
+        )
         assert torch.equal(rows.tokens[row], history[0, -ROOM - 1 :])
-        torch.testing.assert_close(rows.features[row], features[0, -ROOM - 1 : -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            rows.features[row], features[0, -ROOM - 1 : -1], rtol=1e-4, atol=1e-4
+        )
     read = [len(prompt) + ROOM for prompt in PROMPTS]
-    assert session.state.drafter_state.own.length.tolist() == read and session.state.drafter_state.count.tolist() == [0, 0]
-    session.admit(1, [*session.history[1], 3, 4, 5])  # the root, these, and the row before the root again
+    assert (
+        session.state.drafter_state.own.length.tolist() == read
+        and session.state.drafter_state.count.tolist() == [0, 0]
+    )
+    session.admit(
+        1, [*session.history[1], 3, 4, 5]
+    )  # the root, these, and the row before the root again
     session.step()
-    assert session.state.drafter_state.own.length.tolist() == [read[0], read[1] + 5], "the gap stays"
+    assert session.state.drafter_state.own.length.tolist() == [read[0], read[1] + 5], (
+        "the gap stays"
+    )
 
 
 @pytest.mark.parametrize("then", [0, -1], ids=["may_skip_prompts on", "wakes within the prompt"])
 def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     """But for the last rows of the whole; who wakes before that reads the chunks that are left."""
-    target, prompt = golden_target(TARGETS[1]), [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)]
+    target, prompt = (
+        golden_target(TARGETS[1]),
+        [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)],
+    )
     options = {"max_new_tokens": 8, "ignore_eos": True}
     engine, script = engine_for(target, drafter_of("eagle 3", Sampling()), **options), Script([0])
     session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
@@ -741,13 +823,19 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     session.work.catch_up(engine, -1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
     (history,) = torch.tensor(session.history)
-    ends = [len(history) - 1] if then == 0 else [len(prompt), len(history) - 1]  # the root is in no row
+    ends = (
+        [len(history) - 1] if then == 0 else [len(prompt), len(history) - 1]
+    )  # the root is in no row
     assert [int(rows.count) for rows in given] == ([ROOM] if then == 0 else [44, 3])
-    features = target(history[None], torch.arange(len(history))[None], aux_layers=engine.drafter.aux_layers)[0]
+    features = target(
+        history[None], torch.arange(len(history))[None], aux_layers=engine.drafter.aux_layers
+    )[0]
     for rows, end in zip(given, ends):
         count = int(rows.count)
         assert torch.equal(rows.tokens[0, : count + 1], history[end - count : end + 1])
-        torch.testing.assert_close(rows.features[0, :count], features[end - count : end], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            rows.features[0, :count], features[end - count : end], rtol=1e-4, atol=1e-4
+        )
     list(session.run([session.history[0]]))
     plain = decode(engine_for(target, RootOnly(), **options), prompt)
     assert session.history[0][: len(prompt) + 8] == plain.history[0]
@@ -756,21 +844,35 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
 def test_what_was_left_out_stays_out(monkeypatch):
     """Two rows, at rest, in two turns: the head has read nothing, and is given the last rows of the second prompts."""
     target, script = golden_target(TARGETS[1]), Script([0])
-    engine = engine_for(target, drafter_of("eagle 3", Sampling()), max_new_tokens=5, ignore_eos=True, batch_size=2)
+    engine = engine_for(
+        target, drafter_of("eagle 3", Sampling()), max_new_tokens=5, ignore_eos=True, batch_size=2
+    )
     session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
     list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
-    second = [history + [3 + i for i in range(20 - 15 * row)] for row, history in enumerate(session.history)]
+    second = [
+        history + [3 + i for i in range(20 - 15 * row)]
+        for row, history in enumerate(session.history)
+    ]
     next(session.run(second))
-    assert session.state.drafter_state.own.length.tolist() == [0, 0] and session.live == [True, True]
+    assert session.state.drafter_state.own.length.tolist() == [0, 0] and session.live == [
+        True,
+        True,
+    ]
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.work.catch_up(engine, -1)
     ((_, _, rows),) = [call.args for call in calls]
-    assert rows.count.tolist() == [ROOM, 7], "of the second turn: its tokens, the root and the row before them"
+    assert rows.count.tolist() == [ROOM, 7], (
+        "of the second turn: its tokens, the root and the row before them"
+    )
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
         count = int(rows.count[row])
-        features = target(history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers)
+        features = target(
+            history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers
+        )
         assert torch.equal(rows.tokens[row, : count + 1], history[0, -count - 1 :])
-        torch.testing.assert_close(rows.features[row, :count], features[0, -count - 1 : -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            rows.features[row, :count], features[0, -count - 1 : -1], rtol=1e-4, atol=1e-4
+        )
     assert session.state.drafter_state.own.length.tolist() == [ROOM, 7]
 
 
@@ -782,7 +884,10 @@ def test_switching_compiles_nothing():
     engine = warm_up(engine_for(golden_target(), drafter, **options))
     assert engine.config.compile
     plain = engine_for(golden_target(), RootOnly(), max_new_tokens=40, ignore_eos=True)
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        torch.compiler.set_stance("fail_on_recompile"),
+    ):
         for captured, prompt in itertools.product((False, True), PROMPTS):
             scripted = replace(engine, captured=captured, tree_policy=Script([0, 1, 2]), pool=[])
             assert decode(scripted, prompt).history == decode(plain, prompt).history
@@ -804,7 +909,9 @@ def test_by_default_a_head_is_sized_and_says_so():
 
 def test_lookup_whose_matches_are_wrong_is_given_up():
     """A text that repeats, and a target that does not go on as before: matches everywhere, and none is right."""
-    engine = engine_for(golden_target(), NgramDrafter(Ngram(8, 2, 2, 1)), temperature=1.0, max_new_tokens=150)
+    engine = engine_for(
+        golden_target(), NgramDrafter(Ngram(8, 2, 2, 1)), temperature=1.0, max_new_tokens=150
+    )
 
     class Steady(Autosizer):
         """However busy this machine is."""

@@ -38,13 +38,22 @@ from sampling import Sampling
 from session import Session
 from stats import check_memory, rows_memory
 
-DRAFTS = {"vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}, "auto": {}}
+DRAFTS = {
+    "vanilla": {"draft": "none"},
+    "eagle": {"tree": "dynamic"},
+    "ngram": {"draft": "ngram"},
+    "auto": {},
+}
 DEMO_IN_BF16 = {"checkpoint": DEMO, "device": "cpu", "seed": 5}
-IDS = [[(7 * i + i * i * k) % 97 for i in range(5 + 11 * k % 60)] for k in range(1, 8)]  # 16 to 60 tokens
+IDS = [
+    [(7 * i + i * i * k) % 97 for i in range(5 + 11 * k % 60)] for k in range(1, 8)
+]  # 16 to 60 tokens
 
 
 @functools.cache
-def one_by_one(texts: tuple[str, ...], length: int, temperature: float) -> tuple[tuple[int, ...], Result]:
+def one_by_one(
+    texts: tuple[str, ...], length: int, temperature: float
+) -> tuple[tuple[int, ...], Result]:
     """Ends of sequences that make rows end at different times, and what vanilla decoding gives without a batch."""
     engine = load(**DEMO_IN_BF16, draft="none", temperature=temperature, max_new_tokens=length)
     free = generate(engine, list(texts)).tokens
@@ -55,9 +64,15 @@ def one_by_one(texts: tuple[str, ...], length: int, temperature: float) -> tuple
 def check_rows(texts: list[str], rows: int, length: int, temperature: float, **draft) -> None:
     """Through a few rows as one by one, in bf16, where a row's bits do not depend on the others."""
     ends, want = one_by_one(tuple(texts), length, temperature)
-    engine = load(**DEMO_IN_BF16, temperature=temperature, max_new_tokens=length, batch_size=rows, **draft)
+    engine = load(
+        **DEMO_IN_BF16, temperature=temperature, max_new_tokens=length, batch_size=rows, **draft
+    )
     got = generate(with_cycles(replace(engine, eos_ids=ends)), texts)
-    assert got.tokens == want.tokens and got.index == want.index and got.finish_reason == want.finish_reason
+    assert (
+        got.tokens == want.tokens
+        and got.index == want.index
+        and got.finish_reason == want.finish_reason
+    )
     assert len(set(map(len, want.tokens))) > 3, "rows end at different times"
 
 
@@ -70,7 +85,11 @@ def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
     """The prompts in chunks of 8 tokens, so that they are cached while other rows decode."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
     check_rows(
-        [text[-30 - 6 * i :] for i, text in enumerate(held_out_prompts()[14:26])], 4, 16, temperature, **DRAFTS[draft]
+        [text[-30 - 6 * i :] for i, text in enumerate(held_out_prompts()[14:26])],
+        4,
+        16,
+        temperature,
+        **DRAFTS[draft],
     )
 
 
@@ -101,11 +120,17 @@ def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_la
     vanilla = engine_for(target, RootOnly(), **options)
     engine = replace(engine_for(target, made, batch_size=3, **options), captured=captured)
     want, got = generate(vanilla, IDS, num_samples=2), generate(engine, IDS, num_samples=2)
-    for index, prompt, a, b in zip(got.index, sorted(IDS * 2, key=IDS.index), got.tokens, want.tokens):
+    for index, prompt, a, b in zip(
+        got.index, sorted(IDS * 2, key=IDS.index), got.tokens, want.tokens
+    ):
         assert_same(vanilla, prompt, a, b, index[:2])
     ran = {line["row"] for line in got.trace}
     assert ran == set(range(14)), "lines tell the conversation, not the row it had"
-    assert sum(len(x) - 1 for x in got.tokens) == sum(len(x) - 1 for x in want.tokens) == vanilla_tokens(want)
+    assert (
+        sum(len(x) - 1 for x in got.tokens)
+        == sum(len(x) - 1 for x in want.tokens)
+        == vanilla_tokens(want)
+    )
 
 
 def vanilla_tokens(result) -> int:
@@ -115,7 +140,9 @@ def vanilla_tokens(result) -> int:
 def test_caching_a_prompt_leaves_the_other_rows_alone():
     """Not a bit of their caches and of their state changes, and they cost nothing."""
     target = golden_target()
-    engine = engine_for(target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), Sampling()), batch_size=3)
+    engine = engine_for(
+        target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), Sampling()), batch_size=3
+    )
     session = Session(engine, [(0, 0), (1, 0), (2, 0)])
     list(session.run(IDS[:3]))
     tensors = [*session.work.cache.k, *session.work.cache.v, *tree_leaves(session.state)]
@@ -123,7 +150,9 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
     session.admit(1, IDS[5], (9, 0))
     before = [x.clone() for x in tensors]
     calls = []
-    target.register_forward_pre_hook(hook := lambda module, inputs: calls.append(inputs[0].shape[0]))
+    target.register_forward_pre_hook(
+        hook := lambda module, inputs: calls.append(inputs[0].shape[0])
+    )
     try:
         session.step()
     finally:
@@ -135,7 +164,9 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
 
 
 def test_a_row_that_is_released_is_free_at_once():
-    engine = engine_for(golden_target(), RootOnly(), max_new_tokens=30, ignore_eos=True, batch_size=2)
+    engine = engine_for(
+        golden_target(), RootOnly(), max_new_tokens=30, ignore_eos=True, batch_size=2
+    )
     session = Session(engine)
     session.admit(0, IDS[0], (0, 0))
     session.admit(1, IDS[1], (1, 0), most=5)
@@ -147,7 +178,10 @@ def test_a_row_that_is_released_is_free_at_once():
     while session.busy(0) or session.busy(1):
         session.step()
     want = generate(engine, IDS[:3]).tokens
-    assert session.history[1][len(IDS[1]) :] == want[1][:5] and session.history[0][len(IDS[2]) :] == want[2][:3]
+    assert (
+        session.history[1][len(IDS[1]) :] == want[1][:5]
+        and session.history[0][len(IDS[2]) :] == want[2][:3]
+    )
 
 
 class Random(LargestTree):
@@ -174,20 +208,30 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
     monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     target, rule = golden_target(), Sampling(1.0)
-    made = RootOnly() if drafter == "none" else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), rule)
+    made = (
+        RootOnly()
+        if drafter == "none"
+        else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), rule)
+    )
     made = with_smaller_trees(made, target) if drafter == "auto" else made
     options = {"temperature": 1.0, "max_new_tokens": 14, "seed": 3, "context": 128}
     vanilla = engine_for(target, RootOnly(), **options)
     want = generate(vanilla, IDS, num_samples=2)
     alone = dict(zip((index[:2] for index in want.index), want.tokens))
     tree_policy = Random() if drafter == "auto" else LargestTree()
-    engine = replace(engine_for(target, made, batch_size=3, **options), captured=captured, tree_policy=tree_policy)
+    engine = replace(
+        engine_for(target, made, batch_size=3, **options),
+        captured=captured,
+        tree_policy=tree_policy,
+    )
     session = Session(engine, host_lag=host_lag)
     rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
     for _ in range(200):
         for row, key in enumerate(rows):
             if key and not session.busy(row):
-                assert_same(vanilla, IDS[key[0]], session.history[row][len(IDS[key[0]]) :], alone[key], key)
+                assert_same(
+                    vanilla, IDS[key[0]], session.history[row][len(IDS[key[0]]) :], alone[key], key
+                )
                 found.add(key)
             if not session.busy(row) or rng.random() < 0.06:
                 rows[row] = key = (rng.randrange(len(IDS)), rng.randrange(2))
@@ -202,17 +246,26 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
 def test_long_prompts_let_the_others_decode(monkeypatch):
     """At most about a chunk of prompts runs in a step, also where no row decodes."""
     monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
-    session = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True, batch_size=3))
+    session = Session(
+        engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True, batch_size=3)
+    )
     session.admit(0, list(range(20)))
     assert [[len(x) for x in session.step()] for _ in range(3)] == [[0, 0, 0], [0, 0, 0], [1, 0, 0]]
     assert session.stats.prefill_s > 0.9 * (session.stats.prefill_s + session.stats.decode_s)
     session.admit(1, list(range(20)))
     session.admit(2, [1, 2, 3])
-    assert [[len(x) for x in session.step()] for _ in range(4)] == [[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]
+    assert [[len(x) for x in session.step()] for _ in range(4)] == [
+        [1, 0, 0],
+        [1, 0, 0],
+        [1, 1, 1],
+        [1, 1, 1],
+    ]
 
 
 def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
-    session = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=3, ignore_eos=True, batch_size=2))
+    session = Session(
+        engine_for(golden_target(), RootOnly(), max_new_tokens=3, ignore_eos=True, batch_size=2)
+    )
     list(session.run([IDS[0], IDS[1]]))
     session.admit(0, IDS[2])
     session.step()
@@ -265,7 +318,17 @@ def prompts(tmp_path) -> Path:
 def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     """In the order of the prompts on the terminal, in the order of their ends in the file."""
     file = tmp_path / "r.jsonl"
-    main([*BASE, "--prompt_file", str(prompts), "--results", str(file), "--json", str(tmp_path / "j")])
+    main(
+        [
+            *BASE,
+            "--prompt_file",
+            str(prompts),
+            "--results",
+            str(file),
+            "--json",
+            str(tmp_path / "j"),
+        ]
+    )
     out, err = capsys.readouterr()
     whole = json.loads((tmp_path / "j").read_text())
     assert out.startswith("\n\n".join(whole["text"]) + "\n") and "rows take" in err
@@ -279,13 +342,28 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     again = ["--prompt_file", str(prompts), "--results", str(file)]
     main([*BASE, *again])
     out, err = capsys.readouterr()
-    assert "9 of 9 results are in" in err and out.startswith("0 tokens in") and file.read_bytes() == before
+    assert (
+        "9 of 9 results are in" in err
+        and out.startswith("0 tokens in")
+        and file.read_bytes() == before
+    )
     for name in ("--json", "--trace"):
-        refused(capsys, "would hold only what this run decodes", *BASE, *again, name, str(tmp_path / "k"))
+        refused(
+            capsys,
+            "would hold only what this run decodes",
+            *BASE,
+            *again,
+            name,
+            str(tmp_path / "k"),
+        )
     with file.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         refused(capsys, "another run writes", *BASE, *again)
-    for argv in (["--seed", "1"], ["--max_new_tokens", "13"], ["--prompt_file", str(tmp_path / "q.jsonl")]):
+    for argv in (
+        ["--seed", "1"],
+        ["--max_new_tokens", "13"],
+        ["--prompt_file", str(tmp_path / "q.jsonl")],
+    ):
         (tmp_path / "q.jsonl").write_text('{"turns": ["other"]}')
         refused(capsys, "is no result of these prompts and options", *BASE, *again, *argv)
     file.write_text(file.read_text() + "notes")
@@ -299,7 +377,15 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
 
 def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path):
     """And of the file, only what is asked for is counted."""
-    argv = [*BASE, "--prompt", "def f(", "--max_new_tokens", "3", "--results", str(tmp_path / "r.jsonl")]
+    argv = [
+        *BASE,
+        "--prompt",
+        "def f(",
+        "--max_new_tokens",
+        "3",
+        "--results",
+        str(tmp_path / "r.jsonl"),
+    ]
     main([*argv, "--num_samples", "2"])
     assert "rows take" in capsys.readouterr().err
     main(argv)
@@ -312,12 +398,25 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
 
     def results(**changes):
         config = GenerateConfig(
-            **{"checkpoint": DEMO, "temperature": 1.0, "results": str(tmp_path / "r"), "device": "cpu"} | changes
+            **{
+                "checkpoint": DEMO,
+                "temperature": 1.0,
+                "results": str(tmp_path / "r"),
+                "device": "cpu",
+            }
+            | changes
         )
         return Results(SimpleNamespace(config=config, context=64), [["a"]]).facts
 
-    for changes in ({"quant_draft": "int4"}, {"draft_vocab": 7}, {"sharpness": 2.0}, {"no_rerank": True}):
-        assert results(**changes) == results() and results(**changes, accept="residual") != results(accept="residual")
+    for changes in (
+        {"quant_draft": "int4"},
+        {"draft_vocab": 7},
+        {"sharpness": 2.0},
+        {"no_rerank": True},
+    ):
+        assert results(**changes) == results() and results(**changes, accept="residual") != results(
+            accept="residual"
+        )
     free = {"batch_size": 3, "compile": True, "json": "x", "prompt": "y", "num_samples": 4}
     assert results(**free, accept="residual") == results(accept="residual")
     assert results(device="cuda:0") == results(device="cuda:1") != results()
@@ -327,7 +426,9 @@ def refused(capsys, message: str, *argv: str) -> None:
     with pytest.raises(SystemExit) as stop:
         main(list(argv))
     out, err = capsys.readouterr()
-    assert stop.value.code == 2 and message in err and err.count("\n") == 1 + err.count("note:"), err
+    assert stop.value.code == 2 and message in err and err.count("\n") == 1 + err.count("note:"), (
+        err
+    )
 
 
 def test_a_killed_run_goes_on(tmp_path, prompts):
@@ -335,10 +436,14 @@ def test_a_killed_run_goes_on(tmp_path, prompts):
     file, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
     command = [sys.executable, "generate.py", *BASE, "--prompt_file", str(prompts), "--results"]
     root = Path(program.__file__).parent
-    killed = subprocess.Popen([*command, str(file)], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        [*command, str(file)], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     until = time.monotonic() + 120
     while (
-        time.monotonic() < until and killed.poll() is None and (not file.exists() or file.read_text().count("\n") < 2)
+        time.monotonic() < until
+        and killed.poll() is None
+        and (not file.exists() or file.read_text().count("\n") < 2)
     ):
         time.sleep(0.001)
     os.kill(killed.pid, signal.SIGKILL)
@@ -360,7 +465,8 @@ def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
     said = check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
     assert said == "3 rows take 0.90 GB of memory; 3 would fit"
     with pytest.raises(
-        ValueError, match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 rows; lower"
+        ValueError,
+        match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 rows; lower",
     ):
         check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 4)
     assert capsys.readouterr().err == ""
@@ -374,7 +480,11 @@ def test_a_comparison_needs_caches_of_its_own(monkeypatch):
         rows_memory(replace(engine, config=replace(engine.config, compare=compare)))
     (own,) = (plans[1][name] for name in plans[1].keys() - plans[0].keys())
     config = engine.target.config
-    assert own == engine.slots * 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers == plans[0]["the caches"]
+    assert (
+        own
+        == engine.slots * 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers
+        == plans[0]["the caches"]
+    )
 
 
 def test_rows_that_do_not_fit_are_refused(capsys):

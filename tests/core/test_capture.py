@@ -39,15 +39,24 @@ WAITING = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2,
     aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.item,
 }  # fmt: skip
-INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put}  # wait where a mask says what
+INDEXING = {
+    aten.index,
+    aten.index_put,
+    aten.index_put_,
+    aten._unsafe_index_put,
+}  # wait where a mask says what
 
 
 class NoWaiting(TorchDispatchMode):
     """Raises where a step needs the value of a tensor on the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        by_mask = func.overloadpacket in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
-        assert func.overloadpacket not in WAITING and not by_mask, f"{func} makes the host wait for the device"
+        by_mask = func.overloadpacket in INDEXING and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        assert func.overloadpacket not in WAITING and not by_mask, (
+            f"{func} makes the host wait for the device"
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -74,7 +83,12 @@ def test_no_step_of_a_cycle_waits(temperature, version):
 
 def test_waiting_is_noticed():
     x = torch.arange(3)
-    for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 1], lambda: bool(x[0] > 0)):
+    for wait in (
+        lambda: x.sum().item(),
+        lambda: x.nonzero(),
+        lambda: x[x > 1],
+        lambda: bool(x[0] > 0),
+    ):
         with pytest.raises(AssertionError, match="wait"), NoWaiting():
             wait()
 
@@ -105,15 +119,23 @@ def test_prompts_run_in_passes_of_two_widths():
     session = decode(replace(engine, captured=True), *prompts)
     assert session.history == want
     ran = {key for key in session.work.replays if isinstance(key, tuple)}
-    assert ran == {("prefill", 256, 0, -1), ("prefill", 64, 0, -1), ("prefill", 64, 1, -1)}, "width, row, reader"
+    assert ran == {("prefill", 256, 0, -1), ("prefill", 64, 0, -1), ("prefill", 64, 1, -1)}, (
+        "width, row, reader"
+    )
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
+)
 def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     """As on CUDA, by the operator, whose kernel writes where the table says: were it given copies of the buffers, as
     the compiler makes them where it cannot work in place, what it moves would be lost.
     """
-    target, tree, prompts = golden_target(), StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))), [PROMPT, PROMPT[::-1]]
+    target, tree, prompts = (
+        golden_target(),
+        StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))),
+        [PROMPT, PROMPT[::-1]],
+    )
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
     moved, reference = [], ops.compact.compact_reference
@@ -182,7 +204,12 @@ def test_a_capture_that_fails_is_told_and_not_replayed(monkeypatch, capsys, fail
     monkeypatch.setattr(Replay, "captures", True)  # for the whole process
     replayed, runs = [], []
     graph = SimpleNamespace(replay=lambda: replayed.append(len(runs)))
-    fakes = {"CUDAGraph": lambda: graph, "graph": Capture, "stream": restored, "current_stream": lambda device: "main"}
+    fakes = {
+        "CUDAGraph": lambda: graph,
+        "graph": Capture,
+        "stream": restored,
+        "current_stream": lambda device: "main",
+    }
     for name, fake in fakes.items() | {("synchronize", lambda device: None)}:
         monkeypatch.setattr(torch.cuda, name, fake)
 
@@ -196,7 +223,9 @@ def test_a_capture_that_fails_is_told_and_not_replayed(monkeypatch, capsys, fail
     results, told = [replay() for _ in range(5)], capsys.readouterr().err
     assert Capture.streams == ["main"]
     if fails:
-        assert results == [1, 2, 4, 5, 6] and not replayed, "the third run was to be recorded, and failed"
+        assert results == [1, 2, 4, 5, 6] and not replayed, (
+            "the third run was to be recorded, and failed"
+        )
         assert told.count("\n") == 1 and told.endswith("a capture failed: copies to the host\n")
     else:
         assert results == [1, 2, 3, 3, 3] and replayed == [3, 3, 3] and not told
@@ -216,7 +245,12 @@ def test_graphs_that_return_nothing_share_their_memory(monkeypatch):
         number = next(numbers)
         return SimpleNamespace(replay=lambda: None, pool=lambda: number)
 
-    fakes = {"CUDAGraph": made, "graph": Taken, "stream": restored, "current_stream": lambda device: "main"}
+    fakes = {
+        "CUDAGraph": made,
+        "graph": Taken,
+        "stream": restored,
+        "current_stream": lambda device: "main",
+    }
     for name, fake in fakes.items() | {("synchronize", lambda device: None)}:
         monkeypatch.setattr(torch.cuda, name, fake)
     scratch = {}
@@ -227,7 +261,12 @@ def test_graphs_that_return_nothing_share_their_memory(monkeypatch):
 
 
 def test_what_the_caller_does_is_not_decoding():
-    session, slept = Session(engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True), [(0, 0)]), 0.0
+    session, slept = (
+        Session(
+            engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True), [(0, 0)]
+        ),
+        0.0,
+    )
     for _ in session.run([PROMPT]):
         time.sleep(0.05)
         slept += 0.05
@@ -249,10 +288,14 @@ def test_host_copies_are_lists():
 @pytest.mark.usefixtures("traced")
 def test_dense_layers_and_mixtures_are_compiled_apart():
     """Compiled steps check no modules: one kind of block must not run what was compiled for the other."""
-    mixed = ModelConfig(64, 2, 4, 2, 16, 96, 97, n_experts=8, experts_per_token=2, expert_dim=32, dense_layers=(1,))
+    mixed = ModelConfig(
+        64, 2, 4, 2, 16, 96, 97, n_experts=8, experts_per_token=2, expert_dim=32, dense_layers=(1,)
+    )
     target, generator = Transformer(mixed).requires_grad_(False), torch.Generator().manual_seed(0)
     for parameter in target.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (
+            parameter.dim() == 1
+        )
     engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
     assert decode(compiled_as_on_cuda(engine), PROMPT).history == decode(engine, PROMPT).history
 
@@ -269,4 +312,6 @@ def test_compiling_by_layer_changes_no_token(version):
     list(again.run([PROMPT]))
     assert again.history == session.history
     state, _ = compiled.cycles[-1](again.work.cache, again.state)
-    assert all(map(operator.is_, tree_leaves(state), tree_leaves(again.state))), "the steps write the state where it was"
+    assert all(map(operator.is_, tree_leaves(state), tree_leaves(again.state))), (
+        "the steps write the state where it was"
+    )

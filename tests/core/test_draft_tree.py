@@ -66,7 +66,9 @@ def rerank_reference(root, tokens, values, parents, size):
 def random_trees(rng, batch, size, vocab):
     """Lists of tokens, parents, valid and choices; few tokens, so that many match."""
     parents = [[0] + [rng.randrange(node) for node in range(1, size)] for _ in range(batch)]
-    tokens, choice = ([[rng.randrange(vocab) for _ in range(size)] for _ in range(batch)] for _ in range(2))
+    tokens, choice = (
+        [[rng.randrange(vocab) for _ in range(size)] for _ in range(batch)] for _ in range(2)
+    )
     valid = [[True] + [rng.random() < 0.85 for _ in range(1, size)] for _ in range(batch)]
     return tokens, parents, valid, choice
 
@@ -103,7 +105,11 @@ def test_build_tree(size):
     tokens, parents, valid, _ = random_trees(rng, 20, size, 5)
     depth = max(len(ancestors(row, node)) for row in parents for node in range(size)) - 1
     tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), depth)
-    assert tree.tokens.tolist() == tokens and tree.valid.tolist() == valid and tree.parents.tolist() == parents
+    assert (
+        tree.tokens.tolist() == tokens
+        and tree.valid.tolist() == valid
+        and tree.parents.tolist() == parents
+    )
     for b, row in enumerate(parents):
         for node in range(size):
             line = ancestors(row, node)
@@ -121,7 +127,10 @@ def test_a_chain_of_64():
 
 def test_root_tree():
     tree = root_tree(text_with(torch.tensor([7, 0])))
-    assert tree.tokens.tolist() == [[7], [0]] and tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
+    assert tree.tokens.tolist() == [[7], [0]] and tree.parents.tolist() == tree.depths.tolist() == [
+        [0],
+        [0],
+    ]
     assert tree.mask.all() and tree.valid.all() and tree.q is None
 
 
@@ -164,7 +173,10 @@ def test_accept_only_the_root():
 
 
 def test_accept_nothing():
-    assert accepted_row([1, 2, 3, 4], [0, 0, 0, 1], [9, 4, 9, 9]) == ([0], [9])  # node 3 matches, its parent not
+    assert accepted_row([1, 2, 3, 4], [0, 0, 0, 1], [9, 4, 9, 9]) == (
+        [0],
+        [9],
+    )  # node 3 matches, its parent not
 
 
 def test_accept_everything():
@@ -208,10 +220,14 @@ def test_traced_accept():
 
 def test_compaction():
     rng = random.Random(4)
-    config = ModelConfig(dim=8, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=4, ffn_dim=8, vocab_size=8)
+    config = ModelConfig(
+        dim=8, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=4, ffn_dim=8, vocab_size=8
+    )
     size, depth, slots, starts = 9, 5, 24, [0, 3, 15, 7, 11]  # 15 + 9 fills the cache exactly
     parents = [[0] + [max(0, node - rng.randint(1, 3)) for node in range(1, size)] for _ in starts]
-    tree = build_tree(torch.tensor(parents), torch.tensor(parents), torch.tensor(parents) >= 0, size)
+    tree = build_tree(
+        torch.tensor(parents), torch.tensor(parents), torch.tensor(parents) >= 0, size
+    )
     nodes = torch.tensor([0, 8, 8, 4, 7])
     nodes = torch.where(tree.depths.gather(1, nodes[:, None])[:, 0] > depth, 0, nodes)
     path, length = path_to(tree, nodes, depth)
@@ -236,7 +252,9 @@ def test_compaction():
 
 def random_scores(rng, shape, cut=0.0):
     """Scores with many ties and zeros, best first along the last dimension; a share `cut` of them -inf."""
-    values = torch.tensor(rng.choices([0.0, -0.25, -0.5, -1.0, -3.0], k=torch.Size(shape).numel())).view(shape)
+    values = torch.tensor(
+        rng.choices([0.0, -0.25, -0.5, -1.0, -3.0], k=torch.Size(shape).numel())
+    ).view(shape)
     gone = torch.tensor([rng.random() < cut for _ in range(values.numel())]).view(shape)
     return values.masked_fill(gone, -INF).sort(dim=-1, descending=True).values
 
@@ -272,7 +290,10 @@ def test_pool_size(depth, K, size):
 def random_levels(rng, batch, depth, K, cut=0.0):
     """Children's tokens and scores, per level."""
     shapes = [(batch, 1 if level == 0 else K, K) for level in range(depth)]
-    tokens = [torch.tensor([rng.randrange(50) for _ in range(torch.Size(s).numel())]).view(s) for s in shapes]
+    tokens = [
+        torch.tensor([rng.randrange(50) for _ in range(torch.Size(s).numel())]).view(s)
+        for s in shapes
+    ]
     return tokens, [random_scores(rng, s, cut) for s in shapes]
 
 
@@ -301,24 +322,37 @@ def plain_pool(tokens, scores, K, by="value"):
 def test_pool_and_rerank(depth, K, by, cut):
     rng = random.Random(depth)
     tokens, scores = random_levels(rng, 40, depth, K, cut)
-    plain = [plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), K, by) for b in range(40)]
+    plain = [
+        plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), K, by)
+        for b in range(40)
+    ]
     roots = torch.arange(40)
     for size in {2, K + 1, pool_size(depth, K) // 2 + 1, pool_size(depth, K) + 1}:
-        tree, pool, ran, places = grown(DynamicTree(depth, K, size, expand_by=by), roots, tokens, scores)
+        tree, pool, ran, places = grown(
+            DynamicTree(depth, K, size, expand_by=by), roots, tokens, scores
+        )
         assert pool.tokens.shape[1] == pool_size(depth, K)
         assert [x.tolist() for x in pool] == [[row[i] for row in plain] for i in range(3)]
-        assert [x.tolist() for x in ran] == [[row[3][level] for row in plain] for level in range(depth - 1)]
+        assert [x.tolist() for x in ran] == [
+            [row[3][level] for row in plain] for level in range(depth - 1)
+        ]
         for b, (names, values, above, frontiers) in enumerate(plain):
             want, parents, valid = rerank_reference(b, names, values, above, size)
             assert tree.tokens[b].tolist() == want
             assert tree.parents[b].tolist() == parents
             assert tree.valid[b].tolist() == valid
             assert tree.depths[b].tolist() == [len(ancestors(parents, n)) - 1 for n in range(size)]
-            assert all(valid[parents[n]] or not valid[n] for n in range(size))  # invalid nodes have no valid child
+            assert all(
+                valid[parents[n]] or not valid[n] for n in range(size)
+            )  # invalid nodes have no valid child
             every = [want[0], *(token for level in frontiers for token in level)]
             at = places[b].tolist()
-            assert at[0] == 0 and all(every[place] == want[n] for n, place in enumerate(at) if place)
-            assert all(at[n] for n in range(1, size) if n in parents and valid[n]), "who has children ran"
+            assert at[0] == 0 and all(
+                every[place] == want[n] for n, place in enumerate(at) if place
+            )
+            assert all(at[n] for n in range(1, size) if n in parents and valid[n]), (
+                "who has children ran"
+            )
 
 
 def test_what_a_level_sees():
@@ -328,7 +362,9 @@ def test_what_a_level_sees():
     run = lambda level, out: levels.append(level) or out  # noqa: E731
     children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
     grow(DynamicTree(4, 3, 10), text_with(torch.arange(5)), torch.zeros(5, 1, 1), children, run)
-    plain = [plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)]
+    plain = [
+        plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)
+    ]
     assert [(level.depth, level.slot, level.seen.shape) for level in levels] == [
         (n + 1, 3 * n, (5, 3, 9)) for n in range(3)
     ]
@@ -348,7 +384,9 @@ def test_what_a_level_sees():
 def test_rerank_with_every_score_equal():
     """Of equal values the first stay, so that parents come before their children."""
     tokens = [torch.tensor([[[4, 5, 6]]]), torch.arange(9).view(1, 3, 3)]
-    tree, *_ = grown(DynamicTree(2, 3, 6), torch.tensor([0]), tokens, [torch.zeros(x.shape) for x in tokens])
+    tree, *_ = grown(
+        DynamicTree(2, 3, 6), torch.tensor([0]), tokens, [torch.zeros(x.shape) for x in tokens]
+    )
     assert tree.tokens.tolist() == [[0, 4, 5, 6, 0, 1]]
     assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
 
@@ -366,7 +404,9 @@ def test_whole_levels():
     """Without re-ranking the first candidates are taken, level by level."""
     tokens, scores = random_levels(random.Random(5), 6, 3, 3)
     for size in (3, 6, 13):
-        tree, pool, *_ = grown(DynamicTree(3, 3, size, rerank=False).on("cpu"), torch.arange(6), tokens, scores)
+        tree, pool, *_ = grown(
+            DynamicTree(3, 3, size, rerank=False).on("cpu"), torch.arange(6), tokens, scores
+        )
         for b in range(6):
             assert tree.tokens[b].tolist() == [b, *pool.tokens[b, : size - 1].tolist()]
             assert tree.parents[b].tolist() == [0] + (pool.parents[b, : size - 1] + 1).tolist()
@@ -385,7 +425,9 @@ def values_by_path(tokens, values, parents):
 def test_graft():
     """Chains whose tokens and values are random, onto pools that often hold their beginnings, and onto nothing."""
     rng, met = random.Random(2), {"used": 0, "raised": 0, "added": 0}
-    siblings = lambda *shape: torch.stack([torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())])  # noqa: E731
+    siblings = lambda *shape: torch.stack(
+        [torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())]
+    )  # noqa: E731
     torch.manual_seed(0)
     for empty in [True] * 5 + [False] * 20:
         B, shapes = 8, [(8, 1, 2), (8, 2, 2), (8, 2, 2)]
@@ -409,14 +451,21 @@ def test_graft():
         ours = rerank([pool], (), 5, 7, text_with(torch.arange(B)))
         for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
             tree = rerank_reference(b, tokens, values, parents, 6)
-            assert (ours.tokens[b].tolist(), ours.parents[b].tolist(), ours.valid[b].tolist()) == tree
+            assert (
+                ours.tokens[b].tolist(),
+                ours.parents[b].tolist(),
+                ours.valid[b].tolist(),
+            ) == tree
     assert min(met.values()) > 50, met
 
 
 @pytest.mark.usefixtures("traced")
 def test_traced_growth():
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
-    for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu")):
+    for shape in (
+        DynamicTree(3, 3, 10),
+        StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu"),
+    ):
 
         def outputs(level, out):
             return out[:, :1].expand(-1, level.tokens.shape[1], -1)
@@ -429,7 +478,10 @@ def test_traced_growth():
             return grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, outputs)
 
         inputs = torch.tensor([1, 2, 3]), tokens, scores
-        (ours, places), (eager, want) = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs), growth(*inputs)
+        (ours, places), (eager, want) = (
+            torch.compile(growth, fullgraph=True, dynamic=False)(*inputs),
+            growth(*inputs),
+        )
         assert torch.equal(places, want)
         for x, y in zip(ours[:5], eager):
             assert torch.equal(x, y)
@@ -437,7 +489,9 @@ def test_traced_growth():
 
 def test_a_tree_larger_than_its_pool():
     DynamicTree(depth=2, topk=3, size=13)
-    with pytest.raises(ValueError, match="14 nodes needs 13 candidates; depth 2 and top-k 3 give 12 .*lower"):
+    with pytest.raises(
+        ValueError, match="14 nodes needs 13 candidates; depth 2 and top-k 3 give 12 .*lower"
+    ):
         DynamicTree(depth=2, topk=3, size=14)
 
 
@@ -453,9 +507,16 @@ def test_children_of_a_dynamic_tree_are_not_sampled():
 def parents_of(tree):
     """Parent's node number per node, as the tree has it that grows."""
     rows = [1, *tree.widths]
-    tokens = [torch.arange(rows[level] * tree.ranks(level)).view(1, rows[level], -1) for level in range(tree.depth)]
-    made, *_ = grown(tree.on("cpu"), torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens])
-    assert made.valid.all() and made.values[0].tolist() == [-float(len(path)) for path in order_of(tree)]
+    tokens = [
+        torch.arange(rows[level] * tree.ranks(level)).view(1, rows[level], -1)
+        for level in range(tree.depth)
+    ]
+    made, *_ = grown(
+        tree.on("cpu"), torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens]
+    )
+    assert made.valid.all() and made.values[0].tolist() == [
+        -float(len(path)) for path in order_of(tree)
+    ]
     return made.parents[0].tolist()
 
 
@@ -488,7 +549,9 @@ def test_official_static_trees(name, tree):
     official = golden_case(name)["static_tree"]
     assert parents_of(tree) == [0, *official["parents"][1:]]
     assert [len(p) for p in order_of(tree)] == official["tree_position_ids"]
-    assert [list(p) for p in order_of(tree)[1:]] == sorted(official["tree_choices"], key=lambda p: (len(p), p))
+    assert [list(p) for p in order_of(tree)[1:]] == sorted(
+        official["tree_choices"], key=lambda p: (len(p), p)
+    )
 
 
 def saved(folder, text):

@@ -37,7 +37,9 @@ TREES = {
     "static": StaticTree(EAGLE1_PATHS),
     "dynamic": DynamicTree(depth=4, topk=6, size=30),
 }
-KEPT = torch.tensor(sorted(torch.randperm(97, generator=torch.Generator().manual_seed(0))[:40].tolist()))
+KEPT = torch.tensor(
+    sorted(torch.randperm(97, generator=torch.Generator().manual_seed(0))[:40].tolist())
+)
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden target
 
 
@@ -58,8 +60,16 @@ class Masked(nn.Module):
 
 def run(tree: str, rule: Sampling, children: str, lm_head: nn.Module, vocab: DraftVocab | None):
     target, accept = golden_target(), "residual" if children == "sampled" else "exact"
-    drafter = EagleDrafter(golden_head(), target, TREES[tree], rule, lm_head, children=children, vocab=vocab)
-    options = rule._asdict() | {"accept": accept, "max_new_tokens": 40, "ignore_eos": True, "batch_size": 2, "seed": 3}
+    drafter = EagleDrafter(
+        golden_head(), target, TREES[tree], rule, lm_head, children=children, vocab=vocab
+    )
+    options = rule._asdict() | {
+        "accept": accept,
+        "max_new_tokens": 40,
+        "ignore_eos": True,
+        "batch_size": 2,
+        "seed": 3,
+    }
     return decode(engine_for(target, drafter, **options), *PROMPTS)
 
 
@@ -95,7 +105,9 @@ def test_trimmed_drafts_are_the_masked_ones(tree, children, rule):
 def test_keeping_every_token_changes_nothing(tree, rule):
     every = torch.arange(97)
     whole = run(tree, rule, "noise", golden_target().lm_head, None)
-    kept = run(tree, rule, "noise", draft_lm_head(golden_target(), None, every), DraftVocab(97, every))
+    kept = run(
+        tree, rule, "noise", draft_lm_head(golden_target(), None, every), DraftVocab(97, every)
+    )
     assert kept.trace == whole.trace
 
 
@@ -150,7 +162,9 @@ def kept_of_8(path: Path, count: int) -> DraftVocab:
     ranks, head = "" if path.name == RANKS else str(path), path.parent
     (head / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(4, 8)}, head / "model.safetensors")
-    return vocab_from(GenerateConfig(eagle=str(path.parent), token_ranks=ranks, draft_vocab=count), target)
+    return vocab_from(
+        GenerateConfig(eagle=str(path.parent), token_ranks=ranks, draft_vocab=count), target
+    )
 
 
 def test_the_most_frequent_are_kept_in_the_order_of_their_ids(tmp_path):
@@ -165,7 +179,10 @@ def test_the_most_frequent_are_kept_in_the_order_of_their_ids(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[7, 0, 3]", "--draft_vocab 4 is more than the 3 tokens that .*ranks.json ranks; lower it"),
+        (
+            "[7, 0, 3]",
+            "--draft_vocab 4 is more than the 3 tokens that .*ranks.json ranks; lower it",
+        ),
         ("[7, 0, 3, 8]", r"ranks the token 8, the target has 0..7; use ranks of its own tokenizer"),
         ("[7, 0, 3, -1]", r"ranks the token -1, the target has 0..7"),
         ("[7, 0, 3, 7]", "lists a token twice"),
@@ -199,13 +216,23 @@ def test_the_demos_list_ranks_every_token():
 
 @pytest.mark.parametrize("quant", ["none", "int4"])
 def test_the_demo_with_a_quarter_of_its_vocabulary(quant):
-    options = {"checkpoint": DEMO, "quant": quant, "dtype": "float32", "device": "cpu", "max_new_tokens": 48}
+    options = {
+        "checkpoint": DEMO,
+        "quant": quant,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_new_tokens": 48,
+    }
     prompt, taus = ["def read_lines(path):"], []
     vanilla = generate(load(draft="none", **options), prompt)
     for count in (0, 1024):
         engine = load(draft_vocab=count, tree="dynamic", **options)
         assert engine.drafter.lm_head.out_features == (count or 4096)
-        assert engine.drafter.vocab == DraftVocab(4096) if count == 0 else len(engine.drafter.vocab.ids) == count
+        assert (
+            engine.drafter.vocab == DraftVocab(4096)
+            if count == 0
+            else len(engine.drafter.vocab.ids) == count
+        )
         result = generate(engine, prompt)
         assert result.tokens == vanilla.tokens
         taus.append(result.stats["tau"])
@@ -217,10 +244,15 @@ def test_a_stand_in_uses_the_small_models_list():
     options = {"checkpoint": DEMO, "draft_vocab": 1024, "device": "cpu", "max_new_tokens": 24}
     options |= {"ignore_eos": True, "tree": "dynamic"}
     small, large = load(**options), load(inflate=shape, **options)
-    assert torch.equal(small.drafter.vocab.ids, large.drafter.vocab.ids) and large.drafter.vocab.size == 4224
+    assert (
+        torch.equal(small.drafter.vocab.ids, large.drafter.vocab.ids)
+        and large.drafter.vocab.size == 4224
+    )
     runs = [generate(engine, ["def read_lines(path):"]) for engine in (small, large)]
     assert runs[0].tokens == runs[1].tokens and runs[1].stats["tau"] > 2
-    with pytest.raises(ValueError, match="--draft_vocab 4100 is more than the 4096 tokens that .* ranks"):
+    with pytest.raises(
+        ValueError, match="--draft_vocab 4100 is more than the 4096 tokens that .* ranks"
+    ):
         load(inflate=shape, **options | {"draft_vocab": 4100})
 
 
@@ -271,7 +303,17 @@ def test_ranks_and_coverage_by_hand():
         (["--data", "a", "--out", "OUT"], "must be a file in a directory that exists"),
         (["--data", "a", "--out", "OUT/no/r"], "must be a file in a directory that exists"),
         (["--checkpoint", "OUT/x", "--data", "a", "--out", "OUT/r"], "no such directory"),
-        (["--checkpoint", str(GOLDEN / "models/target_llama_mha"), "--data", "a", "--out", "OUT/r"], "has neither"),
+        (
+            [
+                "--checkpoint",
+                str(GOLDEN / "models/target_llama_mha"),
+                "--data",
+                "a",
+                "--out",
+                "OUT/r",
+            ],
+            "has neither",
+        ),
     ],
 )
 def test_mistakes_are_one_line(capsys, tmp_path, argv, message):

@@ -62,7 +62,9 @@ def found(text: Text, ngram: Ngram, row: int = 0) -> list[list[int]]:
     return tokens[row][there[row]].tolist()
 
 
-@pytest.mark.parametrize("ngram", [Ngram(), Ngram(4, 3, 3, 2), Ngram(1, 1, 1, 1), Ngram(6, 5, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "ngram", [Ngram(), Ngram(4, 3, 3, 2), Ngram(1, 1, 1, 1), Ngram(6, 5, 2, 1)], ids=str
+)
 def test_lookup_equals_a_plain_search(ngram):
     generator = torch.Generator().manual_seed(0)
     matched = 0
@@ -104,7 +106,9 @@ def tree_paths(tree, row: int = 0) -> set[tuple[int, ...]]:
     tokens, parents, valid = (x[row].tolist() for x in (tree.tokens, tree.parents, tree.valid))
     for node in range(1, len(tokens)):
         if valid[node]:
-            assert parents[node] < node and parents[node] in paths, "a kept node's parent is kept and precedes it"
+            assert parents[node] < node and parents[node] in paths, (
+                "a kept node's parent is kept and precedes it"
+            )
             paths[node] = (*paths[parents[node]], tokens[node])
     drafted = list(paths.values())[1:]
     assert len(set(drafted)) == len(drafted), "siblings differ"
@@ -145,19 +149,27 @@ def test_where_nothing_matches_only_the_root_is_verified():
 
 def test_a_row_with_a_match_is_enough():
     ngram = Ngram(tokens=4, branches=1, min=2)
-    engine = engine_for(golden_target(), NgramDrafter(ngram), max_new_tokens=30, ignore_eos=True, batch_size=2)
+    engine = engine_for(
+        golden_target(), NgramDrafter(ngram), max_new_tokens=30, ignore_eos=True, batch_size=2
+    )
     session = decode(engine, LOOP, PROMPTS[1])
     wanted = served = 0
     for line in session.trace:
         wants = bool(search(session.history[line["row"]][: line["pos"] + 1], ngram))
         assert not wants or line["draft_tokens"]
         wanted, served = wanted + wants, served + bool(line["draft_tokens"])
-    assert 0 < wanted < served < len(session.trace), "a tree also ran for a row without a match, and not always"
+    assert 0 < wanted < served < len(session.trace), (
+        "a tree also ran for a row without a match, and not always"
+    )
 
 
 def test_a_late_host_picks_late_and_changes_nothing():
-    engine = engine_for(golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), max_new_tokens=60, ignore_eos=True)
-    plain = decode(engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True), LOOP)
+    engine = engine_for(
+        golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), max_new_tokens=60, ignore_eos=True
+    )
+    plain = decode(
+        engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True), LOOP
+    )
     for host_lag in (0, 1, 3):
         session = Session(engine, [(0, 0)], host_lag)
         list(session.run([LOOP]))
@@ -182,7 +194,9 @@ def model_engine(tree: str, scale: float, **options):
     rule = Sampling(options.get("temperature", 0.0))
     children = options.pop("children", "noise")
     return engine_for(
-        target, ModelDrafter(noisy_copy(target, scale), target, TREES[tree], rule, children=children), **options
+        target,
+        ModelDrafter(noisy_copy(target, scale), target, TREES[tree], rule, children=children),
+        **options,
     )
 
 
@@ -197,7 +211,10 @@ def test_the_target_as_its_own_draft_accepts_everything(tree, temperature, batch
 
 def test_the_residual_rule_accepts_all_of_q_equal_p():
     """min(1, p/q) is 1 but for rounding."""
-    session = decode(model_engine("chain", 0.0, temperature=1.0, accept="residual", children="sampled"), PROMPTS[0])
+    session = decode(
+        model_engine("chain", 0.0, temperature=1.0, accept="residual", children="sampled"),
+        PROMPTS[0],
+    )
     assert sum(session.stats.accept_lengths) >= 5 * len(session.stats.accept_lengths) - 1
 
 
@@ -212,7 +229,9 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         fresh = Session(engine, [(0, 0), (1, 0)])
         row, pos = line["row"], line["pos"]
         texts = [session.history[b][:pos] if b == row else None for b in range(2)]
-        fresh.work.state = fresh.state._replace(draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0))
+        fresh.work.state = fresh.state._replace(
+            draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0)
+        )
         next(fresh.run(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
@@ -246,9 +265,15 @@ def test_past_the_draft_models_context_output_goes_on(tree, batch):
     session = decode(engine, *PROMPTS[:batch])
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
     assert session.history == plain.history
-    accepted_to = [line["pos"] + line["accept_length"] for line in session.trace if line["accept_length"]]
-    assert max(accepted_to) == context, "all that may be drafted is accepted, and nothing past the context"
-    assert {len(line["draft_tokens"]) for line in session.trace if line["pos"] >= 2 * context} == {0}
+    accepted_to = [
+        line["pos"] + line["accept_length"] for line in session.trace if line["accept_length"]
+    ]
+    assert max(accepted_to) == context, (
+        "all that may be drafted is accepted, and nothing past the context"
+    )
+    assert {len(line["draft_tokens"]) for line in session.trace if line["pos"] >= 2 * context} == {
+        0
+    }
 
 
 def test_past_its_context_the_draft_model_rests(monkeypatch):
@@ -269,12 +294,16 @@ def test_a_later_turn_inside_the_context_drafts_again():
     list(session.run([second]))
     fresh = decode(engine, second)
     assert session.history == fresh.history
-    assert [line["draft_tokens"] for line in session.trace[begun:]] == [line["draft_tokens"] for line in fresh.trace]
+    assert [line["draft_tokens"] for line in session.trace[begun:]] == [
+        line["draft_tokens"] for line in fresh.trace
+    ]
 
 
 def test_another_vocabulary():
     golden = GOLDEN / "models/target_llama_mha"
-    with pytest.raises(ValueError, match="vocab_size is 4096 in .*demo and 97 in .*target_llama_mha; use a draft"):
+    with pytest.raises(
+        ValueError, match="vocab_size is 4096 in .*demo and 97 in .*target_llama_mha; use a draft"
+    ):
         check_same_tokens(Path(DEMO), golden, 4096)
 
 
@@ -286,7 +315,10 @@ def test_another_tokenizer(tmp_path):
     shutil.copy(Path(DEMO) / "tokenizer.model", other)
     check_same_tokens(Path(DEMO), other, 4096)
     (other / "added_tokens.json").write_text('{"<other>": 4096}')
-    with pytest.raises(ValueError, match="token 4096 is nothing in the tokenizer of .*demo and b'<other>' in that of "):
+    with pytest.raises(
+        ValueError,
+        match="token 4096 is nothing in the tokenizer of .*demo and b'<other>' in that of ",
+    ):
         check_same_tokens(Path(DEMO), other, 4096)
     with pytest.raises(ValueError, match="vocab_size is 8192 in .*demo and 4096"):  # a stand-in's
         check_same_tokens(Path(DEMO), other, 8192)
@@ -299,7 +331,9 @@ def grafted_engine(ngram: Ngram | None, **options):
     tree = DynamicTree(depth=4, topk=4, size=24)
     rule = Sampling(options.get("temperature", 0.0))
     drafter = EagleDrafter(golden_head(), golden_target(), tree, rule, lookup=ngram)
-    return engine_for(golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options})
+    return engine_for(
+        golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options}
+    )
 
 
 def line_paths(line: dict) -> set[tuple[int, ...]]:
@@ -314,7 +348,10 @@ def line_paths(line: dict) -> set[tuple[int, ...]]:
 def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
     ngram = Ngram(tokens=6, branches=2, min=1)
     session = decode(grafted_engine(ngram, temperature=temperature), LOOP)
-    plain = {line["pos"]: line for line in decode(grafted_engine(None, temperature=temperature), LOOP).trace}
+    plain = {
+        line["pos"]: line
+        for line in decode(grafted_engine(None, temperature=temperature), LOOP).trace
+    }
     compared = matched = deeper = 0
     for line in session.trace:
         chains = search(session.history[0][: line["pos"] + 1], ngram)
@@ -325,16 +362,25 @@ def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
         deeper += max(map(len, paths)) > 4
         if not chains and line["pos"] in plain:
             compared += 1
-            assert line["draft_tokens"] == plain[line["pos"]]["draft_tokens"], "all nodes are EAGLE's"
+            assert line["draft_tokens"] == plain[line["pos"]]["draft_tokens"], (
+                "all nodes are EAGLE's"
+            )
             assert line["parents"] == plain[line["pos"]]["parents"]
     assert matched and deeper
     assert compared or temperature == 0.0
 
 
 def test_grafted_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match="20 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size"):
-        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), Sampling(), lookup=Ngram())
+    with pytest.raises(
+        ValueError,
+        match="20 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
+    ):
+        EagleDrafter(
+            golden_head(), golden_target(), DynamicTree(3, 4, 20), Sampling(), lookup=Ngram()
+        )
     with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
         Ngram(max=2, min=3)
-    with pytest.raises(ValueError, match="--ngram_tokens 32 times --ngram_branches 2 must be below 64"):
+    with pytest.raises(
+        ValueError, match="--ngram_tokens 32 times --ngram_branches 2 must be below 64"
+    ):
         Ngram(tokens=32)

@@ -21,7 +21,17 @@ from hf.config import resolve_draft
 from options import DEMO, GenerateConfig, read_prompts
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
-IDS = ["--checkpoint", TARGET, "--prompt_ids", "5,17,3,40", "--max_new_tokens", "20", "--ignore_eos", "--device", "cpu"]
+IDS = [
+    "--checkpoint",
+    TARGET,
+    "--prompt_ids",
+    "5,17,3,40",
+    "--max_new_tokens",
+    "20",
+    "--ignore_eos",
+    "--device",
+    "cpu",
+]
 PROMPT = "def read_lines(path):"
 ON_DEMO = ["--checkpoint", DEMO, "--device", "cpu"]
 
@@ -47,11 +57,35 @@ def failure(capsys, *argv: str) -> str:
 
 def test_json_contract(capsys, tmp_path):
     file = tmp_path / "out.json"
-    out, err = run(capsys, *IDS, "--eagle", HEAD, "--num_samples", "3", "--batch_size", "2", "--json", str(file))
+    out, err = run(
+        capsys,
+        *IDS,
+        "--eagle",
+        HEAD,
+        "--num_samples",
+        "3",
+        "--batch_size",
+        "2",
+        "--json",
+        str(file),
+    )
     got = json.loads(file.read_text())
     assert got["index"] == [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
-    assert got["config"]["tree"] == "auto" and got["config"]["context"] == 512 and got["config"]["sharpness"] == 1
-    assert set(got) == {"index", "tokens", "text", "finish_reason", "prompt_tokens", "stats", "config", "environment"}
+    assert (
+        got["config"]["tree"] == "auto"
+        and got["config"]["context"] == 512
+        and got["config"]["sharpness"] == 1
+    )
+    assert set(got) == {
+        "index",
+        "tokens",
+        "text",
+        "finish_reason",
+        "prompt_tokens",
+        "stats",
+        "config",
+        "environment",
+    }
     assert [len(t) for t in got["tokens"]] == [20] * 3
     assert got["finish_reason"] == ["length"] * 3 and got["prompt_tokens"] == [4] * 3
     stats = got["stats"]
@@ -76,7 +110,18 @@ def test_json_to_standard_output_is_alone_there(capsys):
 
 def test_trace_contract(capsys, tmp_path):
     file = tmp_path / "trace.jsonl"
-    out, _ = run(capsys, *IDS, "--eagle", HEAD, "--tree", "static", "--trace", str(file), "--json", str(tmp_path / "j"))
+    out, _ = run(
+        capsys,
+        *IDS,
+        "--eagle",
+        HEAD,
+        "--tree",
+        "static",
+        "--trace",
+        str(file),
+        "--json",
+        str(tmp_path / "j"),
+    )
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     tokens = json.loads((tmp_path / "j").read_text())["tokens"][0]
     assert [r["pos"] for r in rows][0] == 4
@@ -106,7 +151,9 @@ def test_profile_writes_a_trace(capsys, tmp_path):
 
 def test_finish_reasons(capsys):
     out, _ = run(capsys, *IDS, "--context", "10", "--json", "-")
-    assert json.loads(out)["finish_reason"] == ["context"] and len(json.loads(out)["tokens"][0]) == 6
+    assert (
+        json.loads(out)["finish_reason"] == ["context"] and len(json.loads(out)["tokens"][0]) == 6
+    )
 
 
 def test_demo_streams_text_and_ends_with_statistics(capsys):
@@ -122,7 +169,18 @@ def test_demo_streams_text_and_ends_with_statistics(capsys):
     [
         ("--draft", "ngram"),
         ("--draft", "model", "--draft_checkpoint", TARGET),
-        ("--draft", "model", "--draft_checkpoint", TARGET, "--tree", "dynamic", "--tree_size", "8", "--tree_topk", "4"),
+        (
+            "--draft",
+            "model",
+            "--draft_checkpoint",
+            TARGET,
+            "--tree",
+            "dynamic",
+            "--tree_size",
+            "8",
+            "--tree_topk",
+            "4",
+        ),
         ("--draft", "eagle+ngram", "--eagle", HEAD),
     ],
 )
@@ -137,7 +195,10 @@ def test_other_drafters(capsys, tmp_path, argv):
     assert config["draft"] == argv[1]
     assert config["ngram_branches"] == {"ngram": 2, "eagle+ngram": 1}.get(argv[1], 0)
     if argv[1] == "model":
-        assert config["tree"] == ("dynamic" if "--tree" in argv else "chain") and drafted["stats"]["tau"] > 4
+        assert (
+            config["tree"] == ("dynamic" if "--tree" in argv else "chain")
+            and drafted["stats"]["tau"] > 4
+        )
 
 
 def test_python_interface():
@@ -166,7 +227,16 @@ def test_python_interface_without_a_tokenizer():
 def test_a_broken_tokenizer_does_not_matter_to_ids(capsys, tmp_path):
     shutil.copytree(TARGET, tmp_path / "target")
     (tmp_path / "target" / "tokenizer.model").write_bytes(b"junk")
-    base = ["--checkpoint", str(tmp_path / "target"), "--max_new_tokens", "5", "--device", "cpu", "--json", "-"]
+    base = [
+        "--checkpoint",
+        str(tmp_path / "target"),
+        "--max_new_tokens",
+        "5",
+        "--device",
+        "cpu",
+        "--json",
+        "-",
+    ]
     out, err = run(capsys, *base, "--prompt_ids", "5,17,3")
     assert "note: no text will be shown" in err and json.loads(out)["text"] == [""]
     assert "is not a sentencepiece model" in failure(capsys, *base, "--prompt", "a")
@@ -176,16 +246,33 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     file = tmp_path / "p.jsonl"
     rows = [{"turns": ["import os", " x" * 100, "y"]}, {"turns": ["def f():", "return", "a"]}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    base = [*ON_DEMO, "--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--ignore_eos"]
+    base = [
+        *ON_DEMO,
+        "--prompt_file",
+        str(file),
+        "--max_new_tokens",
+        "8",
+        "--json",
+        "-",
+        "--ignore_eos",
+    ]
     out, err = run(capsys, *base, "--context", "60", "--batch_size", "2")
     assert json.loads(out)["index"] == [[0, 0, 0], [1, 0, 0], [1, 0, 1], [1, 0, 2]]
     assert err.count("turn 2 of prompt 1 no longer fits the context of 60") == 1, err
     file.write_text("\n".join(map(json.dumps, [rows[1], {"turns": [" x" * 100]}])))
-    assert "the context holds 60" in failure(capsys, *base, "--context", "60"), "before anything is decoded"
+    assert "the context holds 60" in failure(capsys, *base, "--context", "60"), (
+        "before anything is decoded"
+    )
 
 
 def test_a_lookup_of_one_branch():
-    options = {"checkpoint": DEMO, "max_new_tokens": 20, "device": "cpu", "temperature": 1.0, "draft": "ngram"}
+    options = {
+        "checkpoint": DEMO,
+        "max_new_tokens": 20,
+        "device": "cpu",
+        "temperature": 1.0,
+        "draft": "ngram",
+    }
     one, two = load(**options, ngram_branches=1), load(**options)
     assert one.drafter.presets[-1].size < two.drafter.presets[-1].size
     assert generate(one, [PROMPT * 3]).tokens == generate(two, [PROMPT * 3]).tokens
@@ -196,7 +283,9 @@ def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d))
+    )
     for device in ("", "cuda", "cuda:1"):
         with pytest.raises(ValueError, match="has no config.json"):
             load(checkpoint=str(tmp_path), device=device)
@@ -217,7 +306,17 @@ def test_prompt_file_with_turns(capsys, tmp_path):
     file.write_text(
         '{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n'
     )
-    base = [*ON_DEMO, "--prompt_file", str(file), "--max_new_tokens", "8", "--json", "-", "--dtype", "float32"]
+    base = [
+        *ON_DEMO,
+        "--prompt_file",
+        str(file),
+        "--max_new_tokens",
+        "8",
+        "--json",
+        "-",
+        "--dtype",
+        "float32",
+    ]
     alone, _ = run(capsys, *base)
     together, _ = run(capsys, *base, "--batch_size", "2")
     alone, together = json.loads(alone), json.loads(together)
@@ -252,7 +351,17 @@ CHAT = (
 def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
     for file in Path(DEMO).iterdir():
         (tmp_path / file.name).symlink_to(file)
-    base = ["--checkpoint", str(tmp_path), "--draft", "none", "--max_new_tokens", "8", "--device", "cpu", "--chat"]
+    base = [
+        "--checkpoint",
+        str(tmp_path),
+        "--draft",
+        "none",
+        "--max_new_tokens",
+        "8",
+        "--device",
+        "cpu",
+        "--chat",
+    ]
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     chat, _ = run(capsys, *base, "--system", "b", "--prompt", "c", "--json", "-")
     plain, _ = run(capsys, *base[:-1], "--prompt", "system: buser: c", "--json", "-")
@@ -263,7 +372,9 @@ def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
     assert "raises: such words; use --chat NAME" in failure(capsys, *base, "--prompt", "bad")
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nbad\ntwo"))
     out, _ = run(capsys, *base, "--interactive")
-    assert out.count("tokens/s") == 2 and out.count("raises: such words") == 1, "a turn is refused, the chat goes on"
+    assert out.count("tokens/s") == 2 and out.count("raises: such words") == 1, (
+        "a turn is refused, the chat goes on"
+    )
 
 
 def test_every_field_has_a_flag_and_a_help_text(capsys):
@@ -282,8 +393,13 @@ def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
     modules, _ = run(capsys, *IDS, "--json", "-")
     monkeypatch.setattr("ops.library._cpp_available", [False])
     out, err = run(capsys, *IDS, "--compile", "--json", "-")
-    assert err.startswith("note: --compile does not work here (it needs the CPU operators); running without it\n")
-    assert json.loads(out)["tokens"] == json.loads(modules)["tokens"] and len(json.loads(out)["tokens"][0]) == 20
+    assert err.startswith(
+        "note: --compile does not work here (it needs the CPU operators); running without it\n"
+    )
+    assert (
+        json.loads(out)["tokens"] == json.loads(modules)["tokens"]
+        and len(json.loads(out)["tokens"][0]) == 20
+    )
     assert not json.loads(out)["config"]["compile"]
 
 
@@ -298,7 +414,9 @@ def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
 def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
     """A machine with a GPU may have no C++ compiler, and need none."""
     monkeypatch.setattr("ops.library._cpp_available", [])
-    monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("built the CPU operators"))
+    monkeypatch.setattr(
+        "ops.cpu.build.load_operators", lambda: pytest.fail("built the CPU operators")
+    )
     assert callable(runtime.compiled(lambda x: x))
 
 
@@ -389,8 +507,14 @@ def test_mistakes_are_one_line(capsys, argv, message):
     "settings, message",
     [
         ({"children": "sampled", "temperature": 1.0}, "lossy"),
-        ({"children": "sampled", "accept": "residual", "temperature": 1.0}, "lossy; use --tree static"),
-        ({"children": "noise", "accept": "residual", "temperature": 1.0}, "does not read the target's noise"),
+        (
+            {"children": "sampled", "accept": "residual", "temperature": 1.0},
+            "lossy; use --tree static",
+        ),
+        (
+            {"children": "noise", "accept": "residual", "temperature": 1.0},
+            "does not read the target's noise",
+        ),
         ({"children": "topk"}, "--children has no effect at temperature 0"),
         ({"token_ranks": "x"}, "--token_ranks has no effect alone; add --draft_vocab N"),
         ({"tree": "static", "sharpness": 2.0}, "--sharpness belongs to --tree dynamic"),
@@ -399,7 +523,10 @@ def test_mistakes_are_one_line(capsys, argv, message):
         ({"draft": "none", "eagle": "", "ngram_max": 2}, "--ngram_max needs a draft"),
         ({"draft": "ngram", "eagle": "", "ngram_min": 4}, "--ngram_min 4 is above --ngram_max 3"),
         ({"draft": "ngram", "eagle": "", "ngram_tokens": 32}, "must be below 64"),
-        ({"draft": "ngram", "eagle": "", "ngram_branches": -1}, "--ngram_branches must be at least 1"),
+        (
+            {"draft": "ngram", "eagle": "", "ngram_branches": -1},
+            "--ngram_branches must be at least 1",
+        ),
         ({"draft": "eagle+ngram", "no_rerank": True}, "grafts onto a re-ranked dynamic tree"),
         ({"tree": "auto", "no_rerank": True}, "--no_rerank needs a tree of one size"),
         ({"tree": "auto", "expand_by": "confidence"}, "--expand_by needs a tree of one size"),
@@ -482,18 +609,31 @@ def test_tensors_of_two_heads(capsys, copy):
 )
 def test_malformed_tree_files(capsys, tmp_path, text, message):
     (tmp_path / "tree.json").write_text(text)
-    assert message in failure(capsys, *IDS, "--eagle", HEAD, "--tree_file", str(tmp_path / "tree.json"))
+    assert message in failure(
+        capsys, *IDS, "--eagle", HEAD, "--tree_file", str(tmp_path / "tree.json")
+    )
 
 
 def test_a_tree_file_is_used(capsys, tmp_path):
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     trace = tmp_path / "t"
-    run(capsys, *IDS, "--eagle", HEAD, "--tree_file", str(tmp_path / "tree.json"), "--trace", str(trace))
+    run(
+        capsys,
+        *IDS,
+        "--eagle",
+        HEAD,
+        "--tree_file",
+        str(tmp_path / "tree.json"),
+        "--trace",
+        str(trace),
+    )
     assert json.loads(trace.read_text().splitlines()[0])["parents"] == [0, 0, 1]
 
 
 def test_the_demo_is_where_the_code_is():
-    assert (Path(DEMO) / "config.json").is_file() and (Path(DEMO + "-eagle") / "config.json").is_file()
+    assert (Path(DEMO) / "config.json").is_file() and (
+        Path(DEMO + "-eagle") / "config.json"
+    ).is_file()
 
 
 def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(monkeypatch):
@@ -516,10 +656,15 @@ def test_defaults_by_device(monkeypatch):
         ("cpu", "none", 16, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 16, "int8"),
     ):  # fmt: skip
         config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype="bfloat16")
-        assert (config.draft_tree.size, config.draft_tree.width) == (size, 10 if device == "cuda" else 4)
+        assert (config.draft_tree.size, config.draft_tree.width) == (
+            size,
+            10 if device == "cuda" else 4,
+        )
         assert resolve_draft(config, Path(DEMO)).quant_draft == draft
     assert replace(config, device="cuda", quant="int4", tree_size=50).draft_tree.size == 50
-    lookups = GenerateConfig(checkpoint=DEMO, device="cpu", draft="eagle+ngram", dtype="bfloat16").draft_tree
+    lookups = GenerateConfig(
+        checkpoint=DEMO, device="cpu", draft="eagle+ngram", dtype="bfloat16"
+    ).draft_tree
     assert (lookups.size, lookups.width) == (16, 4)
     there.clear()
     slow = GenerateConfig(checkpoint=DEMO, device="cpu", dtype="bfloat16")

@@ -21,11 +21,25 @@ from draft_tree import DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras import residual
-from helpers import GOLDEN, decode, engine_for, golden_case, golden_floats, golden_head, golden_target, record
+from helpers import (
+    GOLDEN,
+    decode,
+    engine_for,
+    golden_case,
+    golden_floats,
+    golden_head,
+    golden_target,
+    record,
+)
 from sampling import Sampling
 from tree_shapes import EAGLE1_PATHS
 
-GREEDY = ["eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32"]
+GREEDY = [
+    "eagle2_mha_k4_d3_t12",
+    "eagle1_static26_mha",
+    "eagle1_chain5_mha_alpha",
+    "eagle3_gqa_k8_d4_t32",
+]
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
 MIXTRAL = "eagle2_mixtral_k4_d3_t12"
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
@@ -40,20 +54,29 @@ def drafter_of(case, head=None, **tree):
     head = head or golden_head(case["head"], target)
     if case["algorithm"] != "EAGLE-1":
         official = case["official_args"]  # its depth counts the passes after the first level
-        shape = DynamicTree(official["depth"] + 1, official["top_k"], official["total_token"], **tree)
+        shape = DynamicTree(
+            official["depth"] + 1, official["top_k"], official["total_token"], **tree
+        )
     else:
         shape = StaticTree.chain(5) if "chain" in case["case"] else StaticTree(EAGLE1_PATHS)
     children = "sampled" if case["algorithm"] == "EAGLE-1" else "topk"
-    return EagleDrafter(head, target, shape, Sampling(case["temperature"]), children=children, sharpness=1.0)
+    return EagleDrafter(
+        head, target, shape, Sampling(case["temperature"]), children=children, sharpness=1.0
+    )
 
 
 def replay(case, run, monkeypatch, drafter=None):
     """Decode as many tokens as the official run did. Returns: the session."""
     if case["temperature"]:
         force(monkeypatch, run)
-    tokens = 1 + sum(a + 1 for a in run["accept_lengths"])  # the first root, then accepted and bonus
+    tokens = 1 + sum(
+        a + 1 for a in run["accept_lengths"]
+    )  # the first root, then accepted and bonus
     target, drafter = golden_target(case["target"]), drafter or drafter_of(case)
-    options = {"temperature": case["temperature"], "accept": "residual" if case["temperature"] else "exact"}
+    options = {
+        "temperature": case["temperature"],
+        "accept": "residual" if case["temperature"] else "exact",
+    }
     engine = engine_for(target, drafter, max_new_tokens=tokens, ignore_eos=True, **options)
     return decode(engine, run["prompt"])
 
@@ -71,7 +94,9 @@ def force(monkeypatch, run):
             for row, tokens in enumerate(cycles[first // NODE_STRIDE]["sampled_topk_tokens"]):
                 noise[:, row, tokens] = 1e4 * torch.arange(len(tokens), 0, -1)
         else:
-            noise[:, :, cycles[first]["next_root_token"] if first else run["first_root_token"]] = 1e4
+            noise[:, :, cycles[first]["next_root_token"] if first else run["first_root_token"]] = (
+                1e4
+            )
         return noise
 
     def uniforms(key, draws, count, domain):
@@ -146,7 +171,9 @@ def largest_error(calls, case, run):
         compare(f"verify{c}.features", calls.target[c + 1].result[0, :, last:])
         compare(f"verify{c}.logits", calls.logits[c + 1].result[0])
         rows = run["cycles"][c]["accept_length"] + 1
-    assert set(errors) == {n for n in floats if not n.startswith("cycle")}  # nothing recorded is left unchecked
+    assert set(errors) == {
+        n for n in floats if not n.startswith("cycle")
+    }  # nothing recorded is left unchecked
     return float(max(errors.values()))
 
 
@@ -159,7 +186,9 @@ def test_vanilla(name, run):
     case = golden_case(name)
     expected, prompt = (case["runs"][run][key] for key in ("vanilla_greedy_sequence", "prompt"))
     target = golden_target(case["target"])
-    engine = engine_for(target, RootOnly(), max_new_tokens=len(expected) - len(prompt), ignore_eos=True)
+    engine = engine_for(
+        target, RootOnly(), max_new_tokens=len(expected) - len(prompt), ignore_eos=True
+    )
     session = decode(engine, prompt)
     assert session.history[0] == expected
     assert set(session.stats.accept_lengths) == {0}
@@ -259,7 +288,9 @@ def test_n_alpha(run, monkeypatch):
     alpha, tried = [0] * 5, [0] * 5
     for cycle in session.trace:
         a = cycle["accept_length"]
-        entries = sum(token != 0 for token in (cycle["root"], *cycle["draft_tokens"]))  # 0 is their padding
+        entries = sum(
+            token != 0 for token in (cycle["root"], *cycle["draft_tokens"])
+        )  # 0 is their padding
         for i in range(5):
             alpha[i] += i < a
             tried[i] += i <= a and i < entries
@@ -291,7 +322,11 @@ def test_part_of_a_static_tree():
             engine_for(target, drafter, max_new_tokens=3, ignore_eos=True),
             golden_case(GREEDY[1])["runs"][0]["prompt"],
         )
-        drafted.append(dict(zip(sorted(tree.paths, key=lambda p: (len(p), p)), session.trace[0]["draft_tokens"])))
+        drafted.append(
+            dict(
+                zip(sorted(tree.paths, key=lambda p: (len(p), p)), session.trace[0]["draft_tokens"])
+            )
+        )
     assert drafted[1].items() <= drafted[0].items()
 
 
@@ -302,7 +337,9 @@ def wrong_level_position(monkeypatch):
     forward = eagle_draft.EagleHead.forward
 
     def shifted(self, embedded, features, positions, cache, window):  # levels of the tree only
-        return forward(self, embedded, features, positions + (positions is not window.slots), cache, window)
+        return forward(
+            self, embedded, features, positions + (positions is not window.slots), cache, window
+        )
 
     monkeypatch.setattr(eagle_draft.EagleHead, "forward", shifted)
 
@@ -341,7 +378,9 @@ def check_noticed(case, monkeypatch, drafter=None):
 
 
 @pytest.mark.parametrize("name", [GREEDY[0], GREEDY[3]])
-@pytest.mark.parametrize("defect", [wrong_level_position, swapped_inputs, late_features, slots_as_positions])
+@pytest.mark.parametrize(
+    "defect", [wrong_level_position, swapped_inputs, late_features, slots_as_positions]
+)
 def test_a_defect_is_noticed(defect, name, monkeypatch):
     defect(monkeypatch)
     check_noticed(golden_case(name), monkeypatch)
@@ -375,7 +414,10 @@ def test_another_head_is_noticed(changes, monkeypatch):
 
 def test_a_head_may_say_what_is_so(monkeypatch):
     """As above; the same as inputs, and the outputs before them."""
-    for changes in ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, {"target_layer_ids": [1, 3, 4]}):
+    for changes in (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
+        {"target_layer_ids": [1, 3, 4]},
+    ):
         case, head = other_head(**changes)
         session = replay(case, case["runs"][0], monkeypatch, drafter_of(case, head))
         assert differences(session, case, case["runs"][0]) == []

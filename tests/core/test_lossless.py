@@ -91,7 +91,10 @@ def router_margin(target, ids: list[int]) -> float:
         calls = record(patch, Router, "logits")
         target(torch.tensor([ids]), torch.arange(len(ids))[None])
     best = [(call.args[0].chosen, call.result.sort(descending=True).values) for call in calls]
-    return min([float((scores[..., k - 1] - scores[..., k]).min()) for k, scores in best], default=float("inf"))
+    return min(
+        [float((scores[..., k - 1] - scores[..., k]).min()) for k, scores in best],
+        default=float("inf"),
+    )
 
 
 def assert_same(engine, prompt, got: list[int], want: list[int], stream=(0, 0)) -> int:
@@ -110,7 +113,9 @@ def assert_same(engine, prompt, got: list[int], want: list[int], stream=(0, 0)) 
 EVEN = DraftVocab(97, torch.arange(0, 97, 2))  # the odd half of the vocabulary is never drafted
 
 
-def drafter_for(tree, rule: Sampling, children: str = "noise", model: str = "llama", vocab=None, **options):
+def drafter_for(
+    tree, rule: Sampling, children: str = "noise", model: str = "llama", vocab=None, **options
+):
     target, head = golden_target(MODELS[model][0]), MODELS[model][1]
     lm_head = draft_lm_head(target, None, vocab.ids) if vocab else None
     head = golden_head(head, target)
@@ -128,7 +133,9 @@ def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama
     if who == "none":
         return RootOnly()
     if who == "auto":
-        return with_smaller_trees(make(tree, rule, children, model), golden_target(MODELS[model][0]))
+        return with_smaller_trees(
+            make(tree, rule, children, model), golden_target(MODELS[model][0])
+        )
     if who == "trimmed" and tree in TREES:
         return drafter_for(TREES[tree], rule, children, model, EVEN)
     if who == "ngram":
@@ -139,7 +146,9 @@ def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama
         if tree.endswith("tiny"):
             grafted, ngram = TREES["tiny"], Ngram(tokens=4, branches=1)
         return drafter_for(grafted, rule, children, model, vocab, lookup=ngram)
-    return ModelDrafter(noisy_copy(golden_target(), 0.02), golden_target(), TREES[tree], rule, children=children)
+    return ModelDrafter(
+        noisy_copy(golden_target(), 0.02), golden_target(), TREES[tree], rule, children=children
+    )
 
 
 def new_tokens(session: Session, row: int, prompt: list[int]) -> list[int]:
@@ -196,17 +205,26 @@ def test_what_is_not_kept_is_emitted_and_never_drafted(tree, temperature):
     assert all(token % 2 == 0 for line in trace for token in line["draft_tokens"])
     odd = [token % 2 for line in trace for token in line["emitted"]]
     assert 0 < sum(odd) < len(odd)
-    assert any(token % 2 for line in trace if line["accept_length"] for token in line["emitted"][-1:])
+    assert any(
+        token % 2 for line in trace if line["accept_length"] for token in line["emitted"][-1:]
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
     """Whether the head can draft the end or the target has to add it as the bonus token."""
-    rule, options = Sampling(temperature), {"temperature": temperature, "max_new_tokens": 60, "seed": 7}
+    rule, options = (
+        Sampling(temperature),
+        {"temperature": temperature, "max_new_tokens": 60, "seed": 7},
+    )
     vanilla = engine_for(golden_target(), RootOnly(), **options, ignore_eos=True)
     truth = new_tokens(decode(vanilla, PROMPTS[0]), 0, PROMPTS[0])
-    ends = [i for i, token in enumerate(truth) if i > 3 and token % 2 == (not kept) and token not in truth[:i]]
+    ends = [
+        i
+        for i, token in enumerate(truth)
+        if i > 3 and token % 2 == (not kept) and token not in truth[:i]
+    ]
     for at, tree in itertools.product(ends[:2], ("chain", "dynamic")):
         engine = engine_for(golden_target(), make(f"trimmed:{tree}", rule), **options)
         session = decode(with_cycles(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
@@ -236,7 +254,9 @@ def test_a_trimmed_head_and_lookup_equal_vanilla():
         assert check("eagle+ngram:trimmed", 2, temperature=temperature, seed=7) > 1.1
 
 
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9, "temperature": 0.6}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9, "temperature": 0.6}]
+)
 def test_cut_distributions_equal_vanilla(options):
     for name in ("dynamic", "trimmed:dynamic"):
         check(name, 2, **{"temperature": 1.0, "seed": 11, **options})
@@ -248,17 +268,32 @@ def test_noise_raises_acceptance_when_sampling():
     assert shared > plain
 
 
-def check_compiled(model: str, name: str, temperature: float, batch: int, accept: str = "exact") -> None:
+def check_compiled(
+    model: str, name: str, temperature: float, batch: int, accept: str = "exact"
+) -> None:
     """Compiled as on CUDA, the tokens are the eager steps' own; no further prompt, short or long, compiles anything."""
     torch._dynamo.reset()
-    options = {"batch_size": batch, "max_new_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 7}
+    options = {
+        "batch_size": batch,
+        "max_new_tokens": 30,
+        "ignore_eos": True,
+        "temperature": temperature,
+        "seed": 7,
+    }
     rule, children = Sampling(temperature), "sampled" if accept == "residual" else "noise"
-    engine = engine_for(golden_target(MODELS[model][0]), make(name, rule, children, model), accept=accept, **options)
+    engine = engine_for(
+        golden_target(MODELS[model][0]), make(name, rule, children, model), accept=accept, **options
+    )
     compiled = compiled_as_on_cuda(engine)
     list(Session(replace(compiled, tree_policy=InTurn())).run([LOOP] * batch))  # every preset runs
     for number, prompts in enumerate((PROMPTS[:batch], [[3]], [PROMPTS[1] * 9])):
-        with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
-            ours, plain = (decode(replace(e, tree_policy=InTurn()), *prompts) for e in (compiled, engine))
+        with (
+            torch._dynamo.config.patch(error_on_recompile=True),
+            torch.compiler.set_stance("fail_on_recompile"),
+        ):
+            ours, plain = (
+                decode(replace(e, tree_policy=InTurn()), *prompts) for e in (compiled, engine)
+            )
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
             assert len(want) == 30, number
@@ -280,19 +315,28 @@ class InTurn(LargestTree):
 
 def drafts_of(session: Session) -> list:
     """The trees of all cycles."""
-    return [(line["draft_tokens"], line["parents"], line["accept_length"]) for line in session.trace]
+    return [
+        (line["draft_tokens"], line["parents"], line["accept_length"]) for line in session.trace
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qwen3_trees_equal_vanilla(dtype):
     """Norms of queries and keys, and YaRN; in bf16 with --compile, by few operators where they are built."""
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.14}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.14,
+    }
     scaling |= {"beta_fast": 4.0, "beta_slow": 1.0, "truncate": True}
     target = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 97, qk_norm=True, rope_scaling=scaling))
     generator = torch.Generator().manual_seed(0)
     for parameter in target.parameters():
         norm = parameter.dim() == 1
-        parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if norm else 0.2) + norm
+        parameter.data = (
+            torch.randn(parameter.shape, generator=generator) * (0.3 if norm else 0.2) + norm
+        )
     target = target.to(dtype).requires_grad_(False).eval()
     target.rope_freq = rope_frequencies(target.config)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, TREES["twigs"], Sampling(1.0))
@@ -337,7 +381,8 @@ def test_traced_steps_are_the_eager_ones_and_never_recompile(
 
 
 @pytest.mark.parametrize(
-    "model, name, batch", [("llama", "model:short chain", 1), *slow([("mixtral", "eagle+ngram:trimmed:tiny", 2)])]
+    "model, name, batch",
+    [("llama", "model:short chain", 1), *slow([("mixtral", "eagle+ngram:trimmed:tiny", 2)])],
 )
 def test_compiled_steps_are_the_eager_ones_and_never_recompile(monkeypatch, model, name, batch):
     monkeypatch.setattr("ops.library._cpp_available", [False])
@@ -362,7 +407,10 @@ def test_compiled_steps_of_the_papers_sizes(model, name, temperature, batch):
 def test_seeds_prompts_and_samples_differ():
     target = golden_target()
     engine = engine_for(target, RootOnly(), temperature=1.0, max_new_tokens=20, ignore_eos=True)
-    runs = [generate(engine, [PROMPTS[0]] * 2, num_samples=2, seed=seed).tokens for seed in (0, 1, 2**40)]
+    runs = [
+        generate(engine, [PROMPTS[0]] * 2, num_samples=2, seed=seed).tokens
+        for seed in (0, 1, 2**40)
+    ]
     rows = [tuple(tokens) for run in runs for tokens in run]
     assert len(set(rows)) == len(rows) == 12
 
@@ -372,7 +420,9 @@ def test_a_row_does_not_depend_on_its_batch():
     rule = Sampling(1.0)
     for drafter in (RootOnly(), drafter_for(TREES["dynamic"], rule)):
         alone = engine_for(target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True)
-        together = engine_for(target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True, batch_size=3)
+        together = engine_for(
+            target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True, batch_size=3
+        )
         prompts = [*PROMPTS, [1]]
         one, three = generate(alone, prompts), generate(together, prompts)
         for i, prompt in enumerate(prompts):
@@ -385,7 +435,9 @@ def test_rows_that_end_at_different_times():
     # an "end of sequence" that the first row meets early and the second one late or never
     end = plain.tokens[0][4]
     for drafter in (RootOnly(), drafter_for(TREES["dynamic"], Sampling())):
-        engine = replace(engine_for(target, drafter, max_new_tokens=60, batch_size=2), eos_ids=(end,))
+        engine = replace(
+            engine_for(target, drafter, max_new_tokens=60, batch_size=2), eos_ids=(end,)
+        )
         result = generate(with_cycles(engine), PROMPTS)
         for got, full in zip(result.tokens, plain.tokens):
             cut = full.index(end) + 1 if end in full else len(full)
@@ -422,7 +474,9 @@ class Scripted(Drafter):
 
 def scripted_run(script, depth=4, host_lag=None, **options):
     prompt = PROMPTS[0]
-    engine = engine_for(golden_target(), Scripted(script, depth, len(prompt)), **{"ignore_eos": True, **options})
+    engine = engine_for(
+        golden_target(), Scripted(script, depth, len(prompt)), **{"ignore_eos": True, **options}
+    )
     session = Session(engine, [(0, 0)], host_lag)
     cycles = list(session.run([prompt]))
     return session, cycles, new_tokens(session, 0, prompt)
@@ -479,7 +533,13 @@ def test_prompt_of_one_token_and_token_zero():
     for prompt in ([0], [96]):
         plain = decode(engine_for(target, RootOnly(), max_new_tokens=30, ignore_eos=True), prompt)
         tree = decode(
-            engine_for(target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=30, ignore_eos=True), prompt
+            engine_for(
+                target,
+                drafter_for(TREES["dynamic"], Sampling()),
+                max_new_tokens=30,
+                ignore_eos=True,
+            ),
+            prompt,
         )
         assert plain.history == tree.history
 
@@ -491,11 +551,17 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     for chunk in (256, 64, 7):
         monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         engine = engine_for(
-            target, drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=20, batch_size=2, ignore_eos=True
+            target,
+            drafter_for(TREES["dynamic"], Sampling()),
+            max_new_tokens=20,
+            batch_size=2,
+            ignore_eos=True,
         )
         runs.append(decode(engine, prompt, PROMPTS[0]))
     assert runs[0].history == runs[1].history == runs[2].history
-    assert runs[0].stats.accept_lengths == runs[1].stats.accept_lengths == runs[2].stats.accept_lengths
+    assert (
+        runs[0].stats.accept_lengths == runs[1].stats.accept_lengths == runs[2].stats.accept_lengths
+    )
 
 
 def test_a_late_host_changes_nothing(truth):
@@ -537,7 +603,9 @@ def test_reused_cache_equals_a_fresh_one(name):
     list(session.run([second]))
     fresh = decode(engine, second)
     assert session.history[0] == fresh.history[0]
-    assert [t["draft_tokens"] for t in session.trace[first_cycles:]] == [t["draft_tokens"] for t in fresh.trace]
+    assert [t["draft_tokens"] for t in session.trace[first_cycles:]] == [
+        t["draft_tokens"] for t in fresh.trace
+    ]
 
 
 def own_text(prompt: list[int], tokens: int) -> list[int]:
@@ -550,18 +618,32 @@ def test_residual_rule_runs_in_the_loop():
     """Its distribution is tested in test_sampling.py; here: lengths, stops, the same seed twice."""
     prompts = [own_text(prompt, 40) for prompt in PROMPTS]
     target, rule = golden_target(), Sampling(0.6)
-    cases = [(name, "topk" if name in ("model:small", "eagle+ngram", "ngram") else "sampled") for name in HEADLESS]
+    cases = [
+        (name, "topk" if name in ("model:small", "eagle+ngram", "ngram") else "sampled")
+        for name in HEADLESS
+    ]
     drafters = [drafter_for(TREES[tree], rule, "sampled") for tree in ("static", "chain")]
-    drafters += [drafter_for(TREES["dynamic"], rule, "topk"), *(make(name, rule, how) for name, how in cases)]
+    drafters += [
+        drafter_for(TREES["dynamic"], rule, "topk"),
+        *(make(name, rule, how) for name, how in cases),
+    ]
     for drafter in drafters:
         engine = engine_for(
-            target, drafter, accept="residual", temperature=0.6, max_new_tokens=40, ignore_eos=True, batch_size=2
+            target,
+            drafter,
+            accept="residual",
+            temperature=0.6,
+            max_new_tokens=40,
+            ignore_eos=True,
+            batch_size=2,
         )
         runs = [decode(engine, *prompts) for _ in range(2)]
         assert runs[0].history == runs[1].history
         assert all(len(new_tokens(runs[0], i, p)) == 40 for i, p in enumerate(prompts))
         assert sum(runs[0].stats.accept_lengths) > 0
-        for line in runs[0].trace:  # every accepted node's token was emitted, and the bonus after it
+        for line in runs[
+            0
+        ].trace:  # every accepted node's token was emitted, and the bonus after it
             tokens = [line["draft_tokens"][n - 1] for n in line["path"]]
             assert tokens == line["emitted"][:-1]
 
@@ -571,7 +653,9 @@ def first_two() -> tuple[list[int], torch.Tensor]:
     """A prompt, and the exact joint distribution of the two tokens behind it, at temperature 0.6 among the top 3."""
     target, prompt, rule = golden_target(), own_text(PROMPTS[0], 63), Sampling(0.6, top_k=3)
     ids = torch.tensor([prompt])
-    first = sampling.process(target.logits(target(ids, torch.arange(len(prompt))[None])[:, -1]), rule).softmax(-1)[0]
+    first = sampling.process(
+        target.logits(target(ids, torch.arange(len(prompt))[None])[:, -1]), rule
+    ).softmax(-1)[0]
     joint = torch.zeros(97, 97)
     for token in first.nonzero().flatten().tolist():
         longer = torch.tensor([[*prompt, token]])
@@ -582,9 +666,18 @@ def first_two() -> tuple[list[int], torch.Tensor]:
 
 def odds_of_first_two(drafter: Drafter, **options) -> float:
     """Of 1,280 samples, by `chi_square`."""
-    options = {"temperature": 0.6, "top_k": 3, "max_new_tokens": 2, "ignore_eos": True, "batch_size": 256, **options}
+    options = {
+        "temperature": 0.6,
+        "top_k": 3,
+        "max_new_tokens": 2,
+        "ignore_eos": True,
+        "batch_size": 256,
+        **options,
+    }
     prompt, joint = first_two()
-    result = generate(engine_for(golden_target(), drafter, context=80, **options), [prompt], num_samples=1280)
+    result = generate(
+        engine_for(golden_target(), drafter, context=80, **options), [prompt], num_samples=1280
+    )
     counts = torch.zeros(97, 97)
     for new in result.tokens:
         counts[new[0], new[1]] += 1
@@ -648,7 +741,11 @@ def test_compiled_steps_check_modes_and_not_their_modules():
 def test_an_idle_row_keeps_what_it_has():
     """Scratch of the cycles that run meanwhile lies behind it."""
     engine = engine_for(
-        golden_target(), drafter_for(TREES["dynamic"], Sampling()), max_new_tokens=15, ignore_eos=True, batch_size=2
+        golden_target(),
+        drafter_for(TREES["dynamic"], Sampling()),
+        max_new_tokens=15,
+        ignore_eos=True,
+        batch_size=2,
     )
     session = Session(engine, [(0, 0), (1, 0)])
     list(session.run([PROMPTS[0], PROMPTS[1]]))
@@ -680,12 +777,16 @@ def test_a_router_tie_is_a_margin():
 
 def held_out_prompts() -> list[str]:
     """20 of Python and 20 of worked sums."""
-    rows = [json.loads(line) for line in (Path(DEMO).parents[1] / "data/eval/demo.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(DEMO).parents[1] / "data/eval/demo.jsonl").read_text().splitlines()
+    ]
     return [row["turns"][0] for row in rows[:20] + rows[40:60]]
 
 
 needs_operators = pytest.mark.skipif(
-    ops.cpu.build.load_operators() != "", reason=f"no CPU operators here: {ops.cpu.build.load_operators()}"
+    ops.cpu.build.load_operators() != "",
+    reason=f"no CPU operators here: {ops.cpu.build.load_operators()}",
 )
 DEMO_TREES = (("chain", 1), ("static", 1), ("dynamic", 2))  # and rows decoded together
 
@@ -698,7 +799,9 @@ def assert_no_difference(texts, length, trees, compile=False, **options) -> None
         drafted = generate(load(tree=tree, batch_size=batch, compile=compile, **options), texts)
         assert drafted.tokens == vanilla.tokens, (tree, batch, options)
         assert drafted.stats["tau"] > 2
-        print(f"{options} {tree} B={batch}: {sum(map(len, drafted.tokens))} tokens, tau {drafted.stats['tau']:.2f}")
+        print(
+            f"{options} {tree} B={batch}: {sum(map(len, drafted.tokens))} tokens, tau {drafted.stats['tau']:.2f}"
+        )
 
 
 @needs_operators
@@ -710,7 +813,9 @@ def assert_no_difference(texts, length, trees, compile=False, **options) -> None
     ],
 )  # fmt: skip
 def test_demo_trees_equal_vanilla(quant, dtype, temperature):
-    assert_no_difference(held_out_prompts()[18:20], 40, DEMO_TREES, quant=quant, dtype=dtype, temperature=temperature)
+    assert_no_difference(
+        held_out_prompts()[18:20], 40, DEMO_TREES, quant=quant, dtype=dtype, temperature=temperature
+    )
 
 
 # ----------------------------------------------------------------------------------------- the demo, slow
@@ -724,7 +829,9 @@ def test_exact_demo_prompts(quant, compiled):
     """40 held-out prompts x 128 tokens in the checkpoint's bf16."""
     for temperature in (0.0, 1.0):
         trees = itertools.product(("chain", "static", "dynamic"), (1, 2))
-        assert_no_difference(held_out_prompts(), 128, trees, quant=quant, temperature=temperature, compile=compiled)
+        assert_no_difference(
+            held_out_prompts(), 128, trees, quant=quant, temperature=temperature, compile=compiled
+        )
 
 
 @pytest.mark.slow
@@ -736,8 +843,12 @@ def test_demo_prompts_equal_vanilla():
         vanilla = load(draft="none", **options)
         prompts = [vanilla.tokenizer.encode(text) for text in held_out_prompts()]
         plain = generate(vanilla, prompts)
-        for tree, batch, compile in itertools.product(("chain", "static", "dynamic"), (1, 2), (False, True)):
-            drafted = generate(load(tree=tree, compile=compile, batch_size=batch, **options), prompts)
+        for tree, batch, compile in itertools.product(
+            ("chain", "static", "dynamic"), (1, 2), (False, True)
+        ):
+            drafted = generate(
+                load(tree=tree, compile=compile, batch_size=batch, **options), prompts
+            )
             ties = [
                 assert_same(vanilla, p, got, want, (i, 0))
                 for i, (p, got, want) in enumerate(zip(prompts, drafted.tokens, plain.tokens))

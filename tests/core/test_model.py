@@ -38,7 +38,12 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
     "beta_fast": 4.0,
 }  # fmt: skip
-QWEN3_MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+QWEN3_MOE = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
     "gqa": ("Llama", {}),
@@ -56,7 +61,10 @@ CASES = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "one of many": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1}),
     "qwen3 moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
-    "shares of all": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "shares of all": (
+        "Qwen3Moe",
+        QWEN3_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
     "every second": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2}),
     "first dense": ("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [0]}),
     "all dense": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 4}),
@@ -70,7 +78,9 @@ class Reference(NamedTuple):
     directory: Path
     tokens: torch.Tensor  # [2, T] int64
     logits: torch.Tensor  # [2, T, V]
-    hidden: tuple[torch.Tensor, ...]  # layer inputs, then the output of the final norm; [2, T, F] each
+    hidden: tuple[
+        torch.Tensor, ...
+    ]  # layer inputs, then the output of the final norm; [2, T, F] each
 
 
 def build_reference(directory, family="Llama", **options):
@@ -170,7 +180,10 @@ def test_rows_with_different_starts(reference):
 @torch.no_grad()
 def test_inputs_of_the_blocks_through_the_cache(gqa):
     model = load_model(gqa.directory)
-    cache, window = empty_cache(model, 2, TOKENS), causal_window(torch.zeros(2, dtype=torch.long), TOKENS)
+    cache, window = (
+        empty_cache(model, 2, TOKENS),
+        causal_window(torch.zeros(2, dtype=torch.long), TOKENS),
+    )
     _, inputs = block_inputs(model, gqa.tokens, window.slots, cache, window)
     for ours, theirs in zip(inputs, gqa.hidden[:3], strict=True):
         close(ours, theirs, 1e-4)
@@ -234,7 +247,12 @@ YARNS = {  # changes of a plain block
 @pytest.mark.parametrize("change", YARNS)
 def test_yarn_is_that_of_transformers(change):
     """Frequencies and factor, of heads of 128 over 4096 positions."""
-    block = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+    block = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    }
     block = {name: value for name, value in (block | YARNS[change]).items() if value is not None}
     sizes = OLD | {"head_dim": 128, "max_position_embeddings": 8192}
     theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(block))
@@ -270,7 +288,10 @@ def test_ids_that_end_a_sequence(gqa, tmp_path):
 
 # -------------------------------------------------------------------------------------------- trees
 
-PARENTS = [[0, 0, 0, 1, 1, 2, 4, 0], [0, 0, 1, 2, 3, 4, 1, 6]]  # one bushy tree, one with a path of six nodes
+PARENTS = [
+    [0, 0, 0, 1, 1, 2, 4, 0],
+    [0, 0, 1, 2, 3, 4, 1, 6],
+]  # one bushy tree, one with a path of six nodes
 PREFIX = [9, 5]  # tokens before the root
 
 
@@ -417,7 +438,9 @@ def test_known_leftovers_are_not_unexpected(parts, tmp_path):
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
     load_model(write_model(tmp_path, weights | table, config=config))
     # files of tied models may repeat the embedding as LM head: it is not a second matrix
-    model = load_model(write_model(tmp_path, weights, config=config | {"tie_word_embeddings": True}))
+    model = load_model(
+        write_model(tmp_path, weights, config=config | {"tie_word_embeddings": True})
+    )
     assert model.lm_head.weight is model.embedding.weight
 
 
@@ -426,14 +449,23 @@ BAD_CONFIGS = {
     "architecture": ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
     "model_type": ({"architectures": None, "model_type": "gpt_neox"}, "gpt_neox"),
     "rope": ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-    "old rope": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "old rope": (
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "dynamic",
+    ),
     "yarn key": ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
-    "yarn turns": ({"rope_parameters": YARN | {"beta_fast": 0.5}}, "beta_slow must be 1e-6 to beta_fast (0.5)"),
+    "yarn turns": (
+        {"rope_parameters": YARN | {"beta_fast": 0.5}},
+        "beta_slow must be 1e-6 to beta_fast (0.5)",
+    ),
     "yarn base": ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be above 1"),
     "rope key": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "activation": ({"hidden_act": "gelu"}, "gelu"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-    "heads": ({"hidden_size": 66, "head_dim": None}, "hidden_size must be a multiple of num_attention_heads"),
+    "heads": (
+        {"hidden_size": 66, "head_dim": None},
+        "hidden_size must be a multiple of num_attention_heads",
+    ),
     "shape": ({"intermediate_size": 88}, "gate_proj"),
     "layers": ({"num_hidden_layers": 4}, "model.layers.3."),
 }
@@ -455,10 +487,14 @@ def test_a_config_that_cannot_work_is_refused_by_name(parts, tmp_path, mistake):
     assert name in refused(write_model(tmp_path, weights, config=config | change))
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"]
+)
 def test_a_missing_key_is_named(parts, tmp_path, key):
     config, weights = parts
-    assert key in refused(write_model(tmp_path, weights, config={k: v for k, v in config.items() if k != key}))
+    assert key in refused(
+        write_model(tmp_path, weights, config={k: v for k, v in config.items() if k != key})
+    )
 
 
 def test_a_missing_directory_or_file_is_named(parts, tmp_path):
@@ -522,7 +558,13 @@ def test_a_bad_index_is_named(parts, tmp_path, layout):
     shard = sorted(tmp_path.glob("*-00002*"))[0]
     shard.rename(tmp_path / "elsewhere")
     assert shard.name in refused(tmp_path)
-    for text in ("{", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}'):
+    for text in (
+        "{",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"a": 3}}',
+    ):
         index.write_text(text)
         assert index.name in refused(tmp_path)
 
@@ -572,21 +614,35 @@ def test_exporting_is_the_inverse_of_loading(reference):
 # ------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
+)
 def test_loading_needs_little_more_than_the_model(tmp_path):
     from extras.stand_in import Shape
     from random_model import loading_memory, write_random_model
 
-    shape = Shape("small", dim=1024, n_layers=6, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, vocab_size=8000)
+    shape = Shape(
+        "small",
+        dim=1024,
+        n_layers=6,
+        ffn_dim=2816,
+        n_heads=16,
+        n_kv_heads=16,
+        head_dim=64,
+        vocab_size=8000,
+    )
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=100_000_000)
     assert size > 180e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
     peak_bytes, model_bytes = loading_memory(tmp_path)
     assert model_bytes == size
-    assert 0.9 <= peak_bytes / model_bytes <= 1.2  # less than the model itself would mean that nothing was measured
+    assert (
+        0.9 <= peak_bytes / model_bytes <= 1.2
+    )  # less than the model itself would mean that nothing was measured
 
 
 @pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages"
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(),
+    reason="this kernel has no huge pages",
 )
 def test_quantized_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
     """And are what they were, also where there are none; those of a small model stay in usual ones."""
@@ -614,7 +670,10 @@ def test_quantized_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
         raise OSError("no memory")
 
     monkeypatch.setattr(ops.cpu.pages.mmap, "mmap", full)
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(tensors, loaded(), small, strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(tensors, loaded(), small, strict=True)
+    )
 
 
 def test_large_tensors_have_regions_of_their_own(monkeypatch):

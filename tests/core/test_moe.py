@@ -40,7 +40,9 @@ from sampling import Sampling
 from scripts.bench import inflate
 from scripts.train import experts_gradient, train_demo, train_eagle
 
-COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
+)
 OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
 CONFIG = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=97, n_experts=4,
@@ -57,12 +59,16 @@ ROWS = {  # how rows may be spread over eight experts
 
 def weights(experts=8, n=48, k=64, seed=0, dtype=torch.float32):
     """A stack of random weights, [E, N, K]."""
-    return (torch.randn(experts, n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5).to(dtype)
+    return (torch.randn(experts, n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5).to(
+        dtype
+    )
 
 
 def inputs(expert, k=64, seed=1, dtype=torch.float32):
     """Random rows and the expert of each."""
-    return torch.randn(len(expert), k, generator=torch.Generator().manual_seed(seed)).to(dtype), torch.tensor(expert)
+    return torch.randn(len(expert), k, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    ), torch.tensor(expert)
 
 
 def by_rows(x, weight, expert):
@@ -117,14 +123,17 @@ def test_registration():
     x, expert = inputs(ROWS["tree"])
     operator = torch.ops.gpt_eagle.experts_linear.default
     args = (x.requires_grad_(), weights().requires_grad_(), expert)
-    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert experts_linear(*args).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
 @pytest.mark.parametrize(
-    "format", ["float", pytest.param("int8", marks=OPERATORS), pytest.param("int4", marks=OPERATORS)]
+    "format",
+    ["float", pytest.param("int8", marks=OPERATORS), pytest.param("int4", marks=OPERATORS)],
 )
 def test_one_graph_for_every_routing(backend, format):
     """Which experts are hit is data: it may not become a shape, or a guard, of the graph."""
@@ -152,7 +161,9 @@ def feed_forward(format="float", group_size=32, dtype=torch.float32):
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     layer = layer.to(dtype).requires_grad_(False)
     if format != "float":
-        layer.w13, layer.w2 = (quantized(e.weight, format, group_size) for e in (layer.w13, layer.w2))
+        layer.w13, layer.w2 = (
+            quantized(e.weight, format, group_size) for e in (layer.w13, layer.w2)
+        )
     return layer
 
 
@@ -190,7 +201,10 @@ def test_the_router_ranks_in_fp32():
     """In bf16 these two experts tie, and the wrong one would come first."""
     router = feed_forward(dtype=torch.bfloat16).router
     router.weight[:] = 0
-    router.weight[1, :2], router.weight[2, :2] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2**-9])
+    router.weight[1, :2], router.weight[2, :2] = (
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([1.0, 2**-9]),
+    )
     expert, _ = router(torch.ones(1, 1, 64, dtype=torch.bfloat16))
     assert expert[0, 0].tolist() == [2, 1]
 
@@ -224,9 +238,13 @@ def test_quantized_experts(format, rows, dtype):
     (x, expert), weight, kind = inputs(ROWS[rows], dtype=dtype), weights(n=70), FORMATS[format]
     stack, alone = quantized(weight, format), [kind.from_float(w, None, 32) for w in weight]
     y = stack(x, expert)
-    assert y.dtype == dtype and torch.equal(y, torch.stack([alone[e](row[None])[0] for row, e in zip(x, expert)]))
+    assert y.dtype == dtype and torch.equal(
+        y, torch.stack([alone[e](row[None])[0] for row, e in zip(x, expert)])
+    )
     reference = {"int4": w4a8_reference, "int8": w8a8_reference}[format]
-    want = torch.stack([reference(r[None].float(), *alone[e].codes_and_scale())[0] for r, e in zip(x, expert)])
+    want = torch.stack(
+        [reference(r[None].float(), *alone[e].codes_and_scale())[0] for r, e in zip(x, expert)]
+    )
     atol = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(y.float(), want, atol=atol, rtol=0)
     assert torch.equal(stack.dequantize(), torch.stack([layer.dequantize() for layer in alone]))
@@ -312,7 +330,9 @@ MIXTURES = pytest.mark.parametrize("mixture", ["mixtral", "qwen"], indirect=True
 def changed(mixtral, out, config=None, leave_out=None, **tensors):
     """A copy in one file, with a changed config, without a tensor, or with other tensors."""
     files = WeightFiles(mixtral)
-    content = {name: files.read(name).clone() for name in files.readers if name != leave_out} | tensors
+    content = {
+        name: files.read(name).clone() for name in files.readers if name != leave_out
+    } | tensors
     out.mkdir()
     save_file(content, out / "model.safetensors", {"format": "pt"})
     raw = json.loads((mixtral / "config.json").read_text()) | (config or {})
@@ -343,10 +363,16 @@ def test_stacks_hold_gate_above_up(mixtral):
 def test_quantized_on_load_and_on_disk_are_the_same(mixture, tmp_path, format):
     quant = Quantization(format, 32)
     quantize_directory(mixture, tmp_path / "saved", quant)
-    on_load, saved, plain = load_model(mixture, quant=quant), load_model(tmp_path / "saved"), load_model(mixture)
+    on_load, saved, plain = (
+        load_model(mixture, quant=quant),
+        load_model(tmp_path / "saved"),
+        load_model(mixture),
+    )
     for i, (ours, theirs, full) in enumerate(zip(on_load.layers, saved.layers, plain.layers)):
         dense = i in plain.config.dense_layers
-        assert dense or torch.equal(ours.ffn.router.weight, full.ffn.router.weight)  # a router stays what it is
+        assert dense or torch.equal(
+            ours.ffn.router.weight, full.ffn.router.weight
+        )  # a router stays what it is
         for name in ("w13", "w2"):
             a, b = getattr(ours.ffn, name), getattr(theirs.ffn, name)
             assert isinstance(a, FORMATS[format] if dense else QuantExperts)
@@ -496,10 +522,14 @@ def test_an_index_without_an_expert_is_one_line_and_status_2(mixtral, tmp_path, 
 def test_files_count_and_not_the_index(mixtral, tmp_path):
     """An index that forgets an expert whose file it names for other tensors loses nothing."""
     out = shutil.copytree(mixtral, tmp_path / "whole")
-    kept = {name: file for name, file in index_of(out).items() if not name.startswith(EXPERT + "w1")}
+    kept = {
+        name: file for name, file in index_of(out).items() if not name.startswith(EXPERT + "w1")
+    }
     assert set(kept.values()) == set(index_of(out).values())
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
-    assert torch.equal(load_model(out).layers[1].ffn.w13.weight, load_model(mixtral).layers[1].ffn.w13.weight)
+    assert torch.equal(
+        load_model(out).layers[1].ffn.w13.weight, load_model(mixtral).layers[1].ffn.w13.weight
+    )
 
 
 def test_a_group_that_does_not_divide_an_experts_width(mixtral):
@@ -536,7 +566,9 @@ print(max(peak, anonymous()) - before, sum(t.nbytes for t in (*model.parameters(
 
 
 @OPERATORS
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
+)
 @pytest.mark.parametrize(
     "format, size",
     [("int8", (512, 6)), *slow([("int4", (512, 6)), ("int8", (1024, 8)), ("int4", (1024, 8))])],
@@ -561,7 +593,9 @@ def test_loading_quantized_needs_little_more_than_the_result(tmp_path, format, s
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     peak_bytes, model_bytes = map(int, done.stdout.split())
     assert model_bytes > (30e6 if size[0] == 512 else 200e6)
-    print(f"{format}: {model_bytes / 1e6:.0f} MB kept, at most {peak_bytes / 1e6:.0f} MB while loading")
+    print(
+        f"{format}: {model_bytes / 1e6:.0f} MB kept, at most {peak_bytes / 1e6:.0f} MB while loading"
+    )
     assert 0.9 <= peak_bytes / model_bytes <= 1.2
 
 
@@ -576,10 +610,20 @@ def test_eagle_decodes_quantized_experts(temperature):
     target = load_model(GOLDEN / "models/target_mixtral", torch.float32, quant=quant)
     assert isinstance(target.layers[0].ffn.w2, QuantExperts)
     head = load_head(GOLDEN / "models/head_eagle12_mixtral", target, quant)
-    drafter = EagleDrafter(head, target, DynamicTree(depth=6, topk=10, size=60), Sampling(temperature))
-    options = {"temperature": temperature, "seed": 7, "max_new_tokens": 40, "ignore_eos": True, "batch_size": 8}
+    drafter = EagleDrafter(
+        head, target, DynamicTree(depth=6, topk=10, size=60), Sampling(temperature)
+    )
+    options = {
+        "temperature": temperature,
+        "seed": 7,
+        "max_new_tokens": 40,
+        "ignore_eos": True,
+        "batch_size": 8,
+    }
     prompts = [[(31 * i + 7 * j) % 97 for j in range(5 + i)] for i in range(8)]
-    drafted, plain = (decode(engine_for(target, d, **options), *prompts) for d in (drafter, RootOnly()))
+    drafted, plain = (
+        decode(engine_for(target, d, **options), *prompts) for d in (drafter, RootOnly())
+    )
     same = sum(drafted.history[row] == plain.history[row] for row in range(8))
     assert same >= 6
     assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 0.3
@@ -591,12 +635,19 @@ def test_bf16_experts_decode_exactly(temperature):
     """No margin: routers, experts and attention give a row the same bits in a tree and alone."""
     target = load_model(GOLDEN / "models/target_mixtral", torch.bfloat16)
     head = load_head(GOLDEN / "models/head_eagle12_mixtral", target)
-    options = {"temperature": temperature, "seed": 7, "max_new_tokens": 60, "ignore_eos": True, "batch_size": 4}
+    options = {
+        "temperature": temperature,
+        "seed": 7,
+        "max_new_tokens": 60,
+        "ignore_eos": True,
+        "batch_size": 4,
+    }
     prompts = [[(31 * i + 7 * j) % 97 for j in range(5 + i)] for i in range(4)]
     plain = decode(engine_for(target, RootOnly(), **options), *prompts)
     for tree in (DynamicTree(depth=6, topk=10, size=60), StaticTree.chain(5)):
         drafted = decode(
-            engine_for(target, EagleDrafter(head, target, tree, Sampling(temperature)), **options), *prompts
+            engine_for(target, EagleDrafter(head, target, tree, Sampling(temperature)), **options),
+            *prompts,
         )
         assert drafted.history == plain.history
         assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 0.15
@@ -608,7 +659,11 @@ def test_bf16_experts_decode_exactly(temperature):
 def test_many_small_experts_decode_exactly(qwen, format, compile):
     """No margin in bf16, in dense layers and in mixtures, by the modules and by the C++ call over all layers."""
     target = load_model(qwen, torch.bfloat16, quant=Quantization(format, 32) if format else None)
-    head = train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, []).bfloat16().requires_grad_(False)
+    head = (
+        train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, [])
+        .bfloat16()
+        .requires_grad_(False)
+    )
     head.rope_freq = rope_frequencies(head.config.model)  # which stay in fp32
     prompts = [[(5 * i + 7 * j) % 24 for j in range(5 + i)] for i in range(2)]
 

@@ -42,7 +42,9 @@ def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
     target = golden_target()
     tree = DynamicTree(depth=3, topk=4, size=12)
     drafter = EagleDrafter(golden_head(), target, tree, Sampling()) if drafts else RootOnly()
-    engine = engine_for(target, drafter, draft="none", max_new_tokens=12, ignore_eos=True, context=256)
+    engine = engine_for(
+        target, drafter, draft="none", max_new_tokens=12, ignore_eos=True, context=256
+    )
     fresh, stopped = (session.Session(engine, [(0, 0)]) for _ in range(2))
     wanted = list(fresh.run([SECOND]))
     list(stopped.run([FIRST]))
@@ -96,7 +98,12 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, linked):
 
     with pytest.raises(OSError, match="no space"):
         replace_file(link if linked else file, write)
-    assert file.read_text() == "old" and link.is_symlink() and os.listdir(file.parent) == ["file"] and modes == [0o600]
+    assert (
+        file.read_text() == "old"
+        and link.is_symlink()
+        and os.listdir(file.parent) == ["file"]
+        and modes == [0o600]
+    )
 
 
 def test_a_queue_is_written_into(tmp_path):

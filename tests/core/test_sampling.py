@@ -28,9 +28,21 @@ CAUGHT = 1e-9
 
 # Random123 1.14, tests/kat_vectors, lines `philox4x32 10`: counter, key, result
 KNOWN_ANSWERS = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -52,7 +64,9 @@ def philox(counter, key):
 
 @pytest.mark.parametrize("counter, key, expected", KNOWN_ANSWERS)
 def test_known_answers(counter, key, expected):
-    counter, key, expected = ([int(w, 16) for w in text.split()] for text in (counter, key, expected))
+    counter, key, expected = (
+        [int(w, 16) for w in text.split()] for text in (counter, key, expected)
+    )
     assert philox(counter, key) == expected
     assert philox_reference(counter, key) == expected
 
@@ -86,7 +100,12 @@ def test_rows_are_independent_of_the_batch():
     first = torch.tensor([5, 0, 5, 1000])
     together = gumbel(noise_key(1, prompts, samples), first, 2, 33)
     for row in range(4):
-        alone = gumbel(noise_key(1, prompts[row : row + 1], samples[row : row + 1]), first[row : row + 1], 2, 33)
+        alone = gumbel(
+            noise_key(1, prompts[row : row + 1], samples[row : row + 1]),
+            first[row : row + 1],
+            2,
+            33,
+        )
         assert torch.equal(alone[0], together[row])
     single = gumbel(noise_key(1, prompts, samples), first + 1, 1, 33)
     assert torch.equal(single, together[:, 1:])  # nor of the other draws asked for
@@ -127,9 +146,14 @@ def test_extreme_words(monkeypatch):
         return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
 
     monkeypatch.setattr(sampling, "philox4x32", extreme)
-    monkeypatch.setattr("ops.library._cpp_available", [False])  # the plain operations; C++ is compared with them elsewhere
+    monkeypatch.setattr(
+        "ops.library._cpp_available", [False]
+    )  # the plain operations; C++ is compared with them elsewhere
     first = torch.zeros(1, dtype=torch.long)
-    u, noise = uniforms(noise_key(), first[:, None], 8)[0, 0], gumbel(noise_key(), first, 1, 8)[0, 0]
+    u, noise = (
+        uniforms(noise_key(), first[:, None], 8)[0, 0],
+        gumbel(noise_key(), first, 1, 8)[0, 0],
+    )
     assert ((u > 0) & (u < 1)).all()
     assert noise.isfinite().all()
     for word, ours in zip(words[:3], noise):  # the likely winners come from small u, and are exact
@@ -140,7 +164,9 @@ def test_extreme_words(monkeypatch):
 
 def test_noise_is_gumbel():
     noise = gumbel(noise_key(3), torch.tensor([0]), 50, 1000).flatten().double()
-    cells = (torch.exp(-torch.exp(-noise)) * 100).long()  # its own distribution function makes it uniform
+    cells = (
+        torch.exp(-torch.exp(-noise)) * 100
+    ).long()  # its own distribution function makes it uniform
     counts = torch.bincount(cells, minlength=100)
     assert chi_square(counts, torch.ones(100)) > ALPHA
     cells = (torch.exp(-torch.exp(-1.1 * noise)) * 100).long()
@@ -208,7 +234,9 @@ def test_process(rule):
 
 
 def kept(logits, **rule):
-    return process(torch.tensor(logits), Sampling(1.0, **rule)).isfinite().nonzero().flatten().tolist()
+    return (
+        process(torch.tensor(logits), Sampling(1.0, **rule)).isfinite().nonzero().flatten().tolist()
+    )
 
 
 def test_ties_at_a_cut_go_to_the_lower_id():
@@ -228,7 +256,12 @@ def test_top_p_keeps_at_least_one():
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
     silent = torch.zeros(1, 1, 4), torch.zeros(1, 3, dtype=torch.long)
-    assert logits.argmax(-1).tolist() == best(logits).tolist() == best(logits, *silent).tolist() == [[1, 0, 3]]
+    assert (
+        logits.argmax(-1).tolist()
+        == best(logits).tolist()
+        == best(logits, *silent).tolist()
+        == [[1, 0, 3]]
+    )
 
 
 # ------------------------------------------------------------------------------------------- the choice
@@ -259,11 +292,19 @@ def from_wrong_uniforms(noise):
 
 @pytest.mark.parametrize(
     "bias",
-    [lambda noise: 1.1 * noise, from_wrong_uniforms, lambda noise: noise.clamp(max=4), lambda noise: -noise],
+    [
+        lambda noise: 1.1 * noise,
+        from_wrong_uniforms,
+        lambda noise: noise.clamp(max=4),
+        lambda noise: -noise,
+    ],
     ids=["scaled", "wrong uniforms", "cut tail", "wrong sign"],
 )
 def test_biased_choices_are_caught(bias):
-    assert chi_square(counts_of_choices(Sampling(1.0), bias), distribution(LOGITS, Sampling(1.0))) < CAUGHT
+    assert (
+        chi_square(counts_of_choices(Sampling(1.0), bias), distribution(LOGITS, Sampling(1.0)))
+        < CAUGHT
+    )
 
 
 def test_choices_along_prompts_and_samples():
@@ -296,7 +337,12 @@ class World(NamedTuple):
 
 
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
-SHAPES = {"static": STATIC, "chain": StaticTree.chain(3), "one": StaticTree.chain(1), "topk": STATIC}
+SHAPES = {
+    "static": STATIC,
+    "chain": StaticTree.chain(3),
+    "one": StaticTree.chain(1),
+    "topk": STATIC,
+}
 
 
 def draft(shape, world, rule, sampled, draft_rule=None):
@@ -309,7 +355,10 @@ def draft(shape, world, rule, sampled, draft_rule=None):
     q = torch.zeros(ROWS, N, V)
     key = noise_key(11, range(ROWS))
     for node in sorted(set(parents_of(shape)[1:])):
-        depth, children = len(order_of(shape)[node]), [c for c in range(1, N) if parents_of(shape)[c] == node]
+        depth, children = (
+            len(order_of(shape)[node]),
+            [c for c in range(1, N) if parents_of(shape)[c] == node],
+        )
         logits = world.draft[depth, tokens[:, node]]  # [B, V]
         q[:, node] = process(logits, rule).softmax(-1)
         scores = process(logits, draft_rule or rule)
@@ -342,7 +391,9 @@ def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
     logits = world.target[tree.depths, tree.tokens]  # [B, N, V]
     key, first = noise_key(12, range(ROWS)), torch.zeros(ROWS, dtype=torch.long)
     p = process(logits, rule).softmax(-1)
-    walk = residual_accept(tree, p, uniforms(key, first[:, None], shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3)
+    walk = residual_accept(
+        tree, p, uniforms(key, first[:, None], shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3
+    )
     rest = walk.p
     if bonus_rule is not None:
         leaf = torch.tensor([n not in parents_of(shape)[1:] for n in range(shape.size)])[walk.node]
@@ -361,7 +412,12 @@ def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
     return Emission(chi_square(joint.view(V, V).sum(1), p0), chi_square(joint, p0[:, None] * p1))
 
 
-RESIDUAL_RULES = [Sampling(1.0), Sampling(0.6), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=4, top_p=0.9)]
+RESIDUAL_RULES = [
+    Sampling(1.0),
+    Sampling(0.6),
+    Sampling(1.0, top_p=0.8),
+    Sampling(0.8, top_k=4, top_p=0.9),
+]
 
 
 @pytest.mark.parametrize("rule", RESIDUAL_RULES, ids=str)
@@ -375,7 +431,9 @@ def walk_of(tokens, parents, p, uniform, q=None, valid=None):
     """Walk one small tree. Returns: the node it ended at, what is left of p (rounded)."""
     tokens = torch.tensor([tokens])
     valid = torch.ones_like(tokens).bool() if valid is None else torch.tensor([valid])
-    tree = build_tree(tokens, torch.tensor([parents]), valid, 2, None if q is None else torch.tensor([q]))
+    tree = build_tree(
+        tokens, torch.tensor([parents]), valid, 2, None if q is None else torch.tensor([q])
+    )
     walk = residual_accept(tree, torch.tensor([p]), torch.tensor([uniform]), 2, 3)
     return walk.node.item(), [round(x, 4) for x in walk.p[0].tolist()]
 
@@ -392,7 +450,10 @@ def test_residual_walks():
     # an invalid child is not tried and takes no uniform
     valid = [True, False, True, True]
     assert walk_of(tokens, parents, p, [0.29, 0.9, 0.9, 0.9], valid=valid) == (2, [0.6, 0.4, 0.0])
-    assert walk_of(tokens, parents, p, [0.31, 0.0, 0.0, 0.0], valid=valid) == (0, [0.7143, 0.0, 0.2857])
+    assert walk_of(tokens, parents, p, [0.31, 0.0, 0.0, 0.0], valid=valid) == (
+        0,
+        [0.7143, 0.0, 0.2857],
+    )
     # sampled children: 0.5 / 0.8, then the residual (0, 0.15, 0.15) against the rest of q, (0, 0.75, 0.25)
     q = [[0.8, 0.15, 0.05], [0.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3]
     assert walk_of(tokens, parents, p, [0.62, 0.11, 0.9, 0.9], q) == (1, [0.1111, 0.8889, 0.0])
@@ -403,7 +464,9 @@ def test_residual_walks():
 def test_a_perfect_draft_is_always_accepted():
     torch.manual_seed(1)
     p = torch.randn(5000, 4, V).softmax(-1)
-    tokens = torch.cat((torch.zeros(5000, 1).long(), torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)), 1)
+    tokens = torch.cat(
+        (torch.zeros(5000, 1).long(), torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)), 1
+    )
     parents = torch.tensor([parents_of(StaticTree.chain(3))]).expand(5000, -1)
     tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3, p)
     walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
@@ -433,7 +496,9 @@ def test_children_of_another_q_are_caught(kind):
     assert max(emit(kind, Sampling(1.0), draft_rule=Sampling(1.3))) < CAUGHT
 
 
-@pytest.mark.parametrize("kind", ["static", "one", "topk"])  # a chain of 3 has its leaf behind the second token
+@pytest.mark.parametrize(
+    "kind", ["static", "one", "topk"]
+)  # a chain of 3 has its leaf behind the second token
 def test_a_bonus_token_at_temperature_1_is_caught(kind):
     """EAGLE v1 draws the token behind a leaf without temperature and cuts; only the second token shows it."""
     rule = Sampling(0.6)

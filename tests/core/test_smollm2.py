@@ -29,7 +29,9 @@ def test_a_conversation(smollm2):
     assert first.text == ["The capital of France is Paris."] and first.finish_reason == ["stop"]
     assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>
     turns = generate(engine, [[QUESTION, "And what is its largest river?"]])
-    assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(first.tokens[0])
+    assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(
+        first.tokens[0]
+    )
 
 
 def test_a_system_message_changes_the_answer(smollm2):
@@ -43,7 +45,14 @@ def test_a_system_message_changes_the_answer(smollm2):
 ])  # fmt: skip
 def test_drafting_changes_no_token(smollm2, quant, temperature):
     """20 prompts of every kind: benchmarks/LOG.md."""
-    engine = load(chat="", quant=quant, temperature=temperature, draft="ngram", max_new_tokens=48, compile=True)
+    engine = load(
+        chat="",
+        quant=quant,
+        temperature=temperature,
+        draft="ngram",
+        max_new_tokens=48,
+        compile=True,
+    )
     engine = replace(engine, tree_policy=LargestTree())  # drafts, whether it pays or not
     drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
     assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0

@@ -45,14 +45,20 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 def sources() -> list[Path]:
     """The project's code but the tests; an environment beside it (.venv) is not the project's."""
     folders = ("hf", "ops", "extras", "scripts")
-    files = [*ROOT.glob("*.py"), *(f for folder in folders for f in sorted((ROOT / folder).rglob("*")))]
+    files = [
+        *ROOT.glob("*.py"),
+        *(f for folder in folders for f in sorted((ROOT / folder).rglob("*"))),
+    ]
     return [f for f in files if f.suffix in (".py", ".cpp", ".h")]
 
 
 def modules() -> dict[str, ast.Module]:
     """Every module of the project but the tests, by its dotted name."""
     files = [f for f in sources() if f.suffix == ".py"]
-    names = {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+    names = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in files
+    }
     return {name: ast.parse(f.read_text(encoding="utf-8")) for name, f in names.items()}
 
 
@@ -80,20 +86,27 @@ def arrows() -> dict[str, set[str]]:
 def test_no_circle(arrows):
     packages = {"ops", "ops.cpu", "ops.cuda", "hf", "extras"}  # their __init__ files import nothing
     assert not any(arrows[name] for name in packages)
-    order = list(TopologicalSorter({name: found - packages for name, found in arrows.items()}).static_order())
+    order = list(
+        TopologicalSorter({name: found - packages for name, found in arrows.items()}).static_order()
+    )
     assert set(order) >= set(arrows) - packages
 
 
 def test_arrows_point_down(arrows):
     assert {room(name) for name in arrows} == set(FLOOR)
     up = [
-        (a, b) for a, found in arrows.items() for b in found if room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)]
+        (a, b)
+        for a, found in arrows.items()
+        for b in found
+        if room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)]
     ]
     assert not up
 
 
 def test_files_at_the_top_are_short():
-    lines = {file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in ROOT.glob("*.py")}
+    lines = {
+        file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in ROOT.glob("*.py")
+    }
     assert {name for name, count in lines.items() if count > 450} <= set(LONG), lines
 
 
@@ -108,9 +121,16 @@ def test_names_of_files_in_the_text_are_true():
     """What docstrings, comments and the README call a file is one."""
     known = {f.name for f in [*sources(), *(ROOT / "tests").rglob("*")]} | {"__init__.py"}
     for file in [*sources(), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]:
-        lines = [x for x in file.read_text(encoding="utf-8").splitlines() if not x.startswith("#include <")]
+        lines = [
+            x
+            for x in file.read_text(encoding="utf-8").splitlines()
+            if not x.startswith("#include <")
+        ]
         named = set(re.findall(r"\b[a-z_]\w*\.(?:py|cpp|h)\b", "\n".join(lines)))
-        assert named <= known | {"encoder.py", "llama.cpp", "config.cpp"}, (file.name, named - known)  # others'
+        assert named <= known | {"encoder.py", "llama.cpp", "config.cpp"}, (
+            file.name,
+            named - known,
+        )  # others'
 
 
 # ------------------------------------------------------------------------------------------- what runs
@@ -136,7 +156,9 @@ def test_at_most_ten_frames_to_accept(tree, monkeypatch, capsys):
     assert depths and max(depths) <= 10
 
 
-@pytest.mark.parametrize("options", [{"draft": "none"}, {"tree": "chain"}, {"tree": "dynamic"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"draft": "none"}, {"tree": "chain"}, {"tree": "dynamic"}], ids=str
+)
 def test_a_cycle_visits_at_most_twelve_files(options):
     """Greedy; sampling adds sampling.py, `--tree auto` two files of extras/, int8 and int4 two files."""
     head = {"quant_draft": "none"} if "tree" in options else {}
@@ -167,7 +189,9 @@ def test_what_one_edits_is_what_runs(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(model.Block, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
-                generate.generate(generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]])
+                generate.generate(
+                    generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]]
+                )
 
 
 def test_extras_can_be_deleted(tmp_path):
@@ -193,14 +217,20 @@ for argv in {runs}:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[-2:] == ["status 2"] * 2
-    assert len(done.stderr.splitlines()) == done.stderr.count("restore the folder extras/") == 2, done.stderr
+    assert len(done.stderr.splitlines()) == done.stderr.count("restore the folder extras/") == 2, (
+        done.stderr
+    )
     vanilla, eagle = (lines[: len(lines) // 2 - 1], lines[len(lines) // 2 - 1 : -2])
     assert vanilla[:-1] == eagle[:-1] and len("".join(vanilla)) > 60
 
 
 def test_steps_change_records_as_every_torch_compiles_it():
     """torch 2.11 compiles `NamedTuple._replace` to an empty tuple: nothing that may be compiled calls it."""
-    steps = [file for file in sources() if file.suffix == ".py" and file.parent.name not in ("hf", "scripts")]
+    steps = [
+        file
+        for file in sources()
+        if file.suffix == ".py" and file.parent.name not in ("hf", "scripts")
+    ]
     assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
 
 
@@ -225,7 +255,9 @@ def test_mistakes_are_answered_before_torch_is_imported(argv, status, message):
         "sys.argv[0] = 'generate.py'; runpy.run_path('generate.py', run_name='__main__')"
     )
     began = time.perf_counter()
-    run = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True
+    )
     assert time.perf_counter() - began < 2  # 0.2 s where nothing else runs
     assert run.returncode == status, run.stderr
     assert ("Generate text, exactly" in run.stdout) == (status == 0)

@@ -65,7 +65,10 @@ def write_tiny(path: Path, raw: dict) -> str:
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.15)
     path.mkdir()
-    save_file(export_weights(model, weight_names(config), config, torch.float32), path / "model.safetensors")
+    save_file(
+        export_weights(model, weight_names(config), config, torch.float32),
+        path / "model.safetensors",
+    )
     (path / "config.json").write_text(json.dumps(raw))
     return str(path)
 
@@ -73,18 +76,34 @@ def write_tiny(path: Path, raw: dict) -> str:
 def options_of(model: str, draft: str, **options) -> dict:
     """Options of a case. draft: eagle, which is a dynamic tree, ngram or none"""
     paths = MODELS.get(model, {"checkpoint": model})
-    base = {"draft": draft, "max_new_tokens": 12, "ignore_eos": True, "seed": 7, "context": 256, "prompts": PROMPTS}
+    base = {
+        "draft": draft,
+        "max_new_tokens": 12,
+        "ignore_eos": True,
+        "seed": 7,
+        "context": 256,
+        "prompts": PROMPTS,
+    }
     head = {"eagle": paths["eagle"], "tree_topk": 10, "tree_size": 60} if draft == "eagle" else {}
     return base | {"checkpoint": paths["checkpoint"]} | head | options
 
 
-def run_ranks(cases: dict[int, dict[str, dict]], folder: Path, limit_s: int = 120) -> dict[int, dict[str, dict]]:
+def run_ranks(
+    cases: dict[int, dict[str, dict]], folder: Path, limit_s: int = 120
+) -> dict[int, dict[str, dict]]:
     """What tp_cases.py says of cases, by number of ranks and name."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, ROOT / "tests/cases/tp_cases.py", folder / "cases.json", folder / "out.json"]
+    command = [
+        sys.executable,
+        ROOT / "tests/cases/tp_cases.py",
+        folder / "cases.json",
+        folder / "out.json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr
-    return {int(world): found for world, found in json.loads((folder / "out.json").read_text()).items()}
+    return {
+        int(world): found for world, found in json.loads((folder / "out.json").read_text()).items()
+    }
 
 
 def one_device(options: dict) -> Engine:
@@ -116,9 +135,13 @@ def check_equal(options: dict, found: dict) -> float:
 
 def check_close(options: dict, found: dict, most: float, engine: Engine | None = None) -> float:
     """Features and scores of the ranks, the same on all of them, against one device's. most: of their norm"""
-    assert found["agree"], "every rank has the same tokens, accepted lengths, features and scores, bit for bit"
+    assert found["agree"], (
+        "every rank has the same tokens, accepted lengths, features and scores, bit for bit"
+    )
     want = features(engine or one_device(options), options["prompts"][0])
-    far = float((torch.tensor(found["features"]) - want).norm() / want.norm())  # a router's near tie may move a row
+    far = float(
+        (torch.tensor(found["features"]) - want).norm() / want.norm()
+    )  # a router's near tie may move a row
     assert far <= most, far
     return far
 
@@ -135,14 +158,17 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
     return {
         2: {
             "llama": options_of("llama", "eagle", dtype="float32"),
-            "biases": options_of(tiny, "ngram", dtype="float32", prompts=PROMPTS[:1], temperature=1.0, top_p=0.9),
+            "biases": options_of(
+                tiny, "ngram", dtype="float32", prompts=PROMPTS[:1], temperature=1.0, top_p=0.9
+            ),
             "int8": options_of("llama", "eagle", **int8),
             "int8 vanilla": options_of("llama", "none", **int8),
             "int4": options_of(mixture, "model", draft_checkpoint=mixture, **int4),
             "int4 vanilla": options_of(mixture, "none", **int4),
         },
         4: {
-            "other trees": options_of("llama", "eagle", tree="dynamic") | {"rank 1": {"tree_depth": 5}},
+            "other trees": options_of("llama", "eagle", tree="dynamic")
+            | {"rank 1": {"tree_depth": 5}},
             "mixtral": options_of("mixtral", "eagle", **replaced, dtype="float32", temperature=1.0),
             "large groups": options_of(mixture, "none", quant="int4"),
             "auto": options_of("llama", "eagle", tree="auto"),
@@ -190,15 +216,23 @@ def test_a_rank_holds_its_share(quick, world, name):
     model = one_device(quick.cases[world][name]).target
     held = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
     common = sum(
-        held[name] for name in held if any(part in name for part in ("embedding", "norm", "router", "rope_freq"))
+        held[name]
+        for name in held
+        if any(part in name for part in ("embedding", "norm", "router", "rope_freq"))
     )
     heads = (
         model.config.n_kv_heads
         * 2
         * model.config.head_dim
-        * sum(w.nbytes // w.shape[0] for name, w in model.named_parameters() if name.endswith("wqkv.weight"))
+        * sum(
+            w.nbytes // w.shape[0]
+            for name, w in model.named_parameters()
+            if name.endswith("wqkv.weight")
+        )
     )
-    common += heads // 2 if world > model.config.n_kv_heads else 0  # here each is on every second rank
+    common += (
+        heads // 2 if world > model.config.n_kv_heads else 0
+    )  # here each is on every second rank
     share = (sum(held.values()) - common) / world + common
     assert max(quick.found[world][name]["bytes"]) < 1.1 * share < 0.9 * sum(held.values())
 
@@ -206,7 +240,10 @@ def test_a_rank_holds_its_share(quick, world, name):
 def test_scores_are_gathered_only_where_all_are_needed(quick):
     """By a head that drafts with the target's LM head, and for top-p; the target's own tokens need none."""
     scores = {
-        name: case["scores"] for found in quick.found.values() for name, case in found.items() if "scores" in case
+        name: case["scores"]
+        for found in quick.found.values()
+        for name, case in found.items()
+        if "scores" in case
     }
     assert scores["int8 vanilla"] == scores["int4 vanilla"] == 0
     assert scores["int8"] > 0 and scores["biases"] > 0 and scores["mixtral"] > 0
@@ -275,12 +312,19 @@ def test_shares_make_the_whole(tmp_path, form, world):
         quantize_directory(Path(path), tmp_path / "saved", Quantization(form, 32))
         path = str(tmp_path / "saved")
     whole, parts = open_source(Path(path)), parts_of(path, world)
-    assert parts[0].readers.keys() == whole.readers.keys() and parts[0].quantized.keys() == whole.quantized.keys()
-    tensors = {name: (whole.read(name), [part.read(name) for part in parts]) for name in whole.readers}
+    assert (
+        parts[0].readers.keys() == whole.readers.keys()
+        and parts[0].quantized.keys() == whole.quantized.keys()
+    )
+    tensors = {
+        name: (whole.read(name), [part.read(name) for part in parts]) for name in whole.readers
+    }
     for name, read in whole.quantized.items():
         columns = zip(Codes._fields, read(), zip(*(part.quantized[name]() for part in parts)))
         ends = {"codes": "", "scale": scale_name(""), "zero": "_zero"}
-        tensors |= {f"{name}{ends[kind]}": (all, each) for kind, all, each in columns if all is not None}
+        tensors |= {
+            f"{name}{ends[kind]}": (all, each) for kind, all, each in columns if all is not None
+        }
     for name, (want, got) in tensors.items():
         layer = name.split(".")[-2]
         kept = layer not in (*tp.ROWS, *tp.COLUMNS) or layer in tp.COLUMNS and want.dim() == 1
@@ -357,7 +401,10 @@ def test_ranks_that_are_not_alike(monkeypatch, joined):
     tp.check_same_on_all_ranks(GenerateConfig(device="cuda:1"), compile=True)
     for facts, rule in (
         ({"compile": False}, "compile; it is True on rank 0 and False on rank 1: start them alike"),
-        ({"compile": True, "tree_paths": ((0,),)}, r"tree_paths; it is None on rank 0 and \(\(0,\),\) on rank 1"),
+        (
+            {"compile": True, "tree_paths": ((0,),)},
+            r"tree_paths; it is None on rank 0 and \(\(0,\),\) on rank 1",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^all ranks need the same {rule}"):
             tp.check_same_on_all_ranks(GenerateConfig(), **facts)
@@ -369,7 +416,8 @@ def test_ranks_on_different_devices():
     tp.check_devices(store, "cpu", Rank())
     store.set("gpt_eagle/device of 1", "cuda")
     with pytest.raises(
-        ValueError, match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st"
+        ValueError,
+        match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st",
     ):
         tp.check_devices(store, "cpu", Rank(0, 2, 0))
 
@@ -382,7 +430,9 @@ def test_a_lost_rank_is_told_from_a_full_memory():
         raise torch.OutOfMemoryError("full")
 
 
-@pytest.mark.parametrize("limit,alone,each", [("3000000", 2_800_000, 550_000), ("max", 4_096_000, 1_024_000)])
+@pytest.mark.parametrize(
+    "limit,alone,each", [("3000000", 2_800_000, 550_000), ("max", 4_096_000, 1_024_000)]
+)
 def test_ranks_share_a_machines_memory(monkeypatch, tmp_path, limit, alone, each):
     """What is available is free for all; of a container's limit each has taken some already."""
     (tmp_path / "_proc_meminfo").write_text("MemAvailable: 4000 kB\nSwapFree: 0 kB\n")
@@ -438,9 +488,14 @@ def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert tp._device(GenerateConfig(device="cuda"), Rank(1, 2, 1)) == "cuda:1"
-    with pytest.raises(ValueError, match="--device cuda:2: there are 2 CUDA devices, counted from 0"):
+    with pytest.raises(
+        ValueError, match="--device cuda:2: there are 2 CUDA devices, counted from 0"
+    ):
         tp._device(GenerateConfig(), Rank(2, 3, 2))
-    with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and every rank needs its own; use --device cuda"):
+    with pytest.raises(
+        ValueError,
+        match="--device cuda:1 is one GPU, and every rank needs its own; use --device cuda",
+    ):
         tp._device(GenerateConfig(device="cuda:1"), Rank(1, 2, 1))
 
 
@@ -472,12 +527,17 @@ def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
 def test_every_model_in_fp32(tmp_path, world, temperature):
     cases, batch = {}, {"batch_size": 2, "max_new_tokens": 32}
     tiny = write_tiny(tmp_path / "tiny", TINY)
-    for model, draft in [*itertools.product(("llama", "gqa", "mixtral"), ("eagle", "ngram")), (tiny, "ngram")]:
+    for model, draft in [
+        *itertools.product(("llama", "gqa", "mixtral"), ("eagle", "ngram")),
+        (tiny, "ngram"),
+    ]:
         name = f"{Path(model).name} {draft}"
         cases[name] = options_of(model, draft, dtype="float32", temperature=temperature, **batch)
     found = run_ranks({world: cases}, tmp_path, 900)[world]
     for name, options in cases.items():
-        print(f"{world} ranks, T={temperature:g}, {name}: tau {check_equal(options, found[name]):.2f}")
+        print(
+            f"{world} ranks, T={temperature:g}, {name}: tau {check_equal(options, found[name]):.2f}"
+        )
 
 
 @pytest.mark.slow  # a minute and a half, as above
@@ -499,12 +559,20 @@ def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
         assert found[name]["tokens"] == found[vanilla]["tokens"], name
         far = check_close(options, found[name], 0.1)
         tau = sum(found[name]["accepted"]) / len(found[name]["accepted"]) + 1
-        print(f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of their norm from one device's")
+        print(
+            f"{world} ranks, {form}, {name}: tau {tau:.2f}, features {far:.3f} of their norm from one device's"
+        )
 
 
 def test_ranks_with_compile_decode_the_same(tmp_path):
     """On CPUs: fp32 as one device; bf16 as ranks without it, bit for bit."""
-    short = {"tree": "dynamic", "tree_depth": 2, "tree_topk": 2, "tree_size": 4, "prompts": PROMPTS[:1]}
+    short = {
+        "tree": "dynamic",
+        "tree_depth": 2,
+        "tree_topk": 2,
+        "tree_size": 4,
+        "prompts": PROMPTS[:1],
+    }
     halves = short | {"dtype": "bfloat16", "quant": "int8"}
     cases = {
         "llama": options_of("llama", "eagle", dtype="float32", compile=True, **short),
@@ -517,8 +585,18 @@ def test_ranks_with_compile_decode_the_same(tmp_path):
     assert found["compiled"]["accepted"] == found["eager"]["accepted"]
 
 
-def torchrun(*argv: str, program: str = "generate.py", limit_s: int = 200) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", program, *argv]
+def torchrun(
+    *argv: str, program: str = "generate.py", limit_s: int = 200
+) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        program,
+        *argv,
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
 
 
@@ -533,15 +611,28 @@ CLI = ["--checkpoint", DEMO, "--device", "cpu", "--max_new_tokens", "24"]
 @pytest.mark.slow  # torchrun starts three processes that import torch, here 7 times
 def test_torchrun(tmp_path):
     """Text, files and mistakes come once; a rank that is lost ends the others soon."""
-    argv = [*CLI, "--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.jsonl"), "--compare"]
+    argv = [
+        *CLI,
+        "--json",
+        str(tmp_path / "out.json"),
+        "--trace",
+        str(tmp_path / "trace.jsonl"),
+        "--compare",
+    ]
     done = torchrun(*argv)
     assert done.returncode == 0, done.stderr
     text, line = done.stdout.rstrip().rsplit("\n", 1)
-    alone = subprocess.run([sys.executable, "generate.py", *CLI], cwd=ROOT, capture_output=True, text=True)
-    assert text == alone.stdout.rstrip().rsplit("\n", 1)[0] and "100 % of sequences identical" in line
+    alone = subprocess.run(
+        [sys.executable, "generate.py", *CLI], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (
+        text == alone.stdout.rstrip().rsplit("\n", 1)[0] and "100 % of sequences identical" in line
+    )
     document = json.loads((tmp_path / "out.json").read_text())
     assert len(document["tokens"][0]) == 24 and document["config"]["tree"] == "dynamic"
-    assert ours(done) == ["note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ"]
+    assert ours(done) == [
+        "note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ"
+    ]
     assert document["stats"]["ranks"] == 2 and "GB on rank 0 of 2;" in line
     assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == document["stats"]["cycles"]
     for flags, rule in (

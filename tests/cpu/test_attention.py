@@ -23,7 +23,10 @@ from ops.attention import tree_attention, tree_attention_reference, visible_slot
 from ops.quantized import join_zeros, split_zeros
 
 E = 16  # head dim
-TOLERANCE = {torch.float32: (1e-5, 0), torch.bfloat16: (1e-2, 2e-2)}  # absolute, relative; bf16 keeps 8 bits
+TOLERANCE = {
+    torch.float32: (1e-5, 0),
+    torch.bfloat16: (1e-2, 2e-2),
+}  # absolute, relative; bf16 keeps 8 bits
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 STARTS = {1: [37], 2: [37, 11], 3: [5, 0, 37]}  # per batch size
 
@@ -147,11 +150,17 @@ def test_the_rule_without_triton_on_this_device():
 
 def test_registration():
     """Schema, shapes and dtypes of the operator's stand-in under tracing agree with what it computes."""
-    for heads, starts, rows, window in (("gqa", [5, 0], 7, 9), ("mha", [3], 1, 1), ("gqa", [3], 1, 4)):
+    for heads, starts, rows, window in (
+        ("gqa", [5, 0], 7, 9),
+        ("mha", [3], 1, 1),
+        ("gqa", [3], 1, 4),
+    ):
         for dtype in TOLERANCE:
             args = inputs(HEADS[heads], starts, rows, window, dtype=dtype)
             torch.library.opcheck(
-                torch.ops.gpt_eagle.tree_attention.default, args, test_utils=("test_schema", "test_faketensor")
+                torch.ops.gpt_eagle.tree_attention.default,
+                args,
+                test_utils=("test_schema", "test_faketensor"),
             )
 
 
@@ -163,10 +172,14 @@ def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
     return tree_attention(q, k_cache, v_cache, start, mask) * 2
 
 
-COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
+)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
+)
 def test_one_graph_for_every_start(backend):
     """The used length is data: no start, nor a longer batch of them, may become a shape of the graph."""
     counter = CompileCounterWithBackend(backend)
@@ -183,7 +196,9 @@ def test_one_graph_for_every_start(backend):
         slots = start[:, None] + torch.arange(T)
         y = step(q, k, v, *ours, slots, start, mask)
         close(y, write_and_attend(q, k, v, *theirs, slots, start, mask))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))  # written in place, nothing else touched
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours, theirs)
+        )  # written in place, nothing else touched
     assert counter.frame_count == 1
 
 
@@ -195,10 +210,18 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
     ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
     level, values, parents = level_inputs(5), torch.randn(2, 30), torch.full((2, 30), -1)
-    assert all(map(torch.equal, ops.tree._grow_level_cuda(*level), torch.ops.gpt_eagle.grow_level(*level)))
+    assert all(
+        map(torch.equal, ops.tree._grow_level_cuda(*level), torch.ops.gpt_eagle.grow_level(*level))
+    )
     chosen = ops.tree._best_nodes_cuda(values, 7)
     assert torch.equal(chosen, ops.tree.best_nodes(values, 7))
-    assert all(map(torch.equal, ops.tree._relate_cuda(chosen, parents, 5), ops.tree.relate(chosen, parents, 5)))
+    assert all(
+        map(
+            torch.equal,
+            ops.tree._relate_cuda(chosen, parents, 5),
+            ops.tree.relate(chosen, parents, 5),
+        )
+    )
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
     ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
@@ -216,7 +239,9 @@ def caches(kv_heads=2, slots=20, layers=2):
     return buffers, torch.tensor([b.data_ptr() for b in buffers])
 
 
-@pytest.mark.parametrize("path", [[[0], [0]], [[0, 2, 4, 3], [0, 1, 3, 5]], [[3, 2, 1, 0], [1, 2, 3, 0]]], ids=str)
+@pytest.mark.parametrize(
+    "path", [[[0], [0]], [[0, 2, 4, 3], [0, 1, 3, 5]], [[3, 2, 1, 0], [1, 2, 3, 0]]], ids=str
+)
 def test_compaction_reads_every_row_before_it_writes_any(path):
     buffers, addresses = caches()
     before, start = [b.clone() for b in buffers], torch.tensor([3, 14])
@@ -281,16 +306,30 @@ def test_level_registration(count, places):
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
     tokens, got, *rest = torch.ops.gpt_eagle.grow_level(*args)
     step = ops.tree.Expansion(k, count, slot, places, by_value)
-    want = ops.tree.grow_level(ops.tree.Scores(logits, sharpness, ids), ops.tree.Frontier(values, seen), step)
+    want = ops.tree.grow_level(
+        ops.tree.Scores(logits, sharpness, ids), ops.tree.Frontier(values, seen), step
+    )
     assert torch.equal(tokens, want.tokens) and torch.equal(got, want.values)
-    assert all(map(torch.equal, rest, (want.order, *want.front))) if count else not any(x.numel() for x in rest)
+    assert (
+        all(map(torch.equal, rest, (want.order, *want.front)))
+        if count
+        else not any(x.numel() for x in rest)
+    )
 
 
 def test_node_registration():
-    values, chosen = torch.randn(2, 30), torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
-    for operator, args in (("best_nodes", (values, 7)), ("relate", (chosen, torch.full((2, 30), -1), 5))):
+    values, chosen = (
+        torch.randn(2, 30),
+        torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)]),
+    )
+    for operator, args in (
+        ("best_nodes", (values, 7)),
+        ("relate", (chosen, torch.full((2, 30), -1), 5)),
+    ):
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(getattr(torch.ops.gpt_eagle, operator).default, args, test_utils=checks)
+        torch.library.opcheck(
+            getattr(torch.ops.gpt_eagle, operator).default, args, test_utils=checks
+        )
 
 
 # --------------------------------------------------------------------------- int4 and int8 weights (CUDA)
@@ -311,16 +350,27 @@ def test_packed_weights_come_back(N, K):
         assert packed.dtype == torch.int16 and packed.is_contiguous()
         assert torch.equal(unpack(packed, N, K), codes) and unpack(packed, N, K).dtype == torch.int8
         planes = 2 if top == 127 else 4
-        assert packed.numel() * planes < N * (K + planes * ops.cuda.layout.COLUMNS)  # less than a block of padding
+        assert packed.numel() * planes < N * (
+            K + planes * ops.cuda.layout.COLUMNS
+        )  # less than a block of padding
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_packed_scales_come_back(group):
     for N, K in ((1, group), (5, 3 * group), (70, 8 * group)):
-        scale, zero = torch.rand(N, K // group), torch.randint(-8, 9, (N, K // group), dtype=torch.int8)
-        for kept, words in ((scale.bfloat16(), 128 // group), (join_zeros(scale.half(), zero), 256 // group)):
+        scale, zero = (
+            torch.rand(N, K // group),
+            torch.randint(-8, 9, (N, K // group), dtype=torch.int8),
+        )
+        for kept, words in (
+            (scale.bfloat16(), 128 // group),
+            (join_zeros(scale.half(), zero), 256 // group),
+        ):
             packed = ops.cuda.layout.pack_scales(kept, group)
-            assert packed.shape == (-(-K // 256), N, words) and ops.cuda.layout.group_of(packed) == group
+            assert (
+                packed.shape == (-(-K // 256), N, words)
+                and ops.cuda.layout.group_of(packed) == group
+            )
             back = ops.cuda.layout.unpack_scales(packed, K)
             assert back.dtype == kept.dtype and torch.equal(back, kept)
 
@@ -333,7 +383,10 @@ def test_a_scale_and_a_zero_point_in_a_word():
         for value in range(-8, 9):
             zero = torch.full(scale.shape, value, dtype=torch.int8)
             groups, steps = split_zeros(torch.zeros_like(zero), join_zeros(scale, zero))
-            assert torch.equal(steps.nan_to_num(7), scale.float()[..., None].nan_to_num(7)) and (groups == -value).all()
+            assert (
+                torch.equal(steps.nan_to_num(7), scale.float()[..., None].nan_to_num(7))
+                and (groups == -value).all()
+            )
         assert (split_zeros(torch.zeros_like(zero), join_zeros(scale, None))[0] == 0).all()
 
 
@@ -343,7 +396,9 @@ def test_the_layout_is_the_documented_one():
     word = int(ops.cuda.layout.pack_int4_planes(codes)[1, 2, 5]) & 0xFFFF
     assert word == 0x8588  # codes + 8 in nibbles: 8 for 0, 5 for -3
     codes[2, 4 * 128 + 64 + 7] = -3  # int8: block 4, plane 1, column 7
-    assert int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF == 0x8300  # sign and magnitude
+    assert (
+        int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF == 0x8300
+    )  # sign and magnitude
 
 
 @pytest.mark.parametrize("form", ["int4-128", "int4-32", "int4-64-zeros", "int8"])
@@ -351,7 +406,10 @@ def test_the_references_are_products_with_the_weights(form):
     N, K = 6, 384
     weights = quantized(form, N, K)
     if form == "int8":
-        w = ops.cuda.layout.unpack_int8_planes(weights.packed, N, K).double() * weights.scale.double()[:, None]
+        w = (
+            ops.cuda.layout.unpack_int8_planes(weights.packed, N, K).double()
+            * weights.scale.double()[:, None]
+        )
     else:
         codes, scale = (
             ops.cuda.layout.unpack_int4_planes(weights.packed, N, K),
@@ -360,9 +418,13 @@ def test_the_references_are_products_with_the_weights(form):
         zero = (scale & 31) - 8 if scale.dtype == torch.int32 else torch.zeros_like(scale)
         scale = (scale - zero - 8).view(torch.float32) if scale.dtype == torch.int32 else scale
         columns = [(k, k // weights.group) for k in range(K)]
-        w = torch.stack([(codes[:, k].double() - zero[:, g]) * scale[:, g].double() for k, g in columns], 1)
+        w = torch.stack(
+            [(codes[:, k].double() - zero[:, g]) * scale[:, g].double() for k, g in columns], 1
+        )
     x = torch.randn(2, 5, K, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(weights.reference(x).double(), x.double() @ w.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        weights.reference(x).double(), x.double() @ w.T, atol=1e-4, rtol=1e-5
+    )
     assert weights.reference(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -376,7 +438,10 @@ def test_shapes_under_tracing(form):
 
 def test_weights_of_another_layer_or_format_are_refused():
     int4, int8 = (quantized(form, 70, 512) for form in ("int4-128", "int8"))
-    with pytest.raises(ValueError, match="x of 640 inputs needs int4 weights packed in 3 blocks of 256; these have 2"):
+    with pytest.raises(
+        ValueError,
+        match="x of 640 inputs needs int4 weights packed in 3 blocks of 256; these have 2",
+    ):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
         ops.quantized.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))

@@ -26,7 +26,11 @@ from tree_shapes import EAGLE1_PATHS
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
-VANILLA, BASE, LEVEL = 15, 12, 6  # operators of a cycle: without a tree; with one, and for each drafted level of it
+VANILLA, BASE, LEVEL = (
+    15,
+    12,
+    6,
+)  # operators of a cycle: without a tree; with one, and for each drafted level of it
 TREES = {
     "chain 1": StaticTree.chain(1),
     "chain 3": StaticTree.chain(3),
@@ -36,7 +40,11 @@ TREES = {
     "static": StaticTree(EAGLE1_PATHS),
 }
 EAGLES = ("2", "3", "3 normed twice", "3 fed", "3 without aux_layers")  # of HEADS
-RULES = {"greedy": {}, "sampled": {"temperature": 1.0}, "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9}}
+RULES = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+}
 LOOP = [5, 6, 7, 8, 9] * 3
 
 
@@ -65,7 +73,9 @@ def operators_of(engine: Engine, preset: int) -> Counter:
 
 
 def eagle(kind: str, tree: str, rule: dict, **options) -> EagleDrafter:
-    return EagleDrafter(drafter_of(HEADS[kind]).head, target(), TREES[tree], Sampling(**rule), **options)
+    return EagleDrafter(
+        drafter_of(HEADS[kind]).head, target(), TREES[tree], Sampling(**rule), **options
+    )
 
 
 @cache
@@ -75,7 +85,9 @@ def target() -> Transformer:
 
 def check_counts(drafter: Drafter, batch: int, rule: dict) -> None:
     """Every preset of a drafter stays within the bounds."""
-    engine = engine_for(target(), drafter, compile=True, batch_size=batch, ignore_eos=True, trace="", **rule)
+    engine = engine_for(
+        target(), drafter, compile=True, batch_size=batch, ignore_eos=True, trace="", **rule
+    )
     for number, preset in enumerate(drafter.presets):
         met = operators_of(engine, number)
         depth = max(preset.depth, 2) if isinstance(preset, NgramDrafter) else preset.depth
@@ -99,7 +111,9 @@ class TestFewOperators:
 
     def test_presets_of_auto(self, rule, batch):
         for kind in ("2", "3"):
-            check_counts(with_smaller_trees(eagle(kind, "dynamic 6/4/16", rule), target()), batch, rule)
+            check_counts(
+                with_smaller_trees(eagle(kind, "dynamic 6/4/16", rule), target()), batch, rule
+            )
 
     def test_lookup_beside_a_head(self, rule, batch):
         check_counts(eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1)), batch, rule)
@@ -123,14 +137,19 @@ def test_operators_are_counted():
 def drafters(rule: dict) -> dict[str, Drafter]:
     made = {f"{kind} {tree}": eagle(kind, tree, rule) for kind in ("2", "3") for tree in TREES}
     made |= {kind: eagle(kind, "dynamic 5/3/8", rule) for kind in EAGLES[2:]}
-    made |= {"ngram": NgramDrafter(Ngram(3, 2)), "eagle+ngram": eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1))}
+    made |= {
+        "ngram": NgramDrafter(Ngram(3, 2)),
+        "eagle+ngram": eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1)),
+    }
     made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8", rule), target())
     made["topk"] = eagle("3", "static", rule, children="topk", sharpness=1.7)
     return made | {"model": ModelDrafter(target(), target(), TREES["static"], Sampling(**rule))}
 
 
 @pytest.mark.parametrize(
-    "rule, batch", [({}, 1), (RULES["sampled"], 3), (RULES["cut"], 1)], ids=["greedy", "rows", "cut"]
+    "rule, batch",
+    [({}, 1), (RULES["sampled"], 3), (RULES["cut"], 1)],
+    ids=["greedy", "rows", "cut"],
 )
 def test_every_cycle_is_the_modules(rule, batch):
     """The trees, what is accepted of them, and the tokens, which are vanilla's; in bf16, where all is bit for bit."""
@@ -139,12 +158,19 @@ def test_every_cycle_is_the_modules(rule, batch):
     want = decode(engine_for(target(), RootOnly(), **options), *prompts).history
     for name, drafter in {"vanilla": RootOnly(), **drafters(rule)}.items():
         plain, ours = (
-            decode(engine_for(target(), drafter, compile=compile, **options), *prompts) for compile in (False, True)
+            decode(engine_for(target(), drafter, compile=compile, **options), *prompts)
+            for compile in (False, True)
         )
         assert plain.history == ours.history == want, name
-        assert [without_time(line) for line in ours.trace] == [without_time(line) for line in plain.trace], name
+        assert [without_time(line) for line in ours.trace] == [
+            without_time(line) for line in plain.trace
+        ], name
 
 
 def without_time(line: dict) -> dict:
     """A line of a trace without its floats, which may differ in the last bit where plain operations add up."""
-    return {key: value for key, value in line.items() if not key.endswith("_s") and key not in ("values", "times")}
+    return {
+        key: value
+        for key, value in line.items()
+        if not key.endswith("_s") and key not in ("values", "times")
+    }

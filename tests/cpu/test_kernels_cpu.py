@@ -50,7 +50,9 @@ class Case:
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
         self.packed = (
-            ops.cpu.layout.pack_int4_strips(codes, scale) if self.group else ops.cpu.layout.pack_int8_strips(codes)
+            ops.cpu.layout.pack_int4_strips(codes, scale)
+            if self.group
+            else ops.cpu.layout.pack_int8_strips(codes)
         )
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
@@ -68,7 +70,9 @@ class Case:
 
     def rounding(self, x: Tensor) -> Tensor:
         """Most that operator and reference may differ by, [M, N]."""
-        sizes = torch.einsum("mbk,nbk->mn", self.blocks(x.float()).abs(), self.blocks(self.weight).abs())
+        sizes = torch.einsum(
+            "mbk,nbk->mn", self.blocks(x.float()).abs(), self.blocks(self.weight).abs()
+        )
         # u times |terms|, which are at most those of |x| + half a step
         return (2 * -(-x.shape[1] // self.block) + 6) * U * (sizes + self.code_error(x))
 
@@ -87,14 +91,18 @@ def make_case(kind: tuple, n: int, k: int) -> Case:
     """A random weight, rounded; with zeros, random zero points and fp16 scales."""
     codes, scale = FORMATS[kind[0]].encode(random(n, k) * k**-0.5, kind[1])
     if kind[2:]:
-        zero = torch.randint(-8, 9, scale.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        zero = torch.randint(
+            -8, 9, scale.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8
+        )
         scale = join_zeros(scale.half() * 1.001, zero)
     return Case(kind, codes, scale)
 
 
 def assert_within(got: Tensor, want: Tensor, most: Tensor) -> None:
     over = (got - want).abs() - most
-    assert (over <= 0).all(), f"{int((over > 0).sum())} of {over.numel()} outputs are off, by up to {over.max():.2e}"
+    assert (over <= 0).all(), (
+        f"{int((over > 0).sum())} of {over.numel()} outputs are off, by up to {over.max():.2e}"
+    )
 
 
 # ------------------------------------------------------------------------------------------- real shapes
@@ -106,7 +114,14 @@ MOST_ROWS = 64 + 13
 
 
 def layers(dim: int, ffn: int, kv: int, vocab: int) -> list[tuple[int, int]]:
-    return [(dim + 2 * kv, dim), (dim, dim), (2 * ffn, dim), (dim, ffn), (vocab, dim), (dim, 2 * dim)]
+    return [
+        (dim + 2 * kv, dim),
+        (dim, dim),
+        (2 * ffn, dim),
+        (dim, ffn),
+        (vocab, dim),
+        (dim, 2 * dim),
+    ]
 
 
 MODELS = {
@@ -152,7 +167,9 @@ def test_an_output_does_not_depend_on_the_others(kind):
     whole = case.operator(x)
     for first in (0, 64, 2048, 4096):
         rows = slice(first, first + 64)
-        assert torch.equal(Case(kind, case.codes[rows], case.scale[rows]).operator(x), whole[:, rows])
+        assert torch.equal(
+            Case(kind, case.codes[rows], case.scale[rows]).operator(x), whole[:, rows]
+        )
 
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -169,7 +186,9 @@ def test_a_row_does_not_depend_on_the_others(kind, dtype):
         for rows in range(1, 65):
             assert torch.equal(case.operator(x[:rows], wide), alone[:rows])
             assert torch.equal(case.operator(x[-rows:], wide), alone[-rows:])
-    mixed = torch.stack((x[5], torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30), x[5]))
+    mixed = torch.stack(
+        (x[5], torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30), x[5])
+    )
     assert torch.equal(case.operator(mixed)[[0, 3]], case.operator(x[5:6]).expand(2, -1))
 
 
@@ -178,7 +197,9 @@ def test_leading_dimensions_and_strides(kind):
     case, x = make_case(kind, 33, 256), random(3, 4, 512)
     want = case.operator(x[..., :256].reshape(12, 256).contiguous())
     assert torch.equal(case.operator(x[..., :256]), want.view(3, 4, 33))  # not contiguous
-    assert torch.equal(case.operator(x[..., :256].transpose(0, 1)), want.view(3, 4, 33).transpose(0, 1))
+    assert torch.equal(
+        case.operator(x[..., :256].transpose(0, 1)), want.view(3, 4, 33).transpose(0, 1)
+    )
     assert torch.equal(case.operator(x[0, 0, :256]), want[0])
     assert case.operator(x[:0, :, :256]).shape == (0, 4, 33)
 
@@ -222,7 +243,11 @@ def test_numbers_at_the_edges(kind, dtype):
     for row, size in ((4, 1e30), (6, 1e-25), (7, 1.0)):
         rows = x[row : row + 1].float() / size
         exact = rows.double() @ case.weight.double().T
-        assert_within(y[row : row + 1] / size, exact, (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6))
+        assert_within(
+            y[row : row + 1] / size,
+            exact,
+            (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6),
+        )
     clean = [0, 4, 5, 6, 7]
     assert torch.equal(y[clean], case.operator(x[clean].contiguous(), fp32_out=True))
     assert torch.equal(case.reference(x).isnan(), y.isnan())
@@ -329,7 +354,9 @@ def test_variants_agree(kind, march):
 # -------------------------------------------------------------------------------------- bf16 weights
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, namespace: str = "gpt_eagle") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, namespace: str = "gpt_eagle"
+) -> Tensor:
     return getattr(torch.ops, namespace).linear_bf16(x, weight, bias, True)
 
 
@@ -343,11 +370,17 @@ BF16_SHAPES = [(1, 1), (3, 2), (64, 128), (65, 129), (77, 1300), (130, 301), (40
 
 @pytest.mark.parametrize("shape", BF16_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_bf16_product(shape):
-    weight, x, bias = weights_bf16(*shape), random(70, shape[1], seed=1).bfloat16(), random(shape[0]).bfloat16()
+    weight, x, bias = (
+        weights_bf16(*shape),
+        random(70, shape[1], seed=1).bfloat16(),
+        random(shape[0]).bfloat16(),
+    )
     y = linear(x, weight)
     assert torch.equal(y, ops.linear.linear_bf16_reference(x, weight))
     sizes = x.double().abs() @ weight.double().abs().T
-    assert_within(y, x.double() @ weight.double().T, shape[1] * U * (1 + 1e-3) * sizes)  # a rounding per product
+    assert_within(
+        y, x.double() @ weight.double().T, shape[1] * U * (1 + 1e-3) * sizes
+    )  # a rounding per product
     assert torch.equal(linear(x, weight, bias), y + bias)
     for b, want in ((None, y), (bias, y + bias)):  # narrow outputs are the wide ones rounded
         assert torch.equal(torch.ops.gpt_eagle.linear_bf16(x, weight, b, False), want.bfloat16())
@@ -358,14 +391,21 @@ def test_bf16_product_of_real_width(k):
     weight, x = weights_bf16(MOST_ROWS, k), random(9, k, seed=1).bfloat16()
     x[:, ::97] *= 30
     y, exact = linear(x, weight), x.double() @ weight.double().T
-    assert_within(y, exact, 8 * k**0.5 * U * (x.double() ** 2 @ weight.double().T ** 2).sum(-1, keepdim=True).sqrt())
+    assert_within(
+        y,
+        exact,
+        8 * k**0.5 * U * (x.double() ** 2 @ weight.double().T ** 2).sum(-1, keepdim=True).sqrt(),
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("k", [1301, 2048])
 def test_a_bf16_row_does_not_depend_on_the_others(k, threads):
     """Bit for bit, for every number of rows and every place among them, and every number of threads."""
-    weight, x = weights_bf16(421, k), random(70, k, seed=1).bfloat16()  # more than one thread's worth of work
+    weight, x = (
+        weights_bf16(421, k),
+        random(70, k, seed=1).bfloat16(),
+    )  # more than one thread's worth of work
     alone = torch.cat([linear(row[None], weight) for row in x])  # [70, N], on one thread
     try:
         torch.set_num_threads(threads)
@@ -373,7 +413,9 @@ def test_a_bf16_row_does_not_depend_on_the_others(k, threads):
             assert torch.equal(linear(x[:rows], weight), alone[:rows])
             assert torch.equal(linear(x[-rows:], weight), alone[-rows:])
         assert torch.equal(linear(x.repeat(5, 1), weight), alone.repeat(5, 1))
-        mixed = torch.stack((x[5], torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30), x[5]))
+        mixed = torch.stack(
+            (x[5], torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30), x[5])
+        )
         assert torch.equal(linear(mixed, weight)[[0, 3]], alone[5:6].expand(2, -1))
     finally:
         torch.set_num_threads(1)
@@ -384,7 +426,9 @@ def test_bf16_leading_dimensions_and_strides(k):
     weight, x = weights_bf16(33, k), random(3, 4, 512).bfloat16()
     want = linear(x[..., :k].reshape(12, k).contiguous(), weight)
     assert torch.equal(linear(x[..., :k], weight), want.view(3, 4, 33))  # not contiguous
-    assert torch.equal(linear(x[..., :k].transpose(0, 1), weight), want.view(3, 4, 33).transpose(0, 1))
+    assert torch.equal(
+        linear(x[..., :k].transpose(0, 1), weight), want.view(3, 4, 33).transpose(0, 1)
+    )
     assert torch.equal(linear(x[0, 0, :k], weight), want[0])
     assert linear(x[:0, :, :k], weight).shape == (0, 4, 33)
 
@@ -392,12 +436,18 @@ def test_bf16_leading_dimensions_and_strides(k):
 def test_bf16_experts():
     """Every row gets the bits that a plain layer of its expert's weights gives it; idle experts are not read."""
     weight = torch.stack([weights_bf16(70, 301) * (e + 1) for e in range(5)])
-    x, expert = random(150, 301, seed=1).bfloat16(), torch.arange(150) * 7 % 5 % 4 + 1  # 1: twice the rows
+    x, expert = (
+        random(150, 301, seed=1).bfloat16(),
+        torch.arange(150) * 7 % 5 % 4 + 1,
+    )  # 1: twice the rows
     weight[0] = float("nan")
     for wide in (False, True):
         y = torch.ops.gpt_eagle.linear_bf16(x, weight, None, wide, expert)
         for e in range(1, 5):
-            assert torch.equal(y[expert == e], torch.ops.gpt_eagle.linear_bf16(x[expert == e], weight[e], None, wide))
+            assert torch.equal(
+                y[expert == e],
+                torch.ops.gpt_eagle.linear_bf16(x[expert == e], weight[e], None, wide),
+            )
 
 
 def test_bf16_numbers_at_the_edges():
@@ -411,11 +461,18 @@ def test_bf16_numbers_at_the_edges():
     assert (y[0, :5] == 0).all() and y[4:, 5].isnan().all() and y[4:, 66].isinf().all()
     assert y[1].isnan().all() and not y[2, :5].isfinite().any()
     most = torch.finfo(torch.bfloat16).max
-    assert (linear(torch.full((1, 2), most).bfloat16(), torch.full((1, 2), most).bfloat16()) == float("inf")).all()
+    assert (
+        linear(torch.full((1, 2), most).bfloat16(), torch.full((1, 2), most).bfloat16())
+        == float("inf")
+    ).all()
 
 
 def test_bf16_operands_that_do_not_fit_are_refused():
-    weight, x, one = weights_bf16(33, 64), random(2, 64).bfloat16(), torch.zeros(2, dtype=torch.long)
+    weight, x, one = (
+        weights_bf16(33, 64),
+        random(2, 64).bfloat16(),
+        torch.zeros(2, dtype=torch.long),
+    )
     for args in (
         (x[:, :32], weight, None), (x.float(), weight, None), (x, weight.float(), None), (x, weight.T, None),
         (random(2, 33).bfloat16(), weight.T, None), (x, weight, torch.zeros(32).bfloat16()),
@@ -425,7 +482,9 @@ def test_bf16_operands_that_do_not_fit_are_refused():
             linear(*args)
     for expert in (one, one[:1]):
         with pytest.raises(RuntimeError, match="do not fit|one int64 per row|there is no expert"):
-            torch.ops.gpt_eagle.linear_bf16(x, weight if expert is one else weight[None], None, False, expert)
+            torch.ops.gpt_eagle.linear_bf16(
+                x, weight if expert is one else weight[None], None, False, expert
+            )
     with pytest.raises(RuntimeError, match="there is no expert 1"):
         torch.ops.gpt_eagle.linear_bf16(x, weight[None], None, False, one + 1)
 
@@ -435,7 +494,9 @@ def test_bf16_registration():
     operator = torch.ops.gpt_eagle.linear_bf16.default
     for wide in (False, True):
         torch.library.opcheck(
-            operator, (x, weight, weight[:, 0].clone(), wide), test_utils=("test_schema", "test_faketensor")
+            operator,
+            (x, weight, weight[:, 0].clone(), wide),
+            test_utils=("test_schema", "test_faketensor"),
         )
 
 
@@ -467,7 +528,9 @@ def test_linear_takes_our_product_where_it_can(monkeypatch):
     theirs = F.linear(x, weight, bias)
     assert torch.equal(ops.linear.linear(x, weight, bias), theirs)
     assert torch.equal(ops.linear.linear(x, weight, bias, fp32_out=True), theirs.float())
-    torch.testing.assert_close(ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen)
+    torch.testing.assert_close(
+        ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1])), chosen
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -480,7 +543,11 @@ def test_linear_in_other_dtypes_is_pytorchs(dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_linear_has_gradients(compiled):
     """PyTorch's product where something learns: the input of a frozen layer, or the layer; autocast does the same."""
-    product = torch.compile(ops.linear.linear, fullgraph=True, backend="aot_eager") if compiled else ops.linear.linear
+    product = (
+        torch.compile(ops.linear.linear, fullgraph=True, backend="aot_eager")
+        if compiled
+        else ops.linear.linear
+    )
     for learns in ("x", "weight", "both"):
         x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
         x.requires_grad_(learns != "weight"), weight.requires_grad_(learns != "x")
@@ -490,7 +557,9 @@ def test_linear_has_gradients(compiled):
             grads.append([t.grad for t in (x, weight)])
             x.grad = weight.grad = None
         for ours, theirs in zip(*grads):
-            assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+            assert (ours is None) == (theirs is None) and (
+                ours is None or torch.equal(ours, theirs)
+            )
         with torch.no_grad():
             assert ops.linear.has_linear_kernel(x, weight)
     x, weight = random(5, 64), random(33, 64).requires_grad_()
@@ -506,7 +575,10 @@ def test_linear_has_gradients(compiled):
 def attention_inputs(dtype, rows=30, start=100, heads=(8, 4), width=80):
     """q, k, v, start and a mask in which every row sees itself and some of those before it."""
     H, kv_heads = heads
-    q, k, v = (random(1, *shape, seed=i) for i, shape in enumerate([(rows, H, width), *[(kv_heads, 160, width)] * 2]))
+    q, k, v = (
+        random(1, *shape, seed=i)
+        for i, shape in enumerate([(rows, H, width), *[(kv_heads, 160, width)] * 2])
+    )
     mask = (random(1, rows, rows, seed=9) > 0.5).tril() | torch.eye(rows, dtype=torch.bool)
     return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor([start]), mask
 
@@ -532,8 +604,12 @@ def test_attention_variants_agree(march):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         args = attention_inputs(dtype)
         got = getattr(torch.ops, built(march)).attention(*args)
-        torch.testing.assert_close(got, torch.ops.gpt_eagle.attention(*args), atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(got, ops.attention.tree_attention_reference(*args), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            got, torch.ops.gpt_eagle.attention(*args), atol=tolerance, rtol=tolerance
+        )
+        torch.testing.assert_close(
+            got, ops.attention.tree_attention_reference(*args), atol=tolerance, rtol=tolerance
+        )
 
 
 def test_attention_refuses_a_window_outside_the_cache():
@@ -566,7 +642,10 @@ def test_topk_of_scores_that_are_cut_away():
     scores = torch.full((2, 200), float("-inf"))
     scores[1, 150] = 3.0
     values, index, total = torch.ops.gpt_eagle.topk(scores, 3)
-    assert index.tolist() == [[0, 1, 2], [150, 0, 1]] and total.flatten().tolist() == [float("-inf"), 3.0]
+    assert index.tolist() == [[0, 1, 2], [150, 0, 1]] and total.flatten().tolist() == [
+        float("-inf"),
+        3.0,
+    ]
     assert values[1].tolist() == [3.0, float("-inf"), float("-inf")]
     with pytest.raises(RuntimeError, match="k must be 1 to 200; it is 201"):
         torch.ops.gpt_eagle.topk(scores, 201)
@@ -603,15 +682,21 @@ def test_rotary_norms_each_head_first(dtype):
     """Values and gradients are those of plain operations, whether the norms, the rows or nothing is trained."""
     qkv, rope, heads, kv_heads = rotary_inputs(dtype)
     weights = [(1 + random(80, seed=s) / 4).to(dtype) for s in (1, 2)]
-    want = ops.rotary.rotary_reference(with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads)
+    want = ops.rotary.rotary_reference(
+        with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads
+    )
     for trained in ([], weights, [qkv, *weights]):
         leaves = [x.requires_grad_() for x in trained]
         got = ops.rotary.rotary(qkv, rope, heads, kv_heads, (*weights, 0.1))
         assert share_that_differs(got, want) < 0.01
         assert dtype == torch.bfloat16 or all(map(torch.equal, got, want))
         if leaves:
-            plain = ops.rotary.rotary_reference(with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads)
-            grads, right = (torch.autograd.grad([y.square().sum() for y in ys], leaves) for ys in (got, plain))
+            plain = ops.rotary.rotary_reference(
+                with_head_norms(qkv, 4, (*weights, 0.1)), rope, heads, kv_heads
+            )
+            grads, right = (
+                torch.autograd.grad([y.square().sum() for y in ys], leaves) for ys in (got, plain)
+            )
             assert all(map(torch.equal, grads, right)) and all(grad.any() for grad in grads)
 
 
@@ -626,4 +711,6 @@ def test_registrations():
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.gpt_eagle.rotary, (qkv, *rope, *heads), test_utils=checks)
     torch.library.opcheck(torch.ops.gpt_eagle.topk, (random(2, 3, 50), 5), test_utils=checks)
-    torch.library.opcheck(torch.ops.gpt_eagle.attention, attention_inputs(torch.float32), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.gpt_eagle.attention, attention_inputs(torch.float32), test_utils=checks
+    )

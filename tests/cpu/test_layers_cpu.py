@@ -37,12 +37,20 @@ from sampling import Sampling
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 
-CONFIG = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=50)
+CONFIG = ModelConfig(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=50
+)
 BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_bias=True)
 MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
 QWEN3 = replace(CONFIG, qk_norm=True, norm_eps=1e-6)
 QWEN3_MOE = replace(
-    QWEN3, n_experts=12, experts_per_token=3, expert_dim=32, norm_topk=False, dense_layers=(1,), expert_names="qwen"
+    QWEN3,
+    n_experts=12,
+    experts_per_token=3,
+    expert_dim=32,
+    norm_topk=False,
+    dense_layers=(1,),
+    expert_names="qwen",
 )
 BF16 = torch.bfloat16
 
@@ -61,15 +69,21 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
-        parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1)
-        parameter.data = parameter.data.to(BF16)  # the frequencies, which are no parameter, stay in fp32
+        parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (
+            parameter.dim() == 1
+        )
+        parameter.data = parameter.data.to(
+            BF16
+        )  # the frequencies, which are no parameter, stay in fp32
     module = module.requires_grad_(False).eval()
     if quant:
         kind = FORMATS.get(quant, Int4Linear)
         for name, linear in list(module.named_modules()):
             if type(linear) is Linear:
                 (codes, scale, *zero), bias = rounded(linear.weight, quant), linear.bias
-                module.set_submodule(name, kind(codes, scale, None if bias is None else bias.data, False, *zero))
+                module.set_submodule(
+                    name, kind(codes, scale, None if bias is None else bias.data, False, *zero)
+                )
             elif type(linear) is ExpertLinear:
                 parts = (rounded(weight, quant) for weight in linear.weight)
                 module.set_submodule(name, QuantExperts(kind, parts, len(linear.weight)))
@@ -95,7 +109,9 @@ def empty_cache(config: ModelConfig, batch: int) -> KVCache:
 
 def tree_window(start: list[int]) -> Window:
     """Five nodes: the root, two children, and two below the second."""
-    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 0, 1]]).bool()
+    mask = torch.tensor(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 0, 1]]
+    ).bool()
     begin = torch.tensor(start)
     return Window(begin[:, None] + torch.arange(5), begin, mask.expand(len(start), 5, 5))
 
@@ -114,7 +130,9 @@ def two_passes(target: Transformer, batch: int) -> tuple[Tensor, KVCache]:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("quant", [None, "int8", "int4", "zeros"])
-@pytest.mark.parametrize("config", [CONFIG, BIASED, MIXTURE, QWEN3_MOE], ids=["grouped", "biased", "mixture", "mixed"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, BIASED, MIXTURE, QWEN3_MOE], ids=["grouped", "biased", "mixture", "mixed"]
+)
 def test_as_the_modules(config, quant, batch):
     target = model(config, quant)
     want, want_cache = two_passes(target, batch)
@@ -128,7 +146,9 @@ def test_as_the_modules(config, quant, batch):
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4", "zeros"])
-@pytest.mark.parametrize("config", [CONFIG, QWEN3, MIXTURE, QWEN3_MOE], ids=["dense", "qwen3", "mixture", "mixed"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, QWEN3, MIXTURE, QWEN3_MOE], ids=["dense", "qwen3", "mixture", "mixed"]
+)
 def test_a_row_alone_has_the_same_bits(config, quant):
     target = fused(model(config, quant))
     tokens = (torch.arange(90) * 7 % 50)[None]
@@ -160,18 +180,24 @@ def test_a_target_and_a_head_decode_by_them(monkeypatch):
     served = []
     for owner, name in ((FusedModel, "__call__"), (FusedHead, "step"), (FusedHead, "extend")):
         real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *x, real=real: served.append((self, real)) or real(self, *x))
+        monkeypatch.setattr(
+            owner, name, lambda self, *x, real=real: served.append((self, real)) or real(self, *x)
+        )
 
     def decoded(drafter, compile=True):
         engine = engine_for(target, drafter, compile=compile, **options)
-        assert (target.fused is not None) == compile and (drafter.layers is None or (head.fused is not None) == compile)
+        assert (target.fused is not None) == compile and (
+            drafter.layers is None or (head.fused is not None) == compile
+        )
         return decode(engine, prompt).history
 
     drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))), Sampling())
     modules = decoded(drafter, compile=False)
     assert not served and decoded(RootOnly(), compile=False) == modules
     assert decoded(RootOnly()) == decoded(drafter) == modules
-    assert {id(self) for self, _ in served} >= {id(target.fused), id(head.fused)} and len({f for _, f in served}) == 3
+    assert {id(self) for self, _ in served} >= {id(target.fused), id(head.fused)} and len(
+        {f for _, f in served}
+    ) == 3
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
@@ -185,8 +211,17 @@ def test_taps_in_one_call_are_those_of_the_loop(config, quant):
         return target(tokens, window.slots, empty_cache(config, 2), window, aux_layers=aux_layers)
 
     def until(last: int) -> Tensor:
-        layers, rope = Layers(list(target.layers)[:last]), rope_angles(target.rope_freq, window.slots)
-        return layers(target.embedding(tokens), rope, NoNorm(), empty_cache(replace(config, n_layers=last), 2), window)
+        layers, rope = (
+            Layers(list(target.layers)[:last]),
+            rope_angles(target.rope_freq, window.slots),
+        )
+        return layers(
+            target.embedding(tokens),
+            rope,
+            NoNorm(),
+            empty_cache(replace(config, n_layers=last), 2),
+            window,
+        )
 
     looped, plain = run(aux_layers), run(())
     assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))
@@ -213,7 +248,9 @@ def test_an_engine_takes_the_weights_as_they_are_then():
     """Replaced ones are seen by the next engine that fuses them."""
     target, options = model(), {"max_new_tokens": 12, "ignore_eos": True, "compile": True}
     before = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
-    target.layers[0].ffn.w2.weight = torch.nn.Parameter(-target.layers[0].ffn.w2.weight, requires_grad=False)
+    target.layers[0].ffn.w2.weight = torch.nn.Parameter(
+        -target.layers[0].ffn.w2.weight, requires_grad=False
+    )
     after = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
     want = decode(engine_for(deepcopy(target), RootOnly(), **options), [3, 1, 4]).history
     assert before != after == want
@@ -244,7 +281,9 @@ def test_what_is_left_to_the_modules():
     assert not fits(target.layers)
     target = fused(model())
     tokens = torch.arange(7)[None]
-    assert target(tokens, tokens).isfinite().all(), "without a cache, as in training, the modules run"
+    assert target(tokens, tokens).isfinite().all(), (
+        "without a cache, as in training, the modules run"
+    )
     target.fuse(False)
     assert target.fused is None
 
@@ -253,7 +292,9 @@ def test_wrong_operands():
     target = fused(model())
     tokens, window = torch.arange(5)[None], tree_window([0])
 
-    def run(tokens=tokens, positions=window.slots, cache=CONFIG, window=window, aux_layers=()) -> Tensor:
+    def run(
+        tokens=tokens, positions=window.slots, cache=CONFIG, window=window, aux_layers=()
+    ) -> Tensor:
         return target(tokens, positions, empty_cache(cache, 1), window, aux_layers=aux_layers)
 
     assert run().isfinite().all()
@@ -282,14 +323,26 @@ HEADS = {  # every option of a head once off and once on, and together
     "2 without a bias": EagleConfig(HEAD, fc_bias=False),
     "3": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40)),
     "3 of another width": EagleConfig(HEAD, True, eagle3=Eagle3((0, 2, 3), 96, 40)),
-    "3 normed as a whole": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True)),
+    "3 normed as a whole": EagleConfig(
+        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True)
+    ),
     "3 normed in parts": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1, 2), 96, 40, fc_norm=True)),
-    "3 normed twice": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True, fc_norm=True)),
-    "3 fed": EagleConfig(HEAD, False, eagle3=Eagle3((1,), 64, 40, norm_before_residual=True, last_norm="fed")),
-    "3 without a last norm": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, last_norm="none")),
-    "3 with its own embedding": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40, embedding="e", lm_head="")),
+    "3 normed twice": EagleConfig(
+        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True, fc_norm=True)
+    ),
+    "3 fed": EagleConfig(
+        HEAD, False, eagle3=Eagle3((1,), 64, 40, norm_before_residual=True, last_norm="fed")
+    ),
+    "3 without a last norm": EagleConfig(
+        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, last_norm="none")
+    ),
+    "3 with its own embedding": EagleConfig(
+        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, embedding="e", lm_head="")
+    ),
     "3 without aux_layers": EagleConfig(HEAD, False, eagle3=Eagle3((), 64, 40)),
-    "3 without aux_layers, normed": EagleConfig(HEAD, False, eagle3=Eagle3((), 64, 40, norm_before_residual=True)),
+    "3 without aux_layers, normed": EagleConfig(
+        HEAD, False, eagle3=Eagle3((), 64, 40, norm_before_residual=True)
+    ),
 }
 
 
@@ -346,7 +399,9 @@ def test_every_option_of_a_head_matters():
     """Were one left out by both, the test above would not see it."""
     outputs = [passes_of(drafter_of(config), 1)[0] for config in HEADS.values()]
     assert all(x.isfinite().all() and x.any() for x in outputs)
-    assert not any(torch.equal(outputs[i], outputs[j]) for i in range(len(outputs)) for j in range(i))
+    assert not any(
+        torch.equal(outputs[i], outputs[j]) for i in range(len(outputs)) for j in range(i)
+    )
 
 
 def test_a_head_refuses_wrong_operands():

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU o
 
 
 def key(prompts: list[int], samples: list[int]) -> NoiseKey:
-    return NoiseKey(torch.tensor([123456789, 987654321]), torch.tensor(prompts), torch.tensor(samples))
+    return NoiseKey(
+        torch.tensor([123456789, 987654321]), torch.tensor(prompts), torch.tensor(samples)
+    )
 
 
 # ----------------------------------------------------------------------------------------------- noise
@@ -30,7 +32,9 @@ def key(prompts: list[int], samples: list[int]) -> NoiseKey:
 def test_noise(plain, vocab, domain):
     """Also of the last draw that there is."""
     keys, first = key([0, 2**31], [5, 1]), torch.tensor([7, 2**30 - 3])
-    ours, theirs = (call(gumbel, keys, first, 3, vocab, domain) for call in (lambda f, *x: f(*x), plain))
+    ours, theirs = (
+        call(gumbel, keys, first, 3, vocab, domain) for call in (lambda f, *x: f(*x), plain)
+    )
     assert ours.shape == (2, 3, vocab) and ours.isfinite().all()
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
@@ -38,7 +42,9 @@ def test_noise(plain, vocab, domain):
 def test_the_tail_of_the_noise(plain):
     """The likeliest winners of 20 million are as exact as the others."""
     first = torch.tensor([0])
-    ours, theirs = (call(gumbel, key([3], [0]), first, 400, 50000, 0) for call in (lambda f, *x: f(*x), plain))
+    ours, theirs = (
+        call(gumbel, key([3], [0]), first, 400, 50000, 0) for call in (lambda f, *x: f(*x), plain)
+    )
     assert theirs.max() > 15 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
     torch.testing.assert_close(ours.amax(-1), theirs.amax(-1), atol=0, rtol=1e-6)
 
@@ -46,9 +52,13 @@ def test_the_tail_of_the_noise(plain):
 def test_keys_may_be_shared_by_rows(plain):
     seed, first = torch.tensor([1, 2]), torch.tensor([1, 3])
     keys = NoiseKey(seed, torch.tensor([7]).expand(2), torch.tensor([0, 9, 5])[::2])
-    torch.testing.assert_close(gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6
+    )
     keys = NoiseKey(seed, torch.tensor([7]), torch.tensor([5]))
-    torch.testing.assert_close(gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6
+    )
 
 
 def test_noise_of_a_row_does_not_depend_on_the_others():
@@ -81,7 +91,9 @@ RULES = [
 def test_cuts(plain, top_k, top_p, spread):
     """The same tokens stay, but for those whose mass lies within rounding of the cut."""
     generator = torch.Generator().manual_seed(int(10 * spread) + top_k)
-    logits = (torch.randn(2, 3, 4099, generator=generator) * spread).round(decimals=2)  # with equal ones
+    logits = (torch.randn(2, 3, 4099, generator=generator) * spread).round(
+        decimals=2
+    )  # with equal ones
     logits[0, 1, ::3] = float("-inf")
     rule = Sampling(0.7, top_k, top_p)
     ours, theirs = process(logits, rule), plain(process, logits, rule)
@@ -102,9 +114,13 @@ def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
 
 
 def test_a_cut_of_equal_tokens_goes_by_their_number():
-    kept = process(torch.zeros(1, 1, 100), Sampling(1.0, 7, 1.0)).isfinite()[0, 0].nonzero().flatten()
+    kept = (
+        process(torch.zeros(1, 1, 100), Sampling(1.0, 7, 1.0)).isfinite()[0, 0].nonzero().flatten()
+    )
     assert kept.tolist() == list(range(7))
-    kept = process(torch.zeros(1, 1, 100), Sampling(1.0, 0, 0.25)).isfinite()[0, 0].nonzero().flatten()
+    kept = (
+        process(torch.zeros(1, 1, 100), Sampling(1.0, 0, 0.25)).isfinite()[0, 0].nonzero().flatten()
+    )
     assert kept.tolist() == list(range(25))
 
 
@@ -150,11 +166,19 @@ def test_rows_of_noise_that_are_not_there_are_refused():
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_do_not_matter(threads):
     scores = torch.randn(1, 40, 5000, generator=torch.Generator().manual_seed(1))
-    wanted = best(scores), process(scores, Sampling(1.0, 0, 0.9)), gumbel(key([1], [2]), torch.tensor([0]), 9, 5000)
+    wanted = (
+        best(scores),
+        process(scores, Sampling(1.0, 0, 0.9)),
+        gumbel(key([1], [2]), torch.tensor([0]), 9, 5000),
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = best(scores), process(scores, Sampling(1.0, 0, 0.9)), gumbel(key([1], [2]), torch.tensor([0]), 9, 5000)
+        found = (
+            best(scores),
+            process(scores, Sampling(1.0, 0, 0.9)),
+            gumbel(key([1], [2]), torch.tensor([0]), 9, 5000),
+        )
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, wanted, found))
@@ -195,7 +219,9 @@ def test_norm_keeps_its_gradient():
 def test_angles(plain):
     freq = 1.0 / 10000.0 ** (torch.arange(0, 64, 2) / 64)
     positions = torch.tensor([[0, 1, 17], [4095, 131071, 8191]])
-    for ours, theirs in zip(rope_angles(freq, positions, 1.3), plain(rope_angles, freq, positions, 1.3)):
+    for ours, theirs in zip(
+        rope_angles(freq, positions, 1.3), plain(rope_angles, freq, positions, 1.3)
+    ):
         assert ours.shape == (2, 3, 1, 64)
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     for ours, plain_ones in zip(rope_angles(freq, positions, 1.3), rope_angles(freq, positions)):

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU o
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run Python in a process of its own, in the folder of the project."""
     command, root = [sys.executable, *arguments], Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=root, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def workers() -> int:
@@ -40,7 +42,9 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
         torch.set_num_threads(1)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them"
+)
 def test_our_loops_keep_their_threads_where_others_have_one():
     """Nine, where there were fewer: workers are hired, and never leave. Afterwards everything is as it was."""
     x, weight = torch.randn(60, 512).bfloat16(), torch.randn(1000, 512).bfloat16()
@@ -64,7 +68,9 @@ def test_our_loops_keep_their_threads_where_others_have_one():
         torch.set_num_threads(1)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system where threads can be bound")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs a system where threads can be bound"
+)
 def test_no_loop_waits_for_a_thread_that_does_not_run():
     """More threads than processors: an OpenMP team would take a time slice for every loop."""
     program = """
@@ -88,7 +94,9 @@ print(min(b[0] for a, b in rounds) / min(a[0] for a, b in rounds))
     assert float(done.stdout) < 8  # a team of four on one processor takes hundreds of times as long
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs a system that lists a process's threads")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/task"), reason="needs a system that lists a process's threads"
+)
 def test_loops_of_several_callers():
     """One caller's loop runs on all threads, the others' meanwhile on their own; all are right."""
     shapes = [(9, 128, 8192), (1, 256, 9000), (17, 64, 8500)]

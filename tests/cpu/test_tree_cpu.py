@@ -78,7 +78,9 @@ def front_of(batch: int, rows: int, slots: int) -> Next:
     values = -whole(4, batch, rows) / 2
     values[torch.rand(batch, rows) < 0.2] = -INF
     index, tokens = whole(90, batch, rows), whole(50, batch, rows)
-    return Next(index, tokens, whole(3, batch, rows), Frontier(values, torch.rand(batch, rows, slots) < 0.5))
+    return Next(
+        index, tokens, whole(3, batch, rows), Frontier(values, torch.rand(batch, rows, slots) < 0.5)
+    )
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "cut"])
@@ -97,7 +99,12 @@ def test_next_level(vocab, batch, kind):
         k = min(width, 3)
         found = Scores(logits_of(kind, batch, above, width), random.choice((1.0, 0.5, 1.7)), ids)
         shared = Shared(noise, 2, 0.7) if noisy else None
-        for count, places in ((2, None), (above * k, None), (2, torch.tensor([[above * k - 1, 0]])), (0, None)):
+        for count, places in (
+            (2, None),
+            (above * k, None),
+            (2, torch.tensor([[above * k - 1, 0]])),
+            (0, None),
+        ):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
             inputs = found, shared, front, Expansion(k, count, 2, places, by_value), 11, slots
@@ -113,18 +120,30 @@ def test_children_that_are_cut_away_are_no_candidates():
     """A row that is sure of one token has one child; the others' value is -inf, and none is chosen before others."""
     z = torch.full((1, 2, 6), -INF)
     z[0, 0, 4], z[0, 1, 0], z[0, 1, 5] = 1.0, 2.0, 2.0
-    front = Next(*(torch.tensor([[3, 4]]) for _ in range(3)), Frontier(torch.zeros(1, 2), torch.zeros(1, 2, 4).bool()))
+    front = Next(
+        *(torch.tensor([[3, 4]]) for _ in range(3)),
+        Frontier(torch.zeros(1, 2), torch.zeros(1, 2, 4).bool()),
+    )
     inputs = Scores(z, 1.0, None), None, front, Expansion(3, 4, 0), 5, 4
     level, chosen = next_level(*inputs)
     assert_equal((level, chosen), next_level_reference(*inputs))
-    assert level.tokens[0, 0] == 4 and level.tokens[0, 3:5].tolist() == [0, 5] and level.values[0, 0] == 0
-    assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3 and chosen.index.tolist() == [[5, 8, 9, 6]]
+    assert (
+        level.tokens[0, 0] == 4
+        and level.tokens[0, 3:5].tolist() == [0, 5]
+        and level.values[0, 0] == 0
+    )
+    assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3 and chosen.index.tolist() == [
+        [5, 8, 9, 6]
+    ]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     torch.manual_seed(0)
-    found, shared = Scores(torch.randn(3, 5, 9000), 1.2, None), Shared(torch.randn(3, 2, 9000), 1, 0.9)
+    found, shared = (
+        Scores(torch.randn(3, 5, 9000), 1.2, None),
+        Shared(torch.randn(3, 2, 9000), 1, 0.9),
+    )
     front, step = front_of(3, 5, 9), Expansion(4, 5, 3)
     want = next_level(found, shared, front, step, 2, 9)
     torch.set_num_threads(threads)
@@ -135,7 +154,12 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     one = lambda x: x[1:2]  # noqa: E731
     alone = Next(*map(one, front[:3]), Frontier(*map(one, front.front)))
     ours = next_level(
-        found._replace(logits=one(found.logits)), shared._replace(noise=one(shared.noise)), alone, step, 2, 9
+        found._replace(logits=one(found.logits)),
+        shared._replace(noise=one(shared.noise)),
+        alone,
+        step,
+        2,
+        9,
     )
     assert_equal(ours, [one(x) for x in leaves(want)])
 
@@ -145,7 +169,22 @@ def test_wrong_levels():
     index, values, seen = torch.zeros(2, 2).long(), torch.zeros(2, 2), torch.zeros(2, 2, 6).bool()
     names = ("logits", "sharpness", "ids", "noise", "level", "temperature", "index", "values", "seen", "places", "k",
              "count", "at", "by_value")  # fmt: skip
-    good = (z, 1.0, ids, noise, 0, 1.0, index, values, seen, torch.tensor([[0, 5]]), 3, 2, (4, 0, 6), True)
+    good = (
+        z,
+        1.0,
+        ids,
+        noise,
+        0,
+        1.0,
+        index,
+        values,
+        seen,
+        torch.tensor([[0, 5]]),
+        3,
+        2,
+        (4, 0, 6),
+        True,
+    )
     assert len(CPP.next_level(*good)) == 8
     wrong = {
         "logits": [z[0], z.double(), torch.zeros(2, 2, 2)],
@@ -155,7 +194,12 @@ def test_wrong_levels():
         "index": [index[:1], index[:, :1], index.int()],
         "values": [values[:1], values[:, :1], values.double()],
         "seen": [seen[:1], seen[:, :1], seen[..., :5], seen.int()],
-        "places": [torch.tensor([[0]]), torch.tensor([[0, 6]]), torch.tensor([[-1, 0]]), torch.tensor([[0.0, 1.0]])],
+        "places": [
+            torch.tensor([[0]]),
+            torch.tensor([[0, 6]]),
+            torch.tensor([[-1, 0]]),
+            torch.tensor([[0.0, 1.0]]),
+        ],
         "k": [0, -1, 6],
         "count": [7, -1],
         "at": [(4, 0), (4, 0, 7), (4, 0, -1)],
@@ -175,7 +219,9 @@ def text_of(batch: int) -> Text:
     return Text(whole(50, batch, 9), whole(9, batch))
 
 
-def pool_of(batch: int, sizes: list[int], widths: list[int], ties: bool) -> tuple[list[Candidates], list[Tensor]]:
+def pool_of(
+    batch: int, sizes: list[int], widths: list[int], ties: bool
+) -> tuple[list[Candidates], list[Tensor]]:
     """Levels of candidates, and which of each level ran; a value never exceeds the parent's."""
     levels, ran, begin = [], [], 0
     parents, above = torch.full((batch, 1), -1), torch.zeros(batch, 1)
@@ -205,17 +251,30 @@ def test_rerank(sizes, widths, batch, ties):
         total, text = sum(sizes), text_of(batch)
         first = torch.arange(total - total // 2)[None]
         for nodes in {0, 1, total // 2, min(total, 59), total}:
-            assert_equal(rerank(levels, ran, nodes, 6, text), rerank_reference(levels, ran, nodes, 6, text))
+            assert_equal(
+                rerank(levels, ran, nodes, 6, text), rerank_reference(levels, ran, nodes, 6, text)
+            )
         for nodes in (first, first.expand(batch, -1), first.repeat(batch, 1), first[:, :0]):
-            assert_equal(rerank(levels, ran, nodes, 6, text), rerank_reference(levels, ran, nodes, 6, text))
+            assert_equal(
+                rerank(levels, ran, nodes, 6, text), rerank_reference(levels, ran, nodes, 6, text)
+            )
 
 
 def test_rerank_of_rows_that_choose_different_nodes():
-    levels, ran = [Candidates(torch.tensor([[4, 5], [6, 0]]), torch.zeros(2, 2), torch.full((2, 2), -1))], []
-    nodes, text = torch.tensor([[1], [0]]), Text(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1]))
+    levels, ran = (
+        [Candidates(torch.tensor([[4, 5], [6, 0]]), torch.zeros(2, 2), torch.full((2, 2), -1))],
+        [],
+    )
+    nodes, text = (
+        torch.tensor([[1], [0]]),
+        Text(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1])),
+    )
     ours = rerank(levels, ran, nodes, 1, text)
     assert_equal(ours, rerank_reference(levels, ran, nodes, 1, text))
-    assert ours.tokens.tolist() == [[0, 5], [7, 6]] and ours.number.tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert ours.tokens.tolist() == [[0, 5], [7, 6]] and ours.number.tolist() == [
+        [0, 0, 1],
+        [0, 1, 0],
+    ]
 
 
 def test_wrong_nodes():
@@ -225,7 +284,14 @@ def test_wrong_nodes():
     ]
     text, pos, ran = whole(9, 2, 4), torch.tensor([1, 3]), [torch.tensor([[0, 1], [2, 0]])]
     names = ("tokens", "values", "parents", "ran", "nodes", "count", "text", "pos")
-    good = (*(list(column) for column in zip(*levels)), ran, torch.tensor([[0, 1, 2, 4]]), 4, text, pos)
+    good = (
+        *(list(column) for column in zip(*levels)),
+        ran,
+        torch.tensor([[0, 1, 2, 4]]),
+        4,
+        text,
+        pos,
+    )
     assert len(CPP.rerank(*good)) == 8
     tokens, values, parents = good[:3]
     wrong = {
@@ -253,7 +319,9 @@ def test_wrong_nodes():
 
 
 def tree_of(batch: int, size: int, vocab: int = 3):
-    parents = torch.tensor([[0, *(random.randrange(node) for node in range(1, size))] for _ in range(batch)])
+    parents = torch.tensor(
+        [[0, *(random.randrange(node) for node in range(1, size))] for _ in range(batch)]
+    )
     valid = torch.rand(batch, size) < 0.9
     return build_tree(whole(vocab, batch, size), parents, valid | (torch.arange(size) == 0), size)
 
@@ -269,7 +337,9 @@ def test_accept_takes_any_strides():
 
 
 def test_wrong_acceptance():
-    tree = build_tree(torch.arange(8).view(2, 4), torch.tensor([[0, 0, 1, 2]] * 2), torch.ones(2, 4).bool(), 3)
+    tree = build_tree(
+        torch.arange(8).view(2, 4), torch.tensor([[0, 0, 1, 2]] * 2), torch.ones(2, 4).bool(), 3
+    )
     tokens, parents, depths, mask, valid = good = tree[:5]
     choice = torch.arange(1, 9).view(2, 4)
     assert CPP.accept(*good, choice, 3)[1].tolist() == [3, 3]
@@ -315,13 +385,20 @@ def test_advance(dtype, size, batch):
             old = state_of(batch, 30, pos, limit, done)
             inputs = tree, accepted, features, cycle
             ours, theirs = (replace_fields(old, tokens=old.tokens.clone()) for _ in range(2))
-            (ours, *rest), (theirs, *others) = advance_fused(ours, *inputs), advance(theirs, *inputs)
+            (ours, *rest), (theirs, *others) = (
+                advance_fused(ours, *inputs),
+                advance(theirs, *inputs),
+            )
             assert_equal(rest, others)
             assert_equal(ours[1:5], theirs[1:5])
-            assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1]), "the last column takes what is cut"
+            assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1]), (
+                "the last column takes what is cut"
+            )
             count = rest[0].count
             seen["done"] += int((done & (count == 0)).sum())
-            seen["limited"] += int((~done & (count < accepted.length + 1) & (ours.pos == limit)).sum())
+            seen["limited"] += int(
+                (~done & (count < accepted.length + 1) & (ours.pos == limit)).sum()
+            )
             seen["ended"] += int((~done & ours.done & (ours.pos < limit)).sum())
             seen["whole"] += int((~done & ~ours.done & (count == accepted.length + 1)).sum())
     assert min(seen.values()) > 1 or (size, seen["limited"]) == (1, 0), seen
@@ -329,7 +406,12 @@ def test_advance(dtype, size, batch):
 
 def test_wrong_advances():
     state = state_of(2, 12, torch.tensor([3, 4]), torch.tensor([9, 9]), torch.zeros(2).bool())
-    roots, path, length, emitted = whole(9, 2, 4), torch.tensor([[0, 1, 3]] * 2), torch.tensor([2, 1]), whole(9, 2, 3)
+    roots, path, length, emitted = (
+        whole(9, 2, 4),
+        torch.tensor([[0, 1, 3]] * 2),
+        torch.tensor([2, 1]),
+        whole(9, 2, 3),
+    )
     names = (
         "tokens",
         "pos",
@@ -374,7 +456,12 @@ def test_times_behind_a_report(plain):
     ours = Report.timed(facts, times)
     assert_equal(ours, plain(Report.timed, facts, times))
     assert ours.tolist() == [row + times for row in facts.tolist()]
-    assert not_refused(CPP.with_times, {"other facts": (facts.int(), times), "flat facts": (facts[0], times)}) == []
+    assert (
+        not_refused(
+            CPP.with_times, {"other facts": (facts.int(), times), "flat facts": (facts[0], times)}
+        )
+        == []
+    )
 
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -386,7 +473,9 @@ def test_places(plain, batch):
     pos = whole(40, batch)
     strided = whole(5, 7, batch).T
     for depths, slot, done in itertools.product(
-        (0, 3, whole(5, batch, 7), strided, torch.tensor([2]).expand(batch, 7)), (0, 4), (None, torch.rand(batch) < 0.5)
+        (0, 3, whole(5, batch, 7), strided, torch.tensor([2]).expand(batch, 7)),
+        (0, 4),
+        (None, torch.rand(batch) < 0.5),
     ):
         inputs = pos, depths, 7, slot, done
         assert_equal(place_rows(*inputs), plain(place_rows, *inputs))
@@ -394,7 +483,9 @@ def test_places(plain, batch):
     for start in (pos, pos.repeat_interleave(2)[::2]):
         for rows in (1, 7):
             for back in (0, 1, 30):  # no slot is below 0
-                assert_equal(causal_window(start, rows, back), plain(causal_window, start, rows, back))
+                assert_equal(
+                    causal_window(start, rows, back), plain(causal_window, start, rows, back)
+                )
 
 
 def test_wrong_places():
@@ -408,7 +499,10 @@ def test_wrong_places():
     }  # fmt: skip
     assert not_refused(CPP.place_rows, cases) == []
     assert (
-        not_refused(CPP.causal, {"other": (pos.int(), 3, 0), "none": (pos, -1, 0), "two dimensions": (depths, 3, 0)})
+        not_refused(
+            CPP.causal,
+            {"other": (pos.int(), 3, 0), "none": (pos, -1, 0), "two dimensions": (depths, 3, 0)},
+        )
         == []
     )
 
@@ -423,14 +517,19 @@ def test_rows_that_wait(plain, dtype, rows):
         kept = torch.randn(3, ROOM + 1, 6).to(dtype)
         new = Confirmed(whole(9, 3, rows + 1), features, count)
         ours, theirs = (
-            call(Idle.extend, None, Waiting((), kept.clone(), *facts), new) for call in (lambda f, *x: f(*x), plain)
+            call(Idle.extend, None, Waiting((), kept.clone(), *facts), new)
+            for call in (lambda f, *x: f(*x), plain)
         )
         assert_equal(ours[2:], theirs[2:])
         assert torch.equal(ours.features[:, :ROOM], theirs.features[:, :ROOM]), "one place is spare"
 
 
 def test_wrong_rows_that_wait():
-    kept, features, facts = torch.zeros(2, 5, 6), torch.zeros(2, 3, 6), (torch.tensor([0, 3]), torch.zeros(2).long())
+    kept, features, facts = (
+        torch.zeros(2, 5, 6),
+        torch.zeros(2, 3, 6),
+        (torch.tensor([0, 3]), torch.zeros(2).long()),
+    )
     assert CPP.keep_rows(kept, features, *facts, facts[1])[0].tolist() == [0, 3]
     count, before = facts
     cases = {
@@ -450,7 +549,9 @@ def test_wrong_rows_that_wait():
 # ------------------------------------------------------------------------------------------------ lookup
 
 
-@pytest.mark.parametrize("ngram", [Ngram(), Ngram(4, 3, 3, 2), Ngram(1, 1, 1, 1), Ngram(6, 5, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "ngram", [Ngram(), Ngram(4, 3, 3, 2), Ngram(1, 1, 1, 1), Ngram(6, 5, 2, 1)], ids=str
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_lookup(plain, batch, ngram):
     """Also where the root is the first or the last token of the buffer, and on pools with and without candidates."""
@@ -458,12 +559,21 @@ def test_lookup(plain, batch, ngram):
     for vocab, size in itertools.product((1, 2, 5), (1, 2, 20)):
         for _ in range(8):
             text = Text(whole(vocab, batch, size), whole(size, batch))
-            drafter, matches = NgramDrafter(ngram), (match_lengths(text, ngram.max) >= ngram.min).any(1)
-            assert drafter.prefer(text).tolist() == plain(drafter.prefer, text).tolist() == matches.tolist()
+            drafter, matches = (
+                NgramDrafter(ngram),
+                (match_lengths(text, ngram.max) >= ngram.min).any(1),
+            )
+            assert (
+                drafter.prefer(text).tolist()
+                == plain(drafter.prefer, text).tolist()
+                == matches.tolist()
+            )
             assert_equal(lookup(text, ngram), plain(lookup, text, ngram))
             levels, _ = pool_of(batch, [3, 6], [2], True)
             distinct = Candidates.join(levels)
-            distinct = replace_fields(distinct, tokens=torch.arange(9).expand(batch, 9).clone())  # siblings differ
+            distinct = replace_fields(
+                distinct, tokens=torch.arange(9).expand(batch, 9).clone()
+            )  # siblings differ
             for pool in (Candidates.none(text.pos), distinct):
                 assert_equal(ngram.add(pool, text), plain(ngram.add, pool, text))
 
@@ -482,8 +592,16 @@ def test_wrong_lookups():
         "other roots": (text, pos.int()), "other text": (text.int(), pos), "flat": (text[0], pos),
     }  # fmt: skip
     assert not_refused(CPP.has_match, {name: (*case, 1, 3) for name, case in texts.items()}) == []
-    assert not_refused(CPP.lookup, {name: (*case, 3, 2, 1, 3) for name, case in texts.items()}) == []
-    assert not_refused(CPP.lookup, {"no tokens": (text, pos, -1, 2, 1, 3), "no chains": (text, pos, 3, -1, 1, 3)}) == []
+    assert (
+        not_refused(CPP.lookup, {name: (*case, 3, 2, 1, 3) for name, case in texts.items()}) == []
+    )
+    assert (
+        not_refused(
+            CPP.lookup,
+            {"no tokens": (text, pos, -1, 2, 1, 3), "no chains": (text, pos, 3, -1, 1, 3)},
+        )
+        == []
+    )
     assert CPP.add_chains(*good)[0].shape == (2, 10)
     wrong = [good[0][:1], good[0].int()], [good[1][:, :3], good[1].double()], [good[2][:1]], [good[3][0], good[3][:1]], [
         good[4][:1], good[4].int()

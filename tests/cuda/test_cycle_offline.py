@@ -32,7 +32,11 @@ LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle 
     "int4/26/gqa": (9, 16, 423),  # wqkv is narrower: cut into splits, which are summed
     "int4/26/qwen3": (9, 16, 423),
 }
-CASES_OF = {"90": list(LAUNCHES), "80": ["int4/60", "bf16/vanilla"], "89": ["int4/60", "bf16/vanilla"]}  # by GPU
+CASES_OF = {
+    "90": list(LAUNCHES),
+    "80": ["int4/60", "bf16/vanilla"],
+    "89": ["int4/60", "bf16/vanilla"],
+}  # by GPU
 OLDEST_PASSED = 60  # tests, at least
 TTSEM_PASSED = 116  # cases, at least
 
@@ -41,7 +45,9 @@ def python_of(number: int) -> Path:
     """The Python of an environment. Skips where it was not made."""
     folder = folders(os.environ.get("CUDA_OFFLINE_ENV", ""))[number]
     if not (folder / "bin" / "python").exists():
-        pytest.skip(f"{folder} is not there; make it with python scripts/gpu/cycle_offline.py --prepare")
+        pytest.skip(
+            f"{folder} is not there; make it with python scripts/gpu/cycle_offline.py --prepare"
+        )
     return folder / "bin" / "python"
 
 
@@ -65,13 +71,17 @@ def found(tmp_path_factory, worker_id):
 @pytest.mark.parametrize("gpu", GPUS)
 def test_everything_compiles(found, gpu):
     kernels = found(gpu)["kernels"]
-    assert not [row for row in kernels if "error" in row or row["shared_bytes"] > GPUS[gpu].shared_bytes]
+    assert not [
+        row for row in kernels if "error" in row or row["shared_bytes"] > GPUS[gpu].shared_bytes
+    ]
     assert {row["whose"] for row in kernels} == {"own", "inductor"}
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_our_kernels_keep_everything_in_registers(found, gpu):
-    assert not [row for row in found(gpu)["kernels"] if row["whose"] == "own" and row.get("stack_bytes")]
+    assert not [
+        row for row in found(gpu)["kernels"] if row["whose"] == "own" and row.get("stack_bytes")
+    ]
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -84,7 +94,11 @@ def test_no_temporary_of_the_size_of_a_cache(found, gpu):
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_sum_is_chosen_by_timing(found, gpu):
     """Among several configurations inductor takes the fastest: sums in another order, from run to run."""
-    assert not [row["name"] for row in found(gpu)["kernels"] if is_reduction(row) and row["configurations"] > 1]
+    assert not [
+        row["name"]
+        for row in found(gpu)["kernels"]
+        if is_reduction(row) and row["configurations"] > 1
+    ]
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
@@ -104,20 +118,48 @@ def test_norms_of_queries_and_keys_cost_no_launch(found):
 
 def test_kernels_on_cpu_tensors():
     """All of ttsem_cases.py, in the environment that it needs."""
-    command = [python_of(1), "-m", "ttsem.sanitize", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    command = [
+        python_of(1),
+        "-m",
+        "ttsem.sanitize",
+        "pytest",
+        "-o",
+        "addopts=",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     tests = Path(__file__).parents[1]
-    env = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests / 'cases'}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'cases'}",
+        "OMP_NUM_THREADS": "1",
+    }
     options = {"capture_output": True, "text": True, "cwd": tests.parent, "env": env}
-    result = subprocess.run([*command, "-p", "ttsem_plugin", "tests/cases/ttsem_cases.py"], **options)
+    result = subprocess.run(
+        [*command, "-p", "ttsem_plugin", "tests/cases/ttsem_cases.py"], **options
+    )
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0 and int(passed[1]) >= TTSEM_PASSED, result.stdout[-5000:] + result.stderr[-2000:]
+    assert result.returncode == 0 and int(passed[1]) >= TTSEM_PASSED, (
+        result.stdout[-5000:] + result.stderr[-2000:]
+    )
 
 
 def test_compiled_steps_on_the_oldest_torch():
     """What the requirements promise is what is run: torch 2.11, whose compiler has limits that later ones do not."""
     files = ["core/test_capture.py", "cpu/test_layers_cpu.py", "core/test_autosize.py"]
-    command = [python_of(0), "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *(f"tests/{f}" for f in files)]
+    command = [
+        python_of(0),
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        *(f"tests/{f}" for f in files),
+    ]
     options = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[2]}
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0 and int(passed[1]) >= OLDEST_PASSED, result.stdout[-5000:] + result.stderr[-2000:]
+    assert result.returncode == 0 and int(passed[1]) >= OLDEST_PASSED, (
+        result.stdout[-5000:] + result.stderr[-2000:]
+    )

@@ -57,7 +57,9 @@ def check(case: CycleCase) -> None:
 
 
 # test_compiled_all takes every target with and without groups
-@pytest.mark.parametrize("target,kv_heads", [("80", 32), ("90", 8), *slow([("86", 8), ("89", 32), ("90", 32)])])
+@pytest.mark.parametrize(
+    "target,kv_heads", [("80", 32), ("90", 8), *slow([("86", 8), ("89", 32), ("90", 32)])]
+)
 def test_compiled(target, kv_heads):
     check(CycleCase(target, "attention", T=60, kv_heads=kv_heads))
 
@@ -100,16 +102,22 @@ def test_compiled_variants(case):
 
 
 @pytest.mark.parametrize("target", ["80", "90", *slow(["86", "89"])])
-@pytest.mark.parametrize("dtype,E,T", [("bf16", 128, 7), ("fp32", 256, 7), *slow([("fp16", 80, 33)])])
+@pytest.mark.parametrize(
+    "dtype,E,T", [("bf16", 128, 7), ("fp32", 256, 7), *slow([("fp16", 80, 33)])]
+)
 def test_a_path_is_read_before_any_of_it_is_written(target, dtype, E, T):
     """By all warps of a block: a barrier stands between the last load and the first store; both move 16 bytes."""
-    _, code = disassemble(compile_for(target, cycle_source(CycleCase(target, "compact", dtype, E, T=T))))
+    _, code = disassemble(
+        compile_for(target, cycle_source(CycleCase(target, "compact", dtype, E, T=T)))
+    )
     found = re.findall(r"\b(LDG|STG|BAR)\b\S*?(\.128)?\s", code)
     names = [name for name, _ in found]
     barrier = names.index("BAR", len(names) - names[::-1].index("LDG"))
     assert names.index("STG") > barrier, names
     moved = len(names[barrier + 1 :])
-    assert moved >= 4 and all(found[i] == ("STG", ".128") for i in range(barrier + 1, len(found))), found
+    assert moved >= 4 and all(
+        found[i] == ("STG", ".128") for i in range(barrier + 1, len(found))
+    ), found
     assert found.count(("LDG", ".128")) == moved, found
 
 
@@ -149,7 +157,9 @@ def test_blocks_do_not_depend_on_the_number_of_rows(target):
             ops.cuda.attention.plan_attention(rows, E, torch.bfloat16, TARGETS[target])
             for rows in (1, 16, 64, 65, 240, 1024)
         ]
-        assert len({cut.keys for cut in cuts}) == 1 and all(ops.cuda.attention.CHUNK % cut.keys == 0 for cut in cuts)
+        assert len({cut.keys for cut in cuts}) == 1 and all(
+            ops.cuda.attention.CHUNK % cut.keys == 0 for cut in cuts
+        )
         assert all(cut.rows == 16 * cut.warps for cut in cuts)
 
 
@@ -157,4 +167,9 @@ def test_the_rows_of_a_level_fit_a_tile():
     for V, R, rows in ((2049, 10, 16), (32000, 10, 16), (256 * 1024, 64, 16), (10**7, 64, 1)):
         blocks = triton.cdiv(V, ops.cuda.topk.BLOCK)
         tiles = ops.cuda.topk.tiles_of_level(R, blocks, 10, 7, 50)
-        assert tiles["ROWS"] == rows and tiles["BLOCKS"] >= blocks and tiles["FRONT"] == 8 and tiles["SLOTS"] == 64
+        assert (
+            tiles["ROWS"] == rows
+            and tiles["BLOCKS"] >= blocks
+            and tiles["FRONT"] == 8
+            and tiles["SLOTS"] == 64
+        )

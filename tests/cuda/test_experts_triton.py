@@ -124,7 +124,9 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(model, "route", ops.experts.expert_lists)
 
 
-@pytest.mark.parametrize("format,name", [("none", "experts_linear"), ("int8", "w8a16"), ("int4", "w4a16")])
+@pytest.mark.parametrize(
+    "format,name", [("none", "experts_linear"), ("int8", "w8a16"), ("int4", "w4a16")]
+)
 def test_a_layer_lists_rows_once(as_on_cuda, format, name):
     """What is called, and that nothing waits for data, of which there is none."""
     config = ModelConfig(
@@ -148,16 +150,27 @@ def stack_of(format: str, experts: int, N: int, K: int, group: int) -> QuantExpe
     """Experts of no particular weights."""
     kind = FORMATS[format]
     scale = torch.ones(kind.scale_shape(torch.Size((N, K)), group), dtype=kind.scale_dtype)
-    return QuantExperts(kind, ((torch.zeros(N, K, dtype=torch.int8), scale) for _ in range(experts)), experts)
+    return QuantExperts(
+        kind, ((torch.zeros(N, K, dtype=torch.int8), scale) for _ in range(experts)), experts
+    )
 
 
-@pytest.mark.parametrize("format,bytes_each", [("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128), ("int8", 64 * 516)])
+@pytest.mark.parametrize(
+    "format,bytes_each", [("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128), ("int8", 64 * 516)]
+)
 def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
     """Stacks hold half a byte or a byte per weight and the scales, and nothing else holds either."""
     stack = stack_of(format, 4, 64, 512, 128)
-    held = [t for module in stack.modules() for t in (*module.buffers(False), *module.parameters(False))]
+    held = [
+        t for module in stack.modules() for t in (*module.buffers(False), *module.parameters(False))
+    ]
     assert sum(t.nbytes for t in held) == 4 * bytes_each
-    assert stack.packed.shape == (4, 2 if format == "int4" else 4, 64, ops.cuda.layout.COLUMNS)  # [E, blocks, N, words]
+    assert stack.packed.shape == (
+        4,
+        2 if format == "int4" else 4,
+        64,
+        ops.cuda.layout.COLUMNS,
+    )  # [E, blocks, N, words]
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -197,10 +210,18 @@ def test_tiles_of_mixtures(experts, chosen, N, K, want):
 @pytest.mark.parametrize("form", [(16, 0), (4, 128), (4, 64), (4, 32), (8, 0)], ids=str)
 def test_splits_do_not_depend_on_the_number_of_rows(target, form):
     for dtype in (torch.bfloat16, torch.float32):
-        for N, K, experts in ((28672, 4096, 8), (4096, 14336, 8), (70, 96, 8), (1536, 2048, 128), (2048, 768, 128)):
+        for N, K, experts in (
+            (28672, 4096, 8),
+            (4096, 14336, 8),
+            (70, 96, 8),
+            (1536, 2048, 128),
+            (2048, 768, 128),
+        ):
             facts = (N, K, *form, dtype, TARGETS[target], experts)
             cuts = [plan_experts(P, *facts) for P in (1, 2, 32, 33, 120, 129, 512, 4096)]
-            assert len({cut.splits for cut in cuts}) == 1 and cuts[0].splits <= -(-K * form[0] // 1024)
+            assert len({cut.splits for cut in cuts}) == 1 and cuts[0].splits <= -(
+                -K * form[0] // 1024
+            )
             assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
 
 

@@ -31,7 +31,14 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.autosize import Autosizer, with_smaller_trees
 from generate import generate, load
-from helpers import GOLDEN, decode, quantized, quantized_experts, share_that_differs, with_head_norms
+from helpers import (
+    GOLDEN,
+    decode,
+    quantized,
+    quantized_experts,
+    share_that_differs,
+    with_head_norms,
+)
 from hf.weights import load_model
 from load import warm_up
 from model import KVCache, ModelConfig, MoEFeedForward
@@ -45,12 +52,16 @@ from tree_shapes import EAGLE1_PATHS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
+    ),
 ]
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
-LIMIT_S = 180  # of a test, among several processes; the longest compile a dozen kernels or three steps
+LIMIT_S = (
+    180  # of a test, among several processes; the longest compile a dozen kernels or three steps
+)
 SMOKE = """
 test_tree_attention[128-torch.bfloat16-(32, 32)]
 test_tree_attention[128-torch.bfloat16-(32, 8)]
@@ -112,7 +123,9 @@ def attention_inputs(heads, starts, rows, window, dtype, E=128, spare=7):
     for b, start in enumerate(starts):
         k[b, :, start + window :] = v[b, :, start + window :] = float("nan")
     mask = torch.rand(B, rows, window, device="cuda") < 0.4
-    mask |= torch.arange(window, device="cuda") == torch.arange(rows, device="cuda")[:, None]  # a row sees itself
+    mask |= (
+        torch.arange(window, device="cuda") == torch.arange(rows, device="cuda")[:, None]
+    )  # a row sees itself
     return q, k, v, torch.tensor(starts, device="cuda"), mask
 
 
@@ -142,18 +155,23 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
     at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
     chain = ops.attention.tree_attention(q, k, v, at(start), causal)
     for t in (0, 1, 5, 30, 59):
-        alone = ops.attention.tree_attention(q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1])
+        alone = ops.attention.tree_attention(
+            q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1]
+        )
         assert torch.equal(alone, chain[:, t : t + 1]), t
     for rows in (2, 16, 17, 33):
         assert torch.equal(
-            ops.attention.tree_attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]), chain[:, :rows]
+            ops.attention.tree_attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]),
+            chain[:, :rows],
         )
     wide = torch.nn.functional.pad(causal, (0, 4))
     k, v = k.nan_to_num(), v.nan_to_num()
     assert torch.equal(ops.attention.tree_attention(q, k, v, at(start), wide), chain)
     q, k, v = (torch.cat((torch.randn_like(x), x)) for x in (q, k, v))
     starts = torch.tensor([start // 2, start], device="cuda")
-    assert torch.equal(ops.attention.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain)
+    assert torch.equal(
+        ops.attention.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 60])
@@ -191,7 +209,9 @@ def compact_by_reference(cache, start, path):
 
 
 def same_buffers(cache, want):
-    return all(torch.equal(ours, theirs) for ours, theirs in zip((*cache.k, *cache.v), want, strict=True))
+    return all(
+        torch.equal(ours, theirs) for ours, theirs in zip((*cache.k, *cache.v), want, strict=True)
+    )
 
 
 def random_paths(batch, steps, nodes):
@@ -199,7 +219,9 @@ def random_paths(batch, steps, nodes):
     paths = torch.arange(steps, device="cuda").repeat(batch, 1)
     for row in range(batch):
         accepted = steps - 1 - row * (steps - 1) // batch
-        paths[row, 1 : accepted + 1] = 1 + torch.randperm(nodes - 1, device="cuda")[:accepted].sort().values
+        paths[row, 1 : accepted + 1] = (
+            1 + torch.randperm(nodes - 1, device="cuda")[:accepted].sort().values
+        )
     return paths
 
 
@@ -211,7 +233,10 @@ def test_compaction(dtype, kv_heads, E):
     for batch in (1, 2):
         cache = filled_cache(kv_heads, E, batch, 700, dtype)
         for steps in (1, 2, 7, 33, 64) * 10:
-            start, path = torch.randint(700 - 64, (batch,), device="cuda"), random_paths(batch, steps, 64)
+            start, path = (
+                torch.randint(700 - 64, (batch,), device="cuda"),
+                random_paths(batch, steps, 64),
+            )
             want = compact_by_reference(cache, start, path)
             ops.compact.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
@@ -229,7 +254,10 @@ def test_rows_may_move_in_a_circle():
 def test_compiled_and_captured_compaction():
     """One launch for all layers; the path and the length are read from the device, and no buffer is copied."""
     cache = filled_cache(8, 128, 2, 300, torch.bfloat16, layers=32)
-    start, path = torch.zeros(2, dtype=torch.long, device="cuda"), torch.arange(7, device="cuda").repeat(2, 1)
+    start, path = (
+        torch.zeros(2, dtype=torch.long, device="cuda"),
+        torch.arange(7, device="cuda").repeat(2, 1),
+    )
     step = torch.compile(cache.compact, fullgraph=True, dynamic=False)
     for _ in range(2):
         step(start, path)
@@ -237,7 +265,11 @@ def test_compiled_and_captured_compaction():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step(start, path)
         torch.cuda.synchronize()
-    launched = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    launched = [
+        event.key
+        for event in profile.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     assert launched == ["compact_kernel"], launched
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -261,8 +293,14 @@ def test_topk_logsumexp(poisoned, V, k):
     values, index, total = ops.topk.topk_logsumexp(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
-    assert torch.equal(index, order[..., :k]) if k <= 64 else torch.equal(scores.gather(-1, index), values)
-    torch.testing.assert_close(total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6)
+    assert (
+        torch.equal(index, order[..., :k])
+        if k <= 64
+        else torch.equal(scores.gather(-1, index), values)
+    )
+    torch.testing.assert_close(
+        total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])
@@ -274,16 +312,24 @@ def test_grow_level(poisoned, by_value, V, k):
     B, R, W, count = 2, 10, 50, min(k, 10)
     logits = (torch.randn(B, R, V, device="cuda") * 10).round(decimals=1)  # ties
     ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
-    found, root = ops.tree.Scores(logits, 1.25, ids), ops.tree.Frontier(torch.zeros(B, R, device="cuda"), seen)
+    found, root = (
+        ops.tree.Scores(logits, 1.25, ids),
+        ops.tree.Frontier(torch.zeros(B, R, device="cuda"), seen),
+    )
     level = ops.tree.grow_level(found, root, ops.tree.Expansion(k, 0, 0))
     scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
     assert k > 64 or torch.equal(level.tokens, ids[index[..., :k]].flatten(1))
-    torch.testing.assert_close(level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
+    torch.testing.assert_close(
+        level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6
+    )
     children = ops.tree.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
     front = ops.tree.Frontier(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
     step = ops.tree.Expansion(k, count, 3, None, by_value)
-    got, want = ops.tree.grow_level(found, front, step), ops.tree.grow_level_reference(children, front, step)
+    got, want = (
+        ops.tree.grow_level(found, front, step),
+        ops.tree.grow_level_reference(children, front, step),
+    )
     assert all(map(torch.equal, (*got[:3], *got.front), (*want[:3], *want.front)))
 
 
@@ -297,7 +343,10 @@ def test_nodes_of_a_tree(poisoned, P, N):
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
-    got, want = ops.tree.relate(chosen, parents, N - 1), ops.tree.relate_reference(chosen, parents, N - 1)
+    got, want = (
+        ops.tree.relate(chosen, parents, N - 1),
+        ops.tree.relate_reference(chosen, parents, N - 1),
+    )
     assert all(map(torch.equal, got, want))
 
 
@@ -336,7 +385,9 @@ def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
 @pytest.mark.parametrize("rows", [1, 26, 60])
 @pytest.mark.parametrize("form", ["int4-128", "int8"])
 def test_a_captured_product_is_equal_100_times(form, rows):
-    weights = quantized(form, 4096, 4096, "cuda")  # split: partial sums are added by a second kernel
+    weights = quantized(
+        form, 4096, 4096, "cuda"
+    )  # split: partial sums are added by a second kernel
     x = torch.randn(rows, 4096, device="cuda").bfloat16()
     want = weights.operator(x)
     graph = torch.cuda.CUDAGraph()
@@ -378,7 +429,9 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     got = layer()
     want = ops.norm.add_norm_reference(stream, narrow.reference(x.float()), scale, 1e-5)
     for ours, theirs in zip(got, (*want, ops.norm.swiglu(wide.reference(got[1].float())))):
-        torch.testing.assert_close(ours / theirs.abs().max(), theirs.to(ours.dtype) / theirs.abs().max(), **close)
+        torch.testing.assert_close(
+            ours / theirs.abs().max(), theirs.to(ours.dtype) / theirs.abs().max(), **close
+        )
     scores = narrow.reference(got[2].float())
     assert got[3].dtype == torch.float32 and (got[3] - scores).norm() < 1e-4 * scores.norm()
     products = triton_products()
@@ -407,8 +460,12 @@ def test_rotary_cache(heads, normed):
     cache = torch.randn(2, B, kv_heads, S, E, device="cuda").bfloat16()
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     got = ops.rotary.rotary_cache(qkv, rope, *ours, slots, norms)
-    want = ops.rotary.rotary_cache_plainly(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
-    near = 0.1 if normed else 0.02  # of the largest values: an ulp that the norm was rounded otherwise
+    want = ops.rotary.rotary_cache_plainly(
+        with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots
+    )
+    near = (
+        0.1 if normed else 0.02
+    )  # of the largest values: an ulp that the norm was rounded otherwise
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=1e-2)
     assert share_that_differs([got, ours[0]], [want, theirs[0]]) < 0.01
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
@@ -450,7 +507,10 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
     for name, spread in ROUTINGS.items():
         expert = torch.tensor(spread, device="cuda")
         x = torch.randn(len(expert), K, device="cuda").to(dtype)
-        got, want = weights.operator(x, ops.experts.route(expert, 8)), weights.reference(x.float(), expert)
+        got, want = (
+            weights.operator(x, ops.experts.route(expert, 8)),
+            weights.reference(x.float(), expert),
+        )
         assert got.dtype == dtype and got.shape == want.shape
         error = (got.float() - want).norm() / want.norm()
         assert error < ERRORS[dtype], (name, float(error))
@@ -463,10 +523,15 @@ def test_eight_of_128_experts(poisoned, form):
     for tokens in (1, 7, 60, 256):
         expert = torch.rand(tokens, 128, device="cuda").topk(8).indices.flatten()
         x = torch.randn(len(expert), 384, device="cuda").bfloat16()
-        got, want = weights.operator(x, ops.experts.route(expert, 128)), weights.reference(x.float(), expert)
+        got, want = (
+            weights.operator(x, ops.experts.route(expert, 128)),
+            weights.reference(x.float(), expert),
+        )
         error = (got.float() - want).norm() / want.norm()
         assert error < ERRORS[torch.bfloat16], (tokens, float(error))
-        assert torch.equal(weights.operator(x[:8], ops.experts.route(expert[:8], 128)), got[:8]), tokens
+        assert torch.equal(weights.operator(x[:8], ops.experts.route(expert[:8], 128)), got[:8]), (
+            tokens
+        )
 
 
 @pytest.mark.parametrize("N,K", [(4096, 1792), (3584, 4096)])
@@ -483,7 +548,9 @@ def test_a_row_has_the_same_bits_beside_any_others_of_its_expert(form, dtype, N,
             got = weights.operator(x[part], ops.experts.route(expert[part], 8))
             assert torch.equal(got, whole[part]), rows
     order = torch.randperm(300, device="cuda")
-    assert torch.equal(weights.operator(x[order], ops.experts.route(expert[order], 8)), whole[order])
+    assert torch.equal(
+        weights.operator(x[order], ops.experts.route(expert[order], 8)), whole[order]
+    )
     for e in range(8):
         crowded = weights.operator(x, ops.experts.route(torch.full_like(expert, e), 8))
         assert torch.equal(crowded[expert == e], whole[expert == e]), e
@@ -569,10 +636,17 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    options = {"device": "cuda", "temperature": temperature, "batch_size": batch, "max_new_tokens": 100}
+    options = {
+        "device": "cuda",
+        "temperature": temperature,
+        "batch_size": batch,
+        "max_new_tokens": 100,
+    }
     config = GenerateConfig(**options, ignore_eos=True, seed=7)
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
-    drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling), target)
+    drafter = with_smaller_trees(
+        EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling), target
+    )
     engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
     assert engine.captured and isinstance(engine.tree_policy, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
@@ -606,7 +680,12 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
     head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
     config = GenerateConfig(
-        device="cuda", temperature=temperature, max_new_tokens=60, batch_size=2, ignore_eos=True, seed=7
+        device="cuda",
+        temperature=temperature,
+        max_new_tokens=60,
+        batch_size=2,
+        ignore_eos=True,
+        seed=7,
     )
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
     drafter = EagleDrafter(head, target, TREES[tree], config.sampling)
@@ -638,7 +717,13 @@ def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    options = {"device": "cuda", "temperature": temperature, "max_new_tokens": 30, "seed": 7, "draft": "none"}
+    options = {
+        "device": "cuda",
+        "temperature": temperature,
+        "max_new_tokens": 30,
+        "seed": 7,
+        "draft": "none",
+    }
     config = GenerateConfig(**options, ignore_eos=True)
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 137 * k % 400)] for k in range(1, 9)]
     vanilla = with_cycles(Engine(config, target, RootOnly(), 512, ()))
@@ -657,7 +742,13 @@ def test_four_rows_that_come_and_go(compiled, temperature):
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    options = {"device": "cuda", "temperature": temperature, "max_new_tokens": 40, "seed": 7, "draft": "none"}
+    options = {
+        "device": "cuda",
+        "temperature": temperature,
+        "max_new_tokens": 40,
+        "seed": 7,
+        "draft": "none",
+    }
     config = GenerateConfig(**options, ignore_eos=True)
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 37 * k % 60)] for k in range(1, 8)]
     want = generate(with_cycles(Engine(config, target, RootOnly(), 256, ())), prompts).tokens
@@ -684,9 +775,28 @@ def test_two_gpus_decode_what_one_does(tmp_path, compile):
     """The demo in fp32, sampled, with NCCL's collectives in the graphs."""
     runs = []
     for number, start in enumerate(([], ["-m", "torch.distributed.run", "--nproc_per_node", "2"])):
-        options = ["--device", "cuda", "--dtype", "float32", "--temperature", "1", "--tree", "dynamic", *compile]
+        options = [
+            "--device",
+            "cuda",
+            "--dtype",
+            "float32",
+            "--temperature",
+            "1",
+            "--tree",
+            "dynamic",
+            *compile,
+        ]
         out = tmp_path / f"{number}.json"
-        command = [sys.executable, *start, "generate.py", "--checkpoint", DEMO, "--json", str(out), *options]
+        command = [
+            sys.executable,
+            *start,
+            "generate.py",
+            "--checkpoint",
+            DEMO,
+            "--json",
+            str(out),
+            *options,
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0 and "not captured" not in done.stderr, done.stderr
         runs.append(json.loads(out.read_text())["tokens"])

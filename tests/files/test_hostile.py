@@ -50,11 +50,22 @@ LIMIT_S = 5  # of the processor, for one case; most take 20 ms
 HANG_S = 60  # of the clock, on a busy machine
 LIMIT_BYTES = 300 * 10**6  # by which the memory of the process may grow
 MODELS = GOLDEN / "models"
-DENSE, MOE, HEAD = (MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha"))
+DENSE, MOE, HEAD = (
+    MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha")
+)
 TARGET3, HEAD3 = MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"
 CHAIN = ("--tree", "chain", "--tree_depth", "2")
 IDS = ["--prompt_ids", "5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
-TEXT = ["--prompt", "def read_lines(path):", "--max_new_tokens", "3", "--device", "cpu", "--draft", "none"]
+TEXT = [
+    "--prompt",
+    "def read_lines(path):",
+    "--max_new_tokens",
+    "3",
+    "--device",
+    "cpu",
+    "--draft",
+    "none",
+]
 JUNK = [
     None, True, False, 0, 1, -1, 3, 7, 64.0, 0.5, -0.5, 2**31, 2**62, 2**63, 10**30, 1e-320, 1e300, float("nan"),
     float("inf"), -float("inf"), "", "x", "64", "\ud800", "a\nb", [], {}, [[]], [1, "x"], [None], {"a": 1}, [2**70],
@@ -141,7 +152,17 @@ def mangled(r: random.Random, content: bytes) -> bytes:
         case 4:
             return content[:at] + b"\xff" * 8 + content[at + 8 :]
         case _:
-            return r.choice([b"", b"\0", b"\n", r.randbytes(100), b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}"])
+            return r.choice(
+                [
+                    b"",
+                    b"\0",
+                    b"\n",
+                    r.randbytes(100),
+                    b"[" * 100_000,
+                    b'{"a":' * 100_000,
+                    b"\xff\xfe{}",
+                ]
+            )
 
 
 @cache
@@ -171,7 +192,12 @@ def gguf_bytes() -> bytes:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, raw["num_hidden_layers"])
     for name, tensor in load_file(DENSE / "model.safetensors").items():
         writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy())
-    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    (
+        writer.write_header_to_file(),
+        writer.write_kv_data_to_file(),
+        writer.write_tensors_to_file(),
+        writer.close(),
+    )
     content = file.read_bytes()
     file.unlink()
     return content
@@ -183,7 +209,11 @@ def gguf_bytes() -> bytes:
 def config_value(r: random.Random, folder: Path) -> Case:
     """One key of a target's config.json is junk."""
     path, raw = model(folder, r.choice([DENSE, DENSE, MOE]))
-    keys = MODEL_KEYS if "num_local_experts" not in raw else (*MODEL_KEYS, "num_local_experts", "num_experts_per_tok")
+    keys = (
+        MODEL_KEYS
+        if "num_local_experts" not in raw
+        else (*MODEL_KEYS, "num_local_experts", "num_experts_per_tok")
+    )
     key, value = r.choice(keys), r.choice(JUNK)
     put(path / "config.json", raw | {key: value})
     return Case(f"config {key} = {said(value)}", ids(path))
@@ -192,9 +222,12 @@ def config_value(r: random.Random, folder: Path) -> Case:
 def config_shape(r: random.Random, folder: Path) -> Case:
     """Sizes that are plausible one by one and do not fit each other or the files."""
     path, raw = model(folder, r.choice([DENSE, MOE]))
-    keys = [k for k, v in raw.items() if type(v) is int and k not in ("pretraining_tp", "bos_token_id")]
+    keys = [
+        k for k, v in raw.items() if type(v) is int and k not in ("pretraining_tp", "bos_token_id")
+    ]
     changed = {
-        k: r.choice([1, 2, 3, 8, 15, 96, 97, 128, 160, 4096, 2**20, 2**24]) for k in r.sample(keys, r.randint(1, 3))
+        k: r.choice([1, 2, 3, 8, 15, 96, 97, 128, 160, 4096, 2**20, 2**24])
+        for k in r.sample(keys, r.randint(1, 3))
     }
     put(path / "config.json", raw | changed)
     return Case(f"config {changed}", ids(path))
@@ -203,10 +236,18 @@ def config_shape(r: random.Random, folder: Path) -> Case:
 def config_rope(r: random.Random, folder: Path) -> Case:
     path, raw = model(folder)
     kind = r.choice(["linear", "llama3", "yarn", "default"])
-    whole = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    whole = {
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     block = {"rope_type": kind} | whole | {"rope_theta": 1e4}
     key, value = r.choice([*ROPE_KEYS, "rope_theta"]), r.choice([*JUNK, 1.0, 4.0])
-    put(path / "config.json", raw | {r.choice(["rope_scaling", "rope_parameters"]): block | {key: value}})
+    put(
+        path / "config.json",
+        raw | {r.choice(["rope_scaling", "rope_parameters"]): block | {key: value}},
+    )
     return Case(f"rope {kind} {key} = {said(value)}", ids(path))
 
 
@@ -225,7 +266,10 @@ def others_model(layout: str) -> tuple[dict, bytes]:
 
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"hostile-{os.getpid()}-{layout}"
     write_model(folder, WHOLE[layout], DENSE)
-    found = json.loads((folder / "config.json").read_text()), (folder / "model.safetensors").read_bytes()
+    found = (
+        json.loads((folder / "config.json").read_text()),
+        (folder / "model.safetensors").read_bytes(),
+    )
     shutil.rmtree(folder)
     return found
 
@@ -238,7 +282,10 @@ def others_value(r: random.Random, folder: Path) -> Case:
     block = json.loads(json.dumps(raw["quantization_config"]))
     scheme = block.get("config_groups", {}).get("group_0", {})
     place = r.choice([block, scheme, scheme["weights"]] if scheme else [block])
-    key, value = r.choice([*place, "weight_block_size"] if layout == "fp8" else list(place)), r.choice(JUNK)
+    key, value = (
+        r.choice([*place, "weight_block_size"] if layout == "fp8" else list(place)),
+        r.choice(JUNK),
+    )
     place[key] = value
     put(path / "config.json", raw | {"quantization_config": block})
     return Case(f"{layout} {key} = {said(value)}", ids(path))
@@ -264,7 +311,9 @@ def generation_config(r: random.Random, folder: Path) -> Case:
 
 
 def head_value(r: random.Random, folder: Path) -> Case:
-    head, target, keys = r.choice([(HEAD, DENSE, HEAD_KEYS), (HEAD3, TARGET3, (*HEAD_KEYS, *HEAD3_KEYS))])
+    head, target, keys = r.choice(
+        [(HEAD, DENSE, HEAD_KEYS), (HEAD3, TARGET3, (*HEAD_KEYS, *HEAD3_KEYS))]
+    )
     path = linked(head, folder / "head")
     raw = json.loads((head / "config.json").read_text())
     key, value = r.choice(keys), r.choice(JUNK)
@@ -302,7 +351,10 @@ def edited(r: random.Random, path: Path, tensors: dict[str, torch.Tensor], name:
         whole.to(torch.complex64), whole.bool(), whole.float(), whole.long() + 2**40, whole.long() - 2**40,
     ]  # fmt: skip
     number = r.randrange(len(edits))
-    save_file(tensors | ({} if edits[number] is None else {name: edits[number].contiguous()}), path / "new")
+    save_file(
+        tensors | ({} if edits[number] is None else {name: edits[number].contiguous()}),
+        path / "new",
+    )
     put(path / "model.safetensors", (path / "new").read_bytes())
     return f"{name} edit {number}"
 
@@ -320,10 +372,16 @@ def tokenizer_value(r: random.Random, folder: Path) -> Case:
     if json_file := r.random() < 0.5:
         (path / "tokenizer.model").unlink()
         put(path / "tokenizer.json", tokenizer_json())
-    key, value = r.choice(TOKENIZER_KEYS), r.choice([*JUNK, {"content": 5}, {"1": {"content": "x", "special": "y"}}])
+    key, value = (
+        r.choice(TOKENIZER_KEYS),
+        r.choice([*JUNK, {"content": 5}, {"1": {"content": "x", "special": "y"}}]),
+    )
     put(path / "tokenizer_config.json", {key: value})
     more = ["--chat"] if key == "chat_template" else []
-    return Case(f"tokenizer_config {key} = {said(value)}, json {json_file}", ["--checkpoint", str(path), *TEXT, *more])
+    return Case(
+        f"tokenizer_config {key} = {said(value)}, json {json_file}",
+        ["--checkpoint", str(path), *TEXT, *more],
+    )
 
 
 def small_json(r: random.Random, folder: Path) -> Case:
@@ -334,10 +392,23 @@ def small_json(r: random.Random, folder: Path) -> Case:
     whole = {"weight_map": {"a": "model.safetensors"}} if "index" in name else {"a": 1}
     if name == "config.json":
         whole = json.loads((Path(DEMO) / name).read_text())
-    content = r.choice([*JUNK, "[" * 100_000, '{"a":' * 1000, mangled(r, json.dumps(whole).encode())])
+    content = r.choice(
+        [*JUNK, "[" * 100_000, '{"a":' * 1000, mangled(r, json.dumps(whole).encode())]
+    )
     if "index" in name and r.random() < 0.5:
-        names = ["../../../etc/passwd", "\0", "x" * 300, "", ".", "/dev/zero", "model.safetensors/x", "\ud800"]
-        content = {"weight_map": r.choice([JUNK[r.randrange(len(JUNK))], {"a": r.choice([*JUNK, *names])}])}
+        names = [
+            "../../../etc/passwd",
+            "\0",
+            "x" * 300,
+            "",
+            ".",
+            "/dev/zero",
+            "model.safetensors/x",
+            "\ud800",
+        ]
+        content = {
+            "weight_map": r.choice([JUNK[r.randrange(len(JUNK))], {"a": r.choice([*JUNK, *names])}])
+        }
     put(path / name, content if isinstance(content, (bytes, str)) else json.dumps(content))
     return Case(f"{name} = {said(content)}", ["--checkpoint", str(path), *TEXT])
 
@@ -353,7 +424,9 @@ def number_flag(r: random.Random, folder: Path) -> Case:
     more = ["--temperature", "1"] if flag in ("top_k", "top_p") else []
     more += ["--quant", "int4"] if flag == "group_size" else []
     head = ["--eagle", str(HEAD), *(["--tree", "dynamic"] if "tree" in flag else [])]
-    argv = ids(DENSE, *(head if flag.startswith(("tree", "draft")) else ()), *more, f"--{flag}", value)
+    argv = ids(
+        DENSE, *(head if flag.startswith(("tree", "draft")) else ()), *more, f"--{flag}", value
+    )
     return Case(f"--{flag} {said(value)}", argv)
 
 
@@ -389,7 +462,9 @@ def broken_safetensors(r: random.Random, path: Path) -> str:
     if kind == 0:
         content = mangled(r, content)
     elif kind == 1:
-        content = r.choice([0, 1, 2**40, 2**63, size - 1, size + 1]).to_bytes(8, "little") + content[8:]
+        content = (
+            r.choice([0, 1, 2**40, 2**63, size - 1, size + 1]).to_bytes(8, "little") + content[8:]
+        )
     else:  # the header says something else
         header = json.loads(content[8 : 8 + size])
         name = r.choice(list(header))
@@ -474,7 +549,17 @@ def tokenizer_json_file(r: random.Random, folder: Path) -> Case:
         content = json.dumps(found, allow_nan=True)
     else:
         pattern = r.choice(
-            ["(a+)+$", "(x+x+)+y", "((", "(?=(\\w+))\\1:", "(.*)*$", "\\p{Q}", "(?<=a+)b", "a{1000000}", ""]
+            [
+                "(a+)+$",
+                "(x+x+)+y",
+                "((",
+                "(?=(\\w+))\\1:",
+                "(.*)*$",
+                "\\p{Q}",
+                "(?<=a+)b",
+                "a{1000000}",
+                "",
+            ]
         )
         found["pre_tokenizer"] = {
             "type": "Split",
@@ -492,7 +577,14 @@ def tokenizer_json_file(r: random.Random, folder: Path) -> Case:
 
 
 def prompt_file(r: random.Random, folder: Path) -> Case:
-    row = r.choice([*JUNK, {"turns": r.choice(JUNK)}, {"turns": [r.choice(JUNK)]}, {"turns": ["a", r.choice(JUNK)]}])
+    row = r.choice(
+        [
+            *JUNK,
+            {"turns": r.choice(JUNK)},
+            {"turns": [r.choice(JUNK)]},
+            {"turns": ["a", r.choice(JUNK)]},
+        ]
+    )
     text = json.dumps(row)
     name, content = r.choice([
         ("p.jsonl", text), ("p.jsonl", text + "\n" + '{"turns": ["a"]}'), ("p.jsonl", "[" * 1000), ("p.jsonl", "[" * 100_000),
@@ -501,23 +593,50 @@ def prompt_file(r: random.Random, folder: Path) -> Case:
         ("p.txt", mangled(r, b"some text that goes on for longer than this")), ("p.txt", "word " * 100_000),
     ])  # fmt: skip
     file = put(folder / name, content)
-    return Case(f"{name} = {said(content)}", ["--checkpoint", DEMO, *TEXT[2:], "--prompt_file", str(file)])
+    return Case(
+        f"{name} = {said(content)}", ["--checkpoint", DEMO, *TEXT[2:], "--prompt_file", str(file)]
+    )
 
 
 def tree_file(r: random.Random, folder: Path) -> Case:
     content = r.choice(
-        [*JUNK, [r.choice(JUNK)], [[r.choice(JUNK)]], [[0], [r.choice(JUNK)]], "[" * 100_000, [[0] * 10_000]]
+        [
+            *JUNK,
+            [r.choice(JUNK)],
+            [[r.choice(JUNK)]],
+            [[0], [r.choice(JUNK)]],
+            "[" * 100_000,
+            [[0] * 10_000],
+        ]
     )
     file = put(folder / "tree.json", content)
-    return Case(f"tree_file = {said(content)}", ids(DENSE, "--eagle", str(HEAD), "--tree_file", str(file)))
+    return Case(
+        f"tree_file = {said(content)}", ids(DENSE, "--eagle", str(HEAD), "--tree_file", str(file))
+    )
 
 
 def token_ranks(r: random.Random, folder: Path) -> Case:
     path = linked(HEAD, folder / "head")
-    content = r.choice([*JUNK, list(range(97)), [5, 5, 6], [96, 97], [-1, 2], "[" * 100_000, [1.5] * 97, [2**63] * 97])
+    content = r.choice(
+        [
+            *JUNK,
+            list(range(97)),
+            [5, 5, 6],
+            [96, 97],
+            [-1, 2],
+            "[" * 100_000,
+            [1.5] * 97,
+            [2**63] * 97,
+        ]
+    )
     put(path / "token_ranks.json", content)
-    argv = ids(DENSE, "--eagle", str(path), "--tree", "dynamic", "--tree_topk", "2", "--tree_size", "5")
-    return Case(f"token_ranks = {said(content)}", [*argv, "--draft_vocab", r.choice(["3", "97", "1", "200"])])
+    argv = ids(
+        DENSE, "--eagle", str(path), "--tree", "dynamic", "--tree_topk", "2", "--tree_size", "5"
+    )
+    return Case(
+        f"token_ranks = {said(content)}",
+        [*argv, "--draft_vocab", r.choice(["3", "97", "1", "200"])],
+    )
 
 
 def gguf_file(r: random.Random, folder: Path) -> Case:
@@ -546,7 +665,9 @@ def stand_in(r: random.Random, folder: Path) -> Case:
 
 def chat_lines(r: random.Random, folder: Path) -> Case:
     line = r.choice(["\0", "\ud800", "x" * 10_000, "</s>" * 50, "\x1b[31m"])
-    return Case(f"chat {said(line)}", ["--checkpoint", DEMO, *TEXT[2:], "--interactive"], line + "\n")
+    return Case(
+        f"chat {said(line)}", ["--checkpoint", DEMO, *TEXT[2:], "--interactive"], line + "\n"
+    )
 
 
 FAMILIES: dict[Callable[[random.Random, Path], Case], int] = {
@@ -592,9 +713,13 @@ class Outcome(NamedTuple):
             return "too much memory"
         if "Traceback" in self.err or self.status not in (None, 0, 2):
             return "traceback"
-        if self.status == 2 and (lines != 1 or not self.err.startswith("generate.py: ") or len(self.err) > 3000):
+        if self.status == 2 and (
+            lines != 1 or not self.err.startswith("generate.py: ") or len(self.err) > 3000
+        ):
             return "not one line"
-        if self.status == 2 and "; " not in self.err:  # what must hold and what was found stand before it
+        if (
+            self.status == 2 and "; " not in self.err
+        ):  # what must hold and what was found stand before it
             return "no remedy"
         return ""
 
@@ -657,8 +782,16 @@ def apart(case: Case, folder: Path) -> Outcome:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             break
-    end = pickle.loads(said[2].read_bytes()) if said[2].exists() else ("killed", time.monotonic() - began, 0)
-    return Outcome(end[0], *(file.read_text(errors="replace") if file.exists() else "" for file in said[:2]), *end[1:])
+    end = (
+        pickle.loads(said[2].read_bytes())
+        if said[2].exists()
+        else ("killed", time.monotonic() - began, 0)
+    )
+    return Outcome(
+        end[0],
+        *(file.read_text(errors="replace") if file.exists() else "" for file in said[:2]),
+        *end[1:],
+    )
 
 
 def check(number: int, folder: Path, capfd) -> bool:
@@ -677,7 +810,9 @@ def check_family(family: Callable, numbers: range, folder: Path, capfd) -> None:
     """Run the cases of a family, of which enough must be refused."""
     mine = [number for number in numbers if DECK[number % len(DECK)] is family]
     refused = sum([check(number, folder / str(number), capfd) for number in mine])
-    assert mine and refused >= LEAST.get(family, 0.75) * len(mine), f"{refused} of {len(mine)} are refused"
+    assert mine and refused >= LEAST.get(family, 0.75) * len(mine), (
+        f"{refused} of {len(mine)} are refused"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
@@ -710,15 +845,25 @@ def test_what_a_library_does_is_one_line(tmp_path, capfd):
         pass
 
     file = tmp_path / "file.bin"
-    errors = (Panic("a\nb"), KeyError("x"), RecursionError("deep"), ValueError("\x1b[31m" + "x" * 5000))
+    errors = (
+        Panic("a\nb"),
+        KeyError("x"),
+        RecursionError("deep"),
+        ValueError("\x1b[31m" + "x" * 5000),
+    )
     for error in errors:
         with pytest.raises(ValueError) as caught, read_untrusted(file, "make it again"):
             os.write(2, b"thread panicked at lib.rs\n")
             warnings.warn("this will change", stacklevel=1)
             raise error
-        assert re.fullmatch(rf"{file} is corrupt, .* \([^\n\x1b]{{1,350}}\); make it again", str(caught.value))
+        assert re.fullmatch(
+            rf"{file} is corrupt, .* \([^\n\x1b]{{1,350}}\); make it again", str(caught.value)
+        )
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(ValueError, match="file.bin needs more memory than there is; free some"), read_untrusted(file):
+        with (
+            pytest.raises(ValueError, match="file.bin needs more memory than there is; free some"),
+            read_untrusted(file),
+        ):
             raise error
     for error in (KeyboardInterrupt(), ValueError(f"{file} is too small; use another")):
         with pytest.raises(type(error)) as caught, read_untrusted(file):
@@ -764,7 +909,11 @@ def test_what_a_config_may_leave_out(tmp_path, capfd):
     path, raw = model(tmp_path)
     for bos in (-1, None):
         assert config_from(raw | {"bos_token_id": bos}, "LlamaForCausalLM").bos_id is None
-    for name, wanted in (("Qwen2ForCausalLM", 512), ("Qwen3ForCausalLM", 512), ("MistralForCausalLM", 16)):
+    for name, wanted in (
+        ("Qwen2ForCausalLM", 512),
+        ("Qwen3ForCausalLM", 512),
+        ("MistralForCausalLM", 16),
+    ):
         said = raw | {"max_position_embeddings": 512, "sliding_window": 16}
         assert config_from(said, name).max_context == wanted
         assert config_from(said | {"use_sliding_window": True}, name).max_context == 16
@@ -786,7 +935,10 @@ def test_threads_leave_standard_error_and_the_limits_as_they_were(capfd):
     for thread in threads:
         thread.join()
     os.write(2, b"heard again")
-    assert capfd.readouterr().err == "heard again" and resource.getrlimit(resource.RLIMIT_DATA) == limits
+    assert (
+        capfd.readouterr().err == "heard again"
+        and resource.getrlimit(resource.RLIMIT_DATA) == limits
+    )
 
 
 @dataclass(frozen=True)
@@ -799,14 +951,25 @@ class Declared:
 
 
 def test_declared_keys():
-    assert read_fields({"size": 8, "share": None, "other": "x"}, Declared) == Declared(8, 1.0, False)
+    assert read_fields({"size": 8, "share": None, "other": "x"}, Declared) == Declared(
+        8, 1.0, False
+    )
     assert read_fields({"size": 1, "share": 2, "flag": True}, Declared) == Declared(1, 2, True)
     for raw, words in (
         ({}, "the key 'size' is missing"),
         ({"size": None}, "the key 'size' is missing"),
-        *(({"size": v}, "size must be a whole number from 1 to 8; it is") for v in (0, 9, -1, True, 1.0, "1", [], {})),
-        *(({"size": 1, "share": v}, "share must be a number above 0") for v in (0, -1.0, 3, float("nan"), True, "1")),
-        *(({"size": 1, "flag": v}, "flag must be true or false; it is") for v in (0, 1, "true", [])),
+        *(
+            ({"size": v}, "size must be a whole number from 1 to 8; it is")
+            for v in (0, 9, -1, True, 1.0, "1", [], {})
+        ),
+        *(
+            ({"size": 1, "share": v}, "share must be a number above 0")
+            for v in (0, -1.0, 3, float("nan"), True, "1")
+        ),
+        *(
+            ({"size": 1, "flag": v}, "flag must be true or false; it is")
+            for v in (0, 1, "true", [])
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             read_fields(raw, Declared)
@@ -819,10 +982,15 @@ def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
         said,
     )
     path, raw = model(tmp_path)
-    put(path / "config.json", raw | {"vocab_size": 2**24, "hidden_size": 2**20, "num_attention_heads": 2**10})
+    put(
+        path / "config.json",
+        raw | {"vocab_size": 2**24, "hidden_size": 2**20, "num_attention_heads": 2**10},
+    )
     for more, remedy in (((), "model or --quant"), (("--quant", "int8"), "model")):
         said = refused(capfd, *ids(path, *more))
-        assert f"the weights of {path}, by its config, " in said and "GB of memory are needed" in said
+        assert (
+            f"the weights of {path}, by its config, " in said and "GB of memory are needed" in said
+        )
         assert said.endswith(f"; use a smaller {remedy}\n")
 
 
@@ -848,7 +1016,8 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
     assert tokenizer.encode("a" * 20)
     monkeypatch.setattr(hf.tokenizer, "SPLIT_S", 0.05)
     with pytest.raises(
-        ValueError, match="tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids"
+        ValueError,
+        match="tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids",
     ):
         tokenizer.encode("a" * 250)
 
@@ -862,8 +1031,12 @@ def test_a_disk_is_no_text(tmp_path, monkeypatch):
 
 
 def test_texts_that_are_none(capfd):
-    assert "half a character" in refused(capfd, "--checkpoint", DEMO, "--prompt", "a\ud800", *TEXT[2:])
-    assert "/dev/zero is a device" in refused(capfd, "--checkpoint", DEMO, "--prompt_file", "/dev/zero", *TEXT[2:])
+    assert "half a character" in refused(
+        capfd, "--checkpoint", DEMO, "--prompt", "a\ud800", *TEXT[2:]
+    )
+    assert "/dev/zero is a device" in refused(
+        capfd, "--checkpoint", DEMO, "--prompt_file", "/dev/zero", *TEXT[2:]
+    )
     assert "--json has a character" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--json", "a\0b")
     assert "File name too long" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--trace", "x" * 254)
     engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")

@@ -36,10 +36,15 @@ from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_dir
 from scripts.bench import quant_quality
 
 ROOT = Path(quantize.__file__).parent
-TARGET, HEAD = GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"  # fp32; dim 64, ffn 160, V 97
+TARGET, HEAD = (
+    GOLDEN / "models/target_llama_mha",
+    GOLDEN / "models/head_eagle12_mha",
+)  # fp32; dim 64, ffn 160, V 97
 QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden pair
-COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
+)
 
 
 def name_of(quant) -> str:
@@ -77,7 +82,8 @@ def errors(weight: Tensor, group: int, codes: Tensor, scale: Tensor) -> Tensor:
 WEIGHTS = {
     "normal": random(400, 256),
     "signs": random(64, 256).sign(),  # plain rounding has no error here
-    "huge": random(64, 256) + 1000 * (torch.arange(256) % 32 == 7),  # one value that a group's range is cut for
+    "huge": random(64, 256)
+    + 1000 * (torch.arange(256) % 32 == 7),  # one value that a group's range is cut for
     "one-sided": -random(64, 256).abs(),
     "heavy": random(64, 256) ** 5,
     "tiny": random(64, 256) * 1e-12,
@@ -98,10 +104,12 @@ def test_int4_search_is_never_worse_than_plain_rounding(kind, group):
     weight = WEIGHTS[kind]
     codes, scale = Int4Linear.encode(weight, group)
     plain = weight.unflatten(1, (-1, group)).abs().amax(-1) / 7
-    plain_codes = (weight.unflatten(1, (-1, group)) / plain[..., None]).round().clamp(-8, 7).flatten(1)
-    most = errors(weight, group, plain_codes, plain) + (2**-16 + 1e-6) * weight.square().unflatten(1, (-1, group)).sum(
-        -1
+    plain_codes = (
+        (weight.unflatten(1, (-1, group)) / plain[..., None]).round().clamp(-8, 7).flatten(1)
     )
+    most = errors(weight, group, plain_codes, plain) + (2**-16 + 1e-6) * weight.square().unflatten(
+        1, (-1, group)
+    ).sum(-1)
     assert (errors(weight, group, codes, scale) <= most).all()
 
 
@@ -154,7 +162,11 @@ def test_a_weight_that_is_no_number_stays_none(quant):
 
 def test_nibbles_in_files():
     """Every pair of codes, and the layout that the header promises: the even column low."""
-    codes = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8)).to(torch.int8).reshape(4, 128)
+    codes = (
+        torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
+        .to(torch.int8)
+        .reshape(4, 128)
+    )
     stored = Int4Linear.to_file(codes)
     assert stored.dtype == torch.uint8 and stored.shape == Int4Linear.file_shape(codes.shape)
     assert torch.equal(Int4Linear.from_file(stored), codes)
@@ -220,7 +232,9 @@ def test_without_a_compiler_the_references_compute_the_same(monkeypatch, quant, 
             without_operators(patch)
             got = layer(x)
         assert got.dtype == want.dtype and got.shape == want.shape
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=max(1e-5, torch.finfo(want.dtype).eps))
+        torch.testing.assert_close(
+            got, want, atol=1e-5, rtol=max(1e-5, torch.finfo(want.dtype).eps)
+        )
 
 
 @OPERATORS
@@ -238,11 +252,20 @@ def test_captures_whole_and_gives_the_same_bits(quant, backend):
 
 # ------------------------------------------------------------------------------------------- zero points
 
-GRIDS = [(32, 32), (64, 64), (128, 128), (256, 128), (96, 32), (576, 64)]  # inputs of a scale; as they are packed
+GRIDS = [
+    (32, 32),
+    (64, 64),
+    (128, 128),
+    (256, 128),
+    (96, 32),
+    (576, 64),
+]  # inputs of a scale; as they are packed
 SCALES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
-def foreign(n: int, k: int, group: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def foreign(
+    n: int, k: int, group: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales and zero points as others' files hold them, and the weight that they stand for, [n, k] fp32."""
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(-8, 8, (n, k), generator=g, dtype=torch.int8)
@@ -262,7 +285,11 @@ def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype)
     layer = Int4Linear(codes, scale, random(97), zero=zero)
     assert layer.group_size == packed and torch.equal(layer.dequantize(), weight)
     assert all(
-        map(torch.equal, state(Int4Linear(*layer.codes_and_scale(), layer.bias)).values(), state(layer).values())
+        map(
+            torch.equal,
+            state(Int4Linear(*layer.codes_and_scale(), layer.bias)).values(),
+            state(layer).values(),
+        )
     )
     ids = torch.tensor([5, 96, 0])
     assert torch.equal(layer.rows(ids).dequantize(), weight[ids])
@@ -316,7 +343,9 @@ def test_what_a_zero_point_costs():
 def test_groups_that_cannot_be_packed():
     codes = torch.zeros(3, 144, dtype=torch.int8)
     for count in (3, 5, 1):
-        with pytest.raises(ValueError, match=f"a multiple of 32 inputs; {count} scales of 144 inputs make none"):
+        with pytest.raises(
+            ValueError, match=f"a multiple of 32 inputs; {count} scales of 144 inputs make none"
+        ):
             Int4Linear(codes, torch.ones(3, count).half())
 
 
@@ -333,7 +362,10 @@ def saved(tmp_path_factory):
     """The demo and its head, written in every format."""
     folder = tmp_path_factory.mktemp("saved")
     return {
-        quant: tuple(quantized(Path(DEMO + end), folder / (name_of(quant) + end), quant) for end in ("", "-eagle"))
+        quant: tuple(
+            quantized(Path(DEMO + end), folder / (name_of(quant) + end), quant)
+            for end in ("", "-eagle")
+        )
         for quant in QUANTS
     }
 
@@ -347,7 +379,9 @@ def test_saved_and_on_load_are_the_same_bits(saved, quant, dtype):
     assert_same_bits(ours, theirs)
     assert_same_bits(load_head(head_path, ours), load_head(Path(DEMO + "-eagle"), theirs, quant))
     linears = [m for m in ours.modules() if isinstance(m, torch.nn.Linear | quantize.QuantLinear)]
-    assert len(linears) == 8 * 4 + 1 and {type(m) for m in linears} == {FORMATS[quant.format]}, "all of them, no more"
+    assert len(linears) == 8 * 4 + 1 and {type(m) for m in linears} == {FORMATS[quant.format]}, (
+        "all of them, no more"
+    )
     assert ours.lm_head.fp32_out and not ours.layers[0].ffn.w2.fp32_out
     ids = torch.arange(40)[None] + 100
     logits = ours.logits(ours(ids, torch.arange(40)[None]))
@@ -362,12 +396,17 @@ def test_saved_files_are_as_small_as_they_should_be(saved, quant):
     rest = sum(raw.read(n).nbytes for n in raw.readers if not quantize.is_quantized(n, raw.read(n)))
     size = sum(f.stat().st_size for f in saved[quant][0].glob("*.safetensors"))
     assert abs(size - rest - numel * bits / 8) < 0.02 * size
-    assert (saved[quant][0] / "tokenizer.model").read_bytes() == (Path(DEMO) / "tokenizer.model").read_bytes()
+    assert (saved[quant][0] / "tokenizer.model").read_bytes() == (
+        Path(DEMO) / "tokenizer.model"
+    ).read_bytes()
 
 
 def golden_copy(folder: Path, layout: str) -> Path:
     """The golden target in another layout."""
-    weights, config = load_file(TARGET / "model.safetensors"), json.loads((TARGET / "config.json").read_text())
+    weights, config = (
+        load_file(TARGET / "model.safetensors"),
+        json.loads((TARGET / "config.json").read_text()),
+    )
     folder.mkdir()
     if layout.startswith("tied"):
         config["tie_word_embeddings"] = True
@@ -396,7 +435,9 @@ def test_every_layout_can_be_read(tmp_path, quant, layout):
     out = quantized(path, tmp_path / "out", quant)
     ours, theirs = load_model(out), load_model(path, quant=quant)
     assert_same_bits(ours, theirs)
-    assert isinstance(ours.lm_head, FORMATS[quant.format]) and isinstance(ours.embedding, torch.nn.Embedding)
+    assert isinstance(ours.lm_head, FORMATS[quant.format]) and isinstance(
+        ours.embedding, torch.nn.Embedding
+    )
     if layout.startswith("tied"):
         want = FORMATS[quant.format].encode(ours.embedding.weight, quant.group_size)
         assert all(map(torch.equal, ours.lm_head.codes_and_scale(), want))
@@ -406,7 +447,10 @@ def test_every_layout_can_be_read(tmp_path, quant, layout):
 
 @each(SMALL)
 def test_a_bias_is_kept(tmp_path, quant):
-    weights, config = load_file(TARGET / "model.safetensors"), json.loads((TARGET / "config.json").read_text())
+    weights, config = (
+        load_file(TARGET / "model.safetensors"),
+        json.loads((TARGET / "config.json").read_text()),
+    )
     for part in "qkv":
         for layer in range(config["num_hidden_layers"]):
             name = f"model.layers.{layer}.self_attn.{part}_proj."
@@ -456,7 +500,13 @@ def test_misaligned_files_give_the_same_bits(tmp_path):
     ],
 )
 def test_the_drafts_lm_head(target, draft, own):
-    options = {"checkpoint": str(TARGET), "eagle": str(HEAD), "device": "cpu", "ignore_eos": True, "tree": "dynamic"}
+    options = {
+        "checkpoint": str(TARGET),
+        "eagle": str(HEAD),
+        "device": "cpu",
+        "ignore_eos": True,
+        "tree": "dynamic",
+    }
     options |= {"group_size": 32} if "int4" in (target, draft) else {}
     engine = load(quant=target, quant_draft=draft, **options)
     drafter, draft = engine.drafter, draft or target
@@ -488,20 +538,27 @@ def test_an_open_group_size_is_the_largest_that_fits(tmp_path):
     cases = {(96, 64): 32, (576, 1536): 64, (128, 64): 64, (4096, 11008): 128, (256,): 128}
     for inputs, size in cases.items():
         assert fit_group(open_size, dict(zip("ab", inputs))).group_size == size, inputs
-    with pytest.raises(ValueError, match="int4 group size 32 does not divide in_features 48 of b; use --quant int8"):
+    with pytest.raises(
+        ValueError, match="int4 group size 32 does not divide in_features 48 of b; use --quant int8"
+    ):
         fit_group(open_size, {"a": 64, "b": 48})
     with pytest.raises(
-        ValueError, match="int4 group size 128 does not divide in_features 576 of a; use --group_size 64"
+        ValueError,
+        match="int4 group size 128 does not divide in_features 576 of a; use --group_size 64",
     ):
         fit_group(Quantization("int4", 128), {"a": 576})
-    engine = load(checkpoint=str(TARGET), eagle=str(HEAD), quant="int4", device="cpu", tree="dynamic")
+    engine = load(
+        checkpoint=str(TARGET), eagle=str(HEAD), quant="int4", device="cpu", tree="dynamic"
+    )
     assert {m.group_size for m in engine.target.modules() if isinstance(m, Int4Linear)} == {32}
     assert engine.drafter.lm_head is engine.target.lm_head  # whatever its groups are
     assert_same_bits(engine.target, load_model(TARGET, quant=Quantization("int4", 32)))
     out = quantized(TARGET, tmp_path / "out", open_size)
     assert saved_quantization(read_json(out / "config.json")).group_size == 32
     assert_same_bits(load_model(out), engine.target)
-    engine = load(checkpoint=str(TARGET), eagle=str(HEAD), quant_draft="int4", device="cpu", tree="dynamic")
+    engine = load(
+        checkpoint=str(TARGET), eagle=str(HEAD), quant_draft="int4", device="cpu", tree="dynamic"
+    )
     assert engine.drafter.head.fc.group_size == 32 and engine.drafter.lm_head.group_size == 64
 
 
@@ -525,7 +582,9 @@ def test_a_saved_head_on_a_float_target(tmp_path):
     head = quantized(HEAD, tmp_path / "head", Quantization("int4", 32))
     engine = load(checkpoint=str(TARGET), eagle=str(head), device="cpu", tree="dynamic")
     assert (engine.config.quant, engine.config.quant_draft) == ("none", "int4")
-    assert isinstance(engine.drafter.lm_head, Int4Linear) and isinstance(engine.target.lm_head, torch.nn.Linear)
+    assert isinstance(engine.drafter.lm_head, Int4Linear) and isinstance(
+        engine.target.lm_head, torch.nn.Linear
+    )
     for asked in ("none", "int8"):
         with pytest.raises(ValueError, match=r"is quantized already \(int4\); drop --quant_draft"):
             load(checkpoint=str(TARGET), eagle=str(head), quant_draft=asked, device="cpu")
@@ -534,18 +593,26 @@ def test_a_saved_head_on_a_float_target(tmp_path):
 @each(QUANTS)
 def test_some_rows_are_the_same_codes_and_products(products, quant):
     ids, bias = torch.tensor([3, 4, 90, 199, 0]), random(200, seed=2)
-    whole = FORMATS[quant.format].from_float(random(200, 256).bfloat16(), bias, quant.group_size, fp32_out=True)
+    whole = FORMATS[quant.format].from_float(
+        random(200, 256).bfloat16(), bias, quant.group_size, fp32_out=True
+    )
     rows = whole.rows(ids)
     for some, all in zip(rows.codes_and_scale(), whole.codes_and_scale()):
         assert some.dtype == all.dtype and torch.equal(some, all[ids])
     x = random(7, 256, seed=1).bfloat16()
     got, want = rows(x), whole(x)[:, ids]
     assert got.dtype == want.dtype == torch.float32
-    assert torch.equal(got, want) if products == "operators" else torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert (
+        torch.equal(got, want)
+        if products == "operators"
+        else torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    )
 
 
 def test_lm_head_copy_that_does_not_fit():
-    with pytest.raises(ValueError, match="group size 128 does not divide in_features 64 of .*lm_head"):
+    with pytest.raises(
+        ValueError, match="group size 128 does not divide in_features 64 of .*lm_head"
+    ):
         draft_lm_head(load_model(TARGET), Quantization("int4", 128))
 
 
@@ -555,9 +622,16 @@ def test_lm_head_in_groups_of_another_size():
     own = target.lm_head
     assert own.group_size == 32 and draft_lm_head(target, Quantization("int4", 32)) is own
     copy = draft_lm_head(target, Quantization("int4", 64))
-    assert copy.group_size == 64 and copy.fp32_out and copy.codes_and_scale()[1].shape == (own.out_features, 1)
+    assert (
+        copy.group_size == 64
+        and copy.fp32_out
+        and copy.codes_and_scale()[1].shape == (own.out_features, 1)
+    )
     target = load_model(TARGET, quant=Quantization("int8"))
-    assert target.lm_head.group_size == 0 and draft_lm_head(target, Quantization("int8", 32)) is target.lm_head
+    assert (
+        target.lm_head.group_size == 0
+        and draft_lm_head(target, Quantization("int8", 32)) is target.lm_head
+    )
 
 
 def test_a_disk_too_small_for_the_codes(monkeypatch, tmp_path):
@@ -565,8 +639,14 @@ def test_a_disk_too_small_for_the_codes(monkeypatch, tmp_path):
     quantize_directory(Path(DEMO), tmp_path / "fits", Quantization("int4"))
     size = sum(f.stat().st_size for f in (tmp_path / "fits").glob("*.safetensors"))
     for free, fits in ((size - 200_000, False), (size, True)):
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        with nullcontext() if fits else pytest.raises(ValueError, match=r"needs 0.0 GB, and .* free; make room"):
+        monkeypatch.setattr(
+            checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+        )
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(ValueError, match=r"needs 0.0 GB, and .* free; make room")
+        ):
             quantize_directory(Path(DEMO), tmp_path / "out", Quantization("int4"))
         assert (tmp_path / "out").exists() == fits and not (tmp_path / "out.tmp").exists()
 
@@ -592,11 +672,24 @@ def failure(capsys, main, *argv: str) -> str:
 
 def test_quantize_and_generate(capsys, tmp_path):
     for end in ("", "-eagle"):
-        out, err = run(capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}"))
+        out, err = run(
+            capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}")
+        )
         assert f"python generate.py --checkpoint {tmp_path / 'demo'}" in out
         total = len(WeightFiles(Path(DEMO + end)).readers)
         assert err.endswith(f"int4: {total} of {total} tensors\n") and err.count("\r") == total
-    ids = ["--prompt", "def f(x):", "--max_new_tokens", "16", "--json", "-", "--device", "cpu", "--tree", "dynamic"]
+    ids = [
+        "--prompt",
+        "def f(x):",
+        "--max_new_tokens",
+        "16",
+        "--json",
+        "-",
+        "--device",
+        "cpu",
+        "--tree",
+        "dynamic",
+    ]
     got, _ = run(capsys, main, "--checkpoint", str(tmp_path / "demo"), *ids)
     want, _ = run(capsys, main, "--checkpoint", DEMO, "--quant", "int4", *ids)
     got, want = json.loads(got), json.loads(want)
@@ -653,7 +746,9 @@ def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
     argv = (*BASE, "--out", str(out), "--group_size", "32")
     assert "exists; give --overwrite" in failure(capsys, quantize.main, *argv)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
-    assert "quantized already (int8)" in failure(capsys, quantize.main, "--checkpoint", str(out), "--out", f"{out}-2")
+    assert "quantized already (int8)" in failure(
+        capsys, quantize.main, "--checkpoint", str(out), "--out", f"{out}-2"
+    )
     run(capsys, quantize.main, *argv, "--overwrite")
     assert saved_quantization(read_json(out / "config.json")).format == "int4"
     assert isinstance(load_model(out).lm_head, Int4Linear)
@@ -754,7 +849,9 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
 
 
 @OPERATORS
-@pytest.mark.parametrize("environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=["CXX", "PATH"])
+@pytest.mark.parametrize(
+    "environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=["CXX", "PATH"]
+)
 @each(SMALL)
 def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, quant, environment):
     """One line says so, and the loop gives the tokens that the operators give."""
@@ -769,7 +866,9 @@ def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, 
     got, said = run(capsys, main, *argv)
     notes = [line for line in said.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1 and "no C++ compiler" in notes[0]
-    assert "PyTorch's own operators" in notes[0] and "slow on trees and in int8 and int4" in notes[0]
+    assert (
+        "PyTorch's own operators" in notes[0] and "slow on trees and in int8 and int4" in notes[0]
+    )
     tokens = [json.loads(out)["tokens"][0] for out in (got, want)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 12
 
@@ -806,7 +905,9 @@ def test_quantized_demo_stays_the_demo():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
+)
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
     """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
@@ -816,7 +917,9 @@ def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
     write_random_model(tmp_path, shape, torch.bfloat16)
     peak_bytes, model_bytes = loading_memory(tmp_path, quant)
     largest_bytes = shape.vocab_size * shape.dim * 2
-    print(f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB")
+    print(
+        f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB"
+    )
     assert model_bytes <= peak_bytes <= 1.2 * model_bytes + largest_bytes
 
 
@@ -830,7 +933,9 @@ def test_the_quality_of_a_mixture():
     for runs in ("int8 activations", "16-bit activations"):
         model, bits = quant_quality.build(path, quant_quality.Row("int8", 0, runs))
         assert 8.4 < bits < 8.6
-        assert any(isinstance(m, QuantExperts) for m in model.modules()) == (runs == "int8 activations")
+        assert any(isinstance(m, QuantExperts) for m in model.modules()) == (
+            runs == "int8 activations"
+        )
         kl[runs] = quant_quality.compare(reference, model, texts)[1]
     assert 0 < kl["16-bit activations"] < kl["int8 activations"] < 1e-3
     kind, weight = FORMATS["int4"], torch.randn(2, 32, 64)
@@ -846,7 +951,9 @@ def test_a_gpu_rounds_a_7b_layer_in_few_steps(form, monkeypatch):
     weight, kind, parts = torch.randn(300, 4096), FORMATS[form], []
     want, whole = kind.encode(weight, 128), kind.encode_rows
     monkeypatch.setattr(
-        kind, "encode_rows", staticmethod(lambda part, *out: parts.append(len(part)) or whole(part, *out))
+        kind,
+        "encode_rows",
+        staticmethod(lambda part, *out: parts.append(len(part)) or whole(part, *out)),
     )
     monkeypatch.setitem(quantize.AT_ONCE, "cpu", quantize.AT_ONCE["cuda"])
     got = kind.encode(weight, 128)

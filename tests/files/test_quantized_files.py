@@ -47,7 +47,9 @@ class Layout(NamedTuple):
     """A kind of file."""
 
     config: dict  # `quantization_config`
-    write: Callable[[Tensor], tuple[Parts, Tensor]]  # [N, K] fp32 -> the parts; what they stand for, [N, K] fp32
+    write: Callable[
+        [Tensor], tuple[Parts, Tensor]
+    ]  # [N, K] fp32 -> the parts; what they stand for, [N, K] fp32
 
 
 # ------------------------------------------------------------------------------------------------ writers
@@ -64,7 +66,9 @@ def rounded(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor
 
 
 def decoded(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    groups = (codes.float().unflatten(1, (scale.shape[1], -1)) - zero.float()[..., None]) * scale.float()[..., None]
+    groups = (
+        codes.float().unflatten(1, (scale.shape[1], -1)) - zero.float()[..., None]
+    ) * scale.float()[..., None]
     return groups.flatten(1)
 
 
@@ -93,7 +97,11 @@ def awq(weight: Tensor, group: int) -> tuple[Parts, Tensor]:
 
     codes, scale, zero = rounded(weight, group, False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    parts = {"qweight": pack(codes.T, order), "qzeros": pack(zero.T, order), "scales": scale.T.contiguous()}
+    parts = {
+        "qweight": pack(codes.T, order),
+        "qzeros": pack(zero.T, order),
+        "scales": scale.T.contiguous(),
+    }
     q, s, z = AutoAWQConverter(group_size=group)._convert_gemm_module(
         parts["qweight"], parts["scales"], parts["qzeros"]
     )
@@ -112,7 +120,10 @@ def compressed(weight: Tensor, format: str, args: dict) -> tuple[Parts, Tensor]:
         low, high = weight.amin()[None], weight.amax()[None]
     elif args["strategy"] == "block":
         blocks = [rows.split(128, 1) for rows in weight.split(128)]
-        low, high = (torch.tensor([[float(f(t)) for t in row] for row in blocks]) for f in (torch.min, torch.max))
+        low, high = (
+            torch.tensor([[float(f(t)) for t in row] for row in blocks])
+            for f in (torch.min, torch.max)
+        )
     else:
         groups = weight.unflatten(1, (-1, args.get("group_size") or weight.shape[1]))
         low, high = groups.amin(-1), groups.amax(-1)
@@ -120,12 +131,16 @@ def compressed(weight: Tensor, format: str, args: dict) -> tuple[Parts, Tensor]:
     scale = scale.bfloat16()
     given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
     parts = library.compress(given, scheme)
-    return parts, library.decompress(parts | {"weight_scale": scale.float()}, scheme)["weight"]  # in fp32
+    return parts, library.decompress(parts | {"weight_scale": scale.float()}, scheme)[
+        "weight"
+    ]  # in fp32
 
 
 def fp8(weight: Tensor, block: int | None, dtype: torch.dtype) -> tuple[Parts, Tensor]:
     """As Qwen3's FP8 files are; None: AutoFP8's, with a scale per tensor. Blocks are decoded by compressed-tensors."""
-    from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
+    from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import (
+        FP8BlockDequantizer,
+    )
 
     if block is None:
         scale = weight.abs().amax() / 448
@@ -133,20 +148,36 @@ def fp8(weight: Tensor, block: int | None, dtype: torch.dtype) -> tuple[Parts, T
         return parts | {"input_scale": torch.tensor(2.0)}, parts["weight"].float() * scale
     strips = [[t.abs().amax() / 448 for t in rows.split(block, 1)] for rows in weight.split(block)]
     scale = torch.tensor(strips).to(dtype)
-    wide = scale.float().repeat_interleave(block, 0).repeat_interleave(block, 1)[: len(weight), : weight.shape[1]]
+    wide = (
+        scale.float()
+        .repeat_interleave(block, 0)
+        .repeat_interleave(block, 1)[: len(weight), : weight.shape[1]]
+    )
     parts = {"weight": (weight / wide).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
     library = FP8BlockDequantizer([], [], (block, block), torch.float32)
     return parts, library._create_dequantized_weight(parts["weight"], scale)
 
 
 def of_gptq(group: int, symmetric: bool = True, version: int = 1, **more) -> Layout:
-    said = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": False}
+    said = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group,
+        "sym": symmetric,
+        "desc_act": False,
+    }
     said["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     return Layout(said | more, partial(gptq, group=group, symmetric=symmetric, version=version))
 
 
 def of_awq(group: int, **more) -> Layout:
-    said = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    said = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }
     return Layout(said | {"modules_to_not_convert": None} | more, partial(awq, group=group))
 
 
@@ -155,16 +186,22 @@ def of_compressed(
 ) -> Layout:
     args = {"num_bits": bits, "type": type, "symmetric": symmetric, "strategy": strategy, **more}
     group = {"targets": ["Linear"], "weights": args | {"actorder": None}, "input_activations": None}
-    said = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+    }
     return Layout(
-        said | {"ignore": ["lm_head"], "kv_cache_scheme": None}, partial(compressed, format=format, args=args)
+        said | {"ignore": ["lm_head"], "kv_cache_scheme": None},
+        partial(compressed, format=format, args=args),
     )
 
 
 def of_fp8(block: int | None, dtype: torch.dtype = torch.bfloat16) -> Layout:
     said = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     return Layout(
-        said | ({"weight_block_size": [block, block]} if block else {}), partial(fp8, block=block, dtype=dtype)
+        said | ({"weight_block_size": [block, block]} if block else {}),
+        partial(fp8, block=block, dtype=dtype),
     )
 
 
@@ -209,13 +246,17 @@ def write_model(
     tensors, weights = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith(("_proj", ".w1", ".w2", ".w3")) and not any(part in layer for part in keep):
+        if layer.endswith(("_proj", ".w1", ".w2", ".w3")) and not any(
+            part in layer for part in keep
+        ):
             parts, weights[name] = layout.write(tensor.float())
             tensors |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": layout.config}
+    config = json.loads((source / "config.json").read_text()) | {
+        "quantization_config": layout.config
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return weights
 
@@ -224,7 +265,10 @@ def write_model(
 
 
 def read_one(folder: Path, layout: Layout, parts: Parts) -> QuantizedFiles:
-    save_file({f"a.{part}": value.contiguous() for part, value in parts.items()}, folder / "model.safetensors")
+    save_file(
+        {f"a.{part}": value.contiguous() for part, value in parts.items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps({"quantization_config": layout.config}))
     return QuantizedFiles(WeightFiles(folder))
 
@@ -234,7 +278,9 @@ def test_a_weight_is_decoded_as_its_library_decodes_it(tmp_path, name):
     layout = LAYOUTS[name]
     outputs, inputs = (200, 320) if name in ("fp8", "fp8-fp32", "float-block") else (40, 256)
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
-    weight[0] = weight[0].abs()  # a zero point of 0 in version 1 of GPTQ borrows from its neighbours
+    weight[0] = weight[
+        0
+    ].abs()  # a zero point of 0 in version 1 of GPTQ borrows from its neighbours
     weight[1] = -weight[1].abs()
     parts, expected = layout.write(weight)
     files = read_one(tmp_path, layout, parts)
@@ -260,7 +306,10 @@ def test_a_weight_is_decoded_as_its_library_decodes_it(tmp_path, name):
 # ------------------------------------------------------------------------------------------------- models
 
 
-PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")  # fp32; dim 64, ffn 160, V 97
+PAIR = (
+    GOLDEN / "models/target_llama_mha",
+    GOLDEN / "models/head_eagle12_mha",
+)  # fp32; dim 64, ffn 160, V 97
 WHOLE = {  # one of each layout; what fits the golden models
     "gptq": of_gptq(32),
     "gptq-v2-zeros": of_gptq(-1, symmetric=False, version=2),
@@ -276,10 +325,16 @@ each_whole = pytest.mark.parametrize("name", WHOLE)
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, QuantLinear | QuantExperts]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, (QuantLinear, QuantExperts))}
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, (QuantLinear, QuantExperts))
+    }
 
 
-def check_layers(model: torch.nn.Module, names: dict[str, tuple[str, ...]], weights: dict[str, Tensor]) -> None:
+def check_layers(
+    model: torch.nn.Module, names: dict[str, tuple[str, ...]], weights: dict[str, Tensor]
+) -> None:
     """What was decoded by the library is what the layers hold, and no other layer is quantized.
 
     FP8 is rounded once more, to 127 steps of the largest magnitude of an output.
@@ -290,7 +345,9 @@ def check_layers(model: torch.nn.Module, names: dict[str, tuple[str, ...]], weig
         expected = torch.cat([weights[part] for part in names[f"{name}.weight"]])
         found = layer.dequantize().flatten(0, -2)
         if (found != expected).any():
-            assert ((found - expected).abs() <= 0.5001 * expected.abs().amax(1, keepdim=True) / 127).all(), name
+            assert (
+                (found - expected).abs() <= 0.5001 * expected.abs().amax(1, keepdim=True) / 127
+            ).all(), name
 
 
 @each_whole
@@ -300,11 +357,17 @@ def test_layers_hold_what_the_library_decodes_and_multiply_with_it(tmp_path, cap
     check_layers(model, weight_names(model.config), weights)
     rounds = name in ("float", "fp8")
     notes = [line for line in capsys.readouterr().err.splitlines() if "FP8" in line]
-    assert len(notes) == rounds and all(note.endswith("they become int8 with a scale per output") for note in notes)
+    assert len(notes) == rounds and all(
+        note.endswith("they become int8 with a scale per output") for note in notes
+    )
     layer = model.layers[0].ffn.w13
-    exact = torch.cat([weights[part] for part in weight_names(model.config)["layers.0.ffn.w13.weight"]])
+    exact = torch.cat(
+        [weights[part] for part in weight_names(model.config)["layers.0.ffn.w13.weight"]]
+    )
     assert rounds or torch.equal(layer.dequantize(), exact)
-    assert not isinstance(model.lm_head, QuantLinear) and model.lm_head.weight.dtype == torch.float32
+    assert (
+        not isinstance(model.lm_head, QuantLinear) and model.lm_head.weight.dtype == torch.float32
+    )
     x = torch.randn(5, exact.shape[1], generator=torch.Generator().manual_seed(0))
     # a CPU rounds activations to 127 steps of the largest of a block, here at most of the row
     most = x.abs().amax(1, keepdim=True) / 127 * 0.5001 * layer.dequantize().abs().sum(1)
@@ -316,13 +379,21 @@ def mixtral(tmp_path_factory) -> Path:
     """A random Mixtral whose widths int4 can have."""
     folder = tmp_path_factory.mktemp("mixtral")
     raw = json.loads((GOLDEN / "models/target_mixtral/config.json").read_text())
-    raw |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 4}
+    raw |= {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_local_experts": 4,
+    }
     (folder / "config.json").write_text(json.dumps(raw))
     torch.manual_seed(0)
     model = Transformer(config := read_config(folder))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
-    save_file(export_weights(model, weight_names(config), config, torch.float32), folder / "model.safetensors")
+    save_file(
+        export_weights(model, weight_names(config), config, torch.float32),
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -338,14 +409,25 @@ def test_experts_are_stacks(mixtral, tmp_path, name):
 @each_whole
 def test_trees_and_lookup_say_what_vanilla_says(tmp_path, capsys, name):
     write_model(tmp_path / "m", WHOLE[name], PAIR[0])
-    options = {"checkpoint": str(tmp_path / "m"), "max_new_tokens": 24, "device": "cpu", "ignore_eos": True}
+    options = {
+        "checkpoint": str(tmp_path / "m"),
+        "max_new_tokens": 24,
+        "device": "cpu",
+        "ignore_eos": True,
+    }
     prompts = [[9, 33, 2, 71, 9, 33, 2]]
     vanilla = load(**options, draft="none")
     expected = generate(vanilla, prompts).tokens
     assert vanilla.config.quant == ("int4" if "8" not in name and name != "float" else "int8")
     assert vanilla.config.group_size == (0 if vanilla.config.quant == "int8" else 32)
     tree = load(
-        **options, draft="eagle", eagle=str(PAIR[1]), quant_draft="none", tree_depth=3, tree_topk=4, tree_size=12
+        **options,
+        draft="eagle",
+        eagle=str(PAIR[1]),
+        quant_draft="none",
+        tree_depth=3,
+        tree_topk=4,
+        tree_size=12,
     )
     assert generate(tree, prompts).tokens == expected
     result = generate(load(**options, draft="ngram"), prompts)
@@ -357,7 +439,9 @@ def test_a_draft_model_may_be_such_a_file(tmp_path):
     options = {"checkpoint": str(PAIR[0]), "max_new_tokens": 20, "device": "cpu"}
     expected = generate(load(**options, draft="none"), [[5, 17, 3]]).tokens
     engine = load(**options, draft="model", draft_checkpoint=str(tmp_path / "m"))
-    assert engine.config.quant_draft == "int4" and isinstance(engine.drafter.model.layers[0].ffn.w2, QuantLinear)
+    assert engine.config.quant_draft == "int4" and isinstance(
+        engine.drafter.model.layers[0].ffn.w2, QuantLinear
+    )
     result = generate(engine, [[5, 17, 3]])
     assert result.tokens == expected and result.stats["tau"] > 1.5
 
@@ -368,7 +452,12 @@ def test_all_layers_in_one_call(tmp_path, keep):
     """As with --compile on a CPU in bf16; some of them stay in 16 bits."""
     weights = write_model(tmp_path / "m", LAYOUTS["packed-zeros" if keep else "gptq"], keep=keep)
     assert len(weights) == (8 * 7 - 7 - 3 - 7 if keep else 8 * 7)
-    options = {"checkpoint": str(tmp_path / "m"), "max_new_tokens": 16, "device": "cpu", "draft": "none"}
+    options = {
+        "checkpoint": str(tmp_path / "m"),
+        "max_new_tokens": 16,
+        "device": "cpu",
+        "draft": "none",
+    }
     prompt, engine = [[1, 293, 401, 5, 77]], load(**options)
     expected = generate(engine, prompt).tokens
     engine = load(**options, compile=True)
@@ -383,9 +472,13 @@ def test_zeros_where_a_model_has_no_bias_are_no_mistake(tmp_path):
     write_model(out, WHOLE["gptq"], PAIR[0])
     tensors = load_file(out / "model.safetensors")
     before = load_model(out)
-    save_file(tensors | {"model.layers.0.mlp.up_proj.bias": torch.zeros(160)}, out / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.mlp.up_proj.bias": torch.zeros(160)}, out / "model.safetensors"
+    )
     assert torch.equal(before.layers[0].ffn.w13.packed, load_model(out).layers[0].ffn.w13.packed)
-    save_file(tensors | {"model.layers.0.mlp.up_proj.bias": torch.ones(160)}, out / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.mlp.up_proj.bias": torch.ones(160)}, out / "model.safetensors"
+    )
     with pytest.raises(ValueError, match="1 unexpected weight.*up_proj.bias"):
         load_model(out)
 
@@ -395,9 +488,17 @@ def test_what_is_missing_in_a_config_is_read_elsewhere(tmp_path):
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     for version, symmetric in ((1, True), (2, True), (2, False)):
         layout = of_gptq(64, symmetric, version)
-        config = {name: value for name, value in layout.config.items() if name not in ("checkpoint_format", "sym")}
+        config = {
+            name: value
+            for name, value in layout.config.items()
+            if name not in ("checkpoint_format", "sym")
+        }
         parts, expected = layout.write(weight)
-        files = read_one(tmp_path, Layout(config | {"format": f"gptq_v{version}".removesuffix("_v1")}, None), parts)
+        files = read_one(
+            tmp_path,
+            Layout(config | {"format": f"gptq_v{version}".removesuffix("_v1")}, None),
+            parts,
+        )
         codes, scale, zero = files.quantized["a.weight"]()
         assert torch.equal(decoded(codes, scale, zero), expected)
     layout = of_awq(64, version=None, format="GEMM")
@@ -413,16 +514,23 @@ def test_groups_of_layers_may_differ_in_how_they_were_made(originals, tmp_path):
 
     out = shutil.copytree(originals("packed"), tmp_path / "m")
     spoil(out, observed)
-    assert torch.equal(load_model(out).layers[0].ffn.w2.packed, load_model(originals("packed")).layers[0].ffn.w2.packed)
+    assert torch.equal(
+        load_model(out).layers[0].ffn.w2.packed,
+        load_model(originals("packed")).layers[0].ffn.w2.packed,
+    )
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, name):
     """Scales in fp16 and zero points are words of 4 bytes, as many as the file has groups."""
     asked = []
-    monkeypatch.setattr("hf.weights.check_memory", lambda plan, *rest: asked.append(sum(plan.values())))
+    monkeypatch.setattr(
+        "hf.weights.check_memory", lambda plan, *rest: asked.append(sum(plan.values()))
+    )
     model = load_model(originals(name), dtype=torch.bfloat16)
-    taken = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not model.rope_freq)
+    taken = sum(
+        t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not model.rope_freq
+    )
     assert taken <= asked[0] <= 1.02 * taken, (asked, taken)
 
 
@@ -432,28 +540,51 @@ def test_they_run_in_bfloat16(tmp_path, name):
     write_model(tmp_path / "m", LAYOUTS[name])
     file = tmp_path / "m/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float16"}))
-    options = {"checkpoint": str(tmp_path / "m"), "draft": "none", "device": "cpu", "max_new_tokens": 8}
+    options = {
+        "checkpoint": str(tmp_path / "m"),
+        "draft": "none",
+        "device": "cpu",
+        "max_new_tokens": 8,
+    }
     half, other = load(**options), load(**options, dtype="bfloat16")
-    assert (half.config.dtype, other.config.dtype, other.config.quant) == ("float16", "bfloat16", "int4")
-    assert generate(half, [[1, 293, 401, 5, 77]]).tokens == generate(other, [[1, 293, 401, 5, 77]]).tokens
+    assert (half.config.dtype, other.config.dtype, other.config.quant) == (
+        "float16",
+        "bfloat16",
+        "int4",
+    )
+    assert (
+        generate(half, [[1, 293, 401, 5, 77]]).tokens
+        == generate(other, [[1, 293, 401, 5, 77]]).tokens
+    )
 
 
 def test_an_lm_head_in_codes(originals, tmp_path):
     """It is loaded where it is a weight of its own, and never dropped."""
     out = shutil.copytree(originals("int8"), tmp_path / "m")
-    codes = {"weight": torch.ones(97, 64, dtype=torch.int8), "weight_scale": torch.full((97, 1), 0.5)}
-    spoil(out, lambda config, tensors: tensors.update({f"lm_head.{part}": t for part, t in codes.items()}))
+    codes = {
+        "weight": torch.ones(97, 64, dtype=torch.int8),
+        "weight_scale": torch.full((97, 1), 0.5),
+    }
+    spoil(
+        out,
+        lambda config, tensors: tensors.update({f"lm_head.{part}": t for part, t in codes.items()}),
+    )
     assert (load_model(out).lm_head.dequantize() == 0.5).all()
     file = out / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
-    with pytest.raises(ValueError, match="m: tie_word_embeddings is true, and lm_head.weight is quantized.*; set tie"):
+    with pytest.raises(
+        ValueError,
+        match="m: tie_word_embeddings is true, and lm_head.weight is quantized.*; set tie",
+    ):
         load_model(out)
 
 
 def test_a_head_of_others_is_refused_with_its_path(originals, tmp_path, capsys):
     out = shutil.copytree(PAIR[1], tmp_path / "head")
     file = out / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": WHOLE["gptq"].config}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": WHOLE["gptq"].config})
+    )
     line = failure(capsys, "--checkpoint", str(PAIR[0]), "--eagle", str(out))
     assert f"{out}: checkpoints quantized with gptq are not supported here" in line
 
@@ -463,10 +594,16 @@ def test_scales_of_caches_and_activations_are_not_read(tmp_path, capsys):
     write_model(out, WHOLE["float"], PAIR[0])
     before, tensors = load_model(out), load_file(out / "model.safetensors")
     more = ("self_attn.k_scale", "self_attn.v_proj.output_scale", "mlp.up_proj.input_scale")
-    save_file(tensors | {f"model.layers.1.{name}": torch.ones(1) for name in more}, out / "model.safetensors")
+    save_file(
+        tensors | {f"model.layers.1.{name}": torch.ones(1) for name in more},
+        out / "model.safetensors",
+    )
     assert "not used" not in capsys.readouterr().err
     assert torch.equal(before.layers[1].ffn.w13.packed, load_model(out).layers[1].ffn.w13.packed)
-    assert capsys.readouterr().err.count("; scales of activations and of the cache are not used\n") == 1
+    assert (
+        capsys.readouterr().err.count("; scales of activations and of the cache are not used\n")
+        == 1
+    )
 
 
 # --------------------------------------------------------------------------------------------- bad files
@@ -612,12 +749,16 @@ def test_an_expert_count_that_contradicts_the_weights(mixtral, tmp_path, capsys)
     write_model(tmp_path / "m", WHOLE["gptq"], mixtral)
     file = tmp_path / "m/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_local_experts": 3}))
-    assert "num_local_experts 3, and the weights hold" in failure(capsys, "--checkpoint", str(tmp_path / "m"))
+    assert "num_local_experts 3, and the weights hold" in failure(
+        capsys, "--checkpoint", str(tmp_path / "m")
+    )
 
 
 def test_quant_of_such_a_file(originals, capsys):
     path = str(originals("gptq"))
-    assert "is quantized already (int4); drop --quant" in failure(capsys, "--checkpoint", path, "--quant", "int8")
+    assert "is quantized already (int4); drop --quant" in failure(
+        capsys, "--checkpoint", path, "--quant", "int8"
+    )
     with pytest.raises(SystemExit):
         quantize.main(["--checkpoint", path, "--out", path + "-int4"])
     assert "quantized with gptq are not supported here; use the original" in capsys.readouterr().err
@@ -646,7 +787,9 @@ def test_its_quality_beside_its_parents(tmp_path):
         quant_quality.check_models(tmp_path / "m", [])
     with pytest.raises(ValueError, match="--also quantized ones; .* is not quantized"):
         quant_quality.check_models(Path(DEMO), [DEMO])
-    text = ["def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n"] * 8
+    text = [
+        "def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n"
+    ] * 8
     config = quant_quality.QualityConfig(seq_len=64, sequences=2)
     texts = quant_quality.batches(text, Tokenizer.load(Path(DEMO)), config)
     reference, _ = quant_quality.build(Path(DEMO), quant_quality.Row("", 0, "reference"))
@@ -655,13 +798,20 @@ def test_its_quality_beside_its_parents(tmp_path):
     for row in own:
         model, bits = quant_quality.build(Path(DEMO), row)
         perplexity, divergence, agreement = quant_quality.compare(reference, model, texts)
-        assert 4.4 < bits < 4.6 and 0 < divergence < 0.2 and agreement > 0.8, (row, divergence, agreement)
+        assert 4.4 < bits < 4.6 and 0 < divergence < 0.2 and agreement > 0.8, (
+            row,
+            divergence,
+            agreement,
+        )
         assert abs(perplexity / exact - 1) < 0.2
 
 
 # ------------------------------------------------------------------------------------------------- memory
 
-SHAPES = {"small": (512, 1024, 8, 2000), "1b": (2048, 5632, 22, 32000)}  # width, inner width, layers, vocabulary
+SHAPES = {
+    "small": (512, 1024, 8, 2000),
+    "1b": (2048, 5632, 22, 32000),
+}  # width, inner width, layers, vocabulary
 
 
 def random_parts(name: str, n: int, k: int) -> Parts:
@@ -679,26 +829,56 @@ def random_parts(name: str, n: int, k: int) -> Parts:
                 "g_idx": groups,
             }
         case "awq":
-            packed, zeros = (torch.randint(size=(rows, n // 8), **numbers) for rows in (k, k // 128))
-            return {"qweight": packed, "qzeros": zeros, "scales": torch.full((k // 128, n), 0.01).half()}
+            packed, zeros = (
+                torch.randint(size=(rows, n // 8), **numbers) for rows in (k, k // 128)
+            )
+            return {
+                "qweight": packed,
+                "qzeros": zeros,
+                "scales": torch.full((k // 128, n), 0.01).half(),
+            }
         case "packed-128" | "packed-64":
             scale = torch.full((n, k // int(name[7:])), 0.01).bfloat16()
-            parts = {"weight_packed": torch.randint(size=(n, k // 8), **numbers), "weight_scale": scale}
+            parts = {
+                "weight_packed": torch.randint(size=(n, k // 8), **numbers),
+                "weight_scale": scale,
+            }
             return parts | {"weight_shape": torch.tensor([n, k])}
         case "int8":
-            return {"weight": torch.randint(-128, 128, (n, k), dtype=torch.int8), "weight_scale": torch.ones(n, 1)}
+            return {
+                "weight": torch.randint(-128, 128, (n, k), dtype=torch.int8),
+                "weight_scale": torch.ones(n, 1),
+            }
         case _:
             codes = torch.randint(0, 0x70, (n, k), dtype=torch.uint8).view(torch.float8_e4m3fn)
-            return {"weight": codes, "weight_scale_inv": torch.full((-(-n // 128), -(-k // 128)), 0.01).bfloat16()}
+            return {
+                "weight": codes,
+                "weight_scale_inv": torch.full((-(-n // 128), -(-k // 128)), 0.01).bfloat16(),
+            }
 
 
-def write_random_model(folder: Path, name: str, dim: int, inner: int, layers: int, vocab: int) -> int:
+def write_random_model(
+    folder: Path, name: str, dim: int, inner: int, layers: int, vocab: int
+) -> int:
     """Returns: the bytes of its files. Writes: `folder`."""
     raw = json.loads((Path(DEMO) / "config.json").read_text())
-    raw |= {"hidden_size": dim, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
+    raw |= {
+        "hidden_size": dim,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+    }
     raw |= {"num_attention_heads": dim // 64, "num_key_value_heads": dim // 256, "head_dim": 64}
     raw["quantization_config"] = LAYOUTS[name].config
-    rows = {"q": dim, "k": dim // 4, "v": dim // 4, "o": dim, "gate": inner, "up": inner, "down": dim}
+    rows = {
+        "q": dim,
+        "k": dim // 4,
+        "v": dim // 4,
+        "o": dim,
+        "gate": inner,
+        "up": inner,
+        "down": dim,
+    }
 
     def tensors():
         for end in ("model.embed_tokens", "lm_head"):
@@ -717,11 +897,16 @@ def write_random_model(folder: Path, name: str, dim: int, inner: int, layers: in
 
 
 @OPERATORS
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
+)
 @pytest.mark.parametrize(
     ("name", "size"),
     [("awq", "small"), ("fp8", "small")]
-    + [pytest.param(name, "1b", marks=pytest.mark.slow) for name in ("gptq", "awq", "packed-128", "int8", "fp8")],
+    + [
+        pytest.param(name, "1b", marks=pytest.mark.slow)
+        for name in ("gptq", "awq", "packed-128", "int8", "fp8")
+    ],
 )
 def test_loading_takes_little_more_memory_than_the_file_has(tmp_path, name, size):
     """Weights are unpacked and packed one by one."""
@@ -736,6 +921,8 @@ def test_loading_takes_little_more_memory_than_the_file_has(tmp_path, name, size
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     peak_bytes, model_bytes = map(int, done.stdout.split())
     sizes = {"of files": file_bytes, "kept": model_bytes, "at most": peak_bytes}
-    print(name, ", ".join(f"{said}: {size_bytes / 1e6:.0f} MB" for said, size_bytes in sizes.items()))
+    print(
+        name, ", ".join(f"{said}: {size_bytes / 1e6:.0f} MB" for said, size_bytes in sizes.items())
+    )
     unpacked = 2e6 if size == "small" else 0  # a weight's codes and words, which a real file dwarfs
     assert 0.9 * model_bytes <= peak_bytes <= 1.25 * file_bytes + unpacked

@@ -34,11 +34,19 @@ TEXTS = [
     " ",
     "",
 ]
-CONTROLS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CONTROLS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 
 
 def write(directory, name, value):
-    (directory / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    (directory / name).write_text(
+        value if isinstance(value, str) else json.dumps(value), encoding="utf-8"
+    )
     return directory
 
 
@@ -63,12 +71,16 @@ def build_json(directory, specials=CONTROLS, bos=True):
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(LINES * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tok.train_from_iterator(
+        LINES * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    )
     tok.add_special_tokens(specials)
     tok.add_tokens([AddedToken("工具 tool", normalized=False)])
     if bos:
         pair = [(specials[0], tok.token_to_id(specials[0]))]
-        tok.post_processor = processors.TemplateProcessing(single=f"{specials[0]} $A", special_tokens=pair)
+        tok.post_processor = processors.TemplateProcessing(
+            single=f"{specials[0]} $A", special_tokens=pair
+        )
     tok.save(str(directory / "tokenizer.json"))
     return directory
 
@@ -124,10 +136,15 @@ def test_control_tokens_are_parsed_on_request_only(tokenizer):
     assert len(controls) >= 3
     for control in controls:
         text = f"one {control}two{control}"
-        plain, parsed = tokenizer.encode(text, bos=False), tokenizer.encode(text, bos=False, special=True)
+        plain, parsed = (
+            tokenizer.encode(text, bos=False),
+            tokenizer.encode(text, bos=False, special=True),
+        )
         assert not set(plain) & tokenizer._hidden, control
         assert tokenizer.decode(plain) == text
-        assert parsed.count(tokenizer.id_of(control)) == 2 and parsed[-1] == tokenizer.id_of(control)
+        assert parsed.count(tokenizer.id_of(control)) == 2 and parsed[-1] == tokenizer.id_of(
+            control
+        )
         assert re.sub(" +", " ", tokenizer.decode(parsed)) in ("one two", "one  two")
 
 
@@ -199,12 +216,17 @@ def squeeze(text):  # libraries differ in how many U+FFFD stand for a broken seq
 
 
 def test_sentencepiece_parity(sp_dir):
-    sp, tok = spm.SentencePieceProcessor(model_file=str(sp_dir / "tokenizer.model")), Tokenizer.load(sp_dir)
+    sp, tok = (
+        spm.SentencePieceProcessor(model_file=str(sp_dir / "tokenizer.model")),
+        Tokenizer.load(sp_dir),
+    )
     space, rng = sp.piece_to_id("<0x20>"), random.Random(1)
     for text in TEXTS:
         assert tok.encode(text) == [sp.bos_id(), *sp.encode(text)]
     for _ in range(300):
-        ids = [rng.randrange(3, len(sp)) for _ in range(30)]  # control pieces do not cut a character in ours
+        ids = [
+            rng.randrange(3, len(sp)) for _ in range(30)
+        ]  # control pieces do not cut a character in ours
         if ids[0] != space:
             assert squeeze(tok.decode(ids)) == squeeze(sp.decode(ids)), ids
 
@@ -215,7 +237,9 @@ MIXED = ["hello <s>there", "<s>hello</s><s>there</s>", "</s>", "hello</s> there"
 @pytest.mark.parametrize("prefix", [True, False])
 def test_legacy_parity_with_transformers(tmp_path, prefix):
     """A space after every control token, as the official runs have it: transformers' sentencepiece classes."""
-    backend = pytest.importorskip("transformers.tokenization_utils_sentencepiece").SentencePieceBackend
+    backend = pytest.importorskip(
+        "transformers.tokenization_utils_sentencepiece"
+    ).SentencePieceBackend
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     train_sp(tmp_path, add_dummy_prefix=prefix)
     reference = backend(vocab_file=str(tmp_path / "tokenizer.model"), legacy=True, **names)
@@ -253,7 +277,10 @@ def test_json_parity_with_transformers(json_dir):
         assert ids == reference(text, add_special_tokens=False).input_ids, text
         if not text.startswith(CONTROLS[0]):
             assert tok.encode(text, special=True) == reference(text).input_ids, text
-    rng, options = random.Random(2), {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    rng, options = (
+        random.Random(2),
+        {"skip_special_tokens": True, "clean_up_tokenization_spaces": False},
+    )
     for _ in range(300):
         ids = [rng.randrange(tok.vocab_size) for _ in range(30)]
         assert tok.decode(ids) == reference.decode(ids, **options)
@@ -265,13 +292,21 @@ def test_sentencepiece_style_json(sp_dir, tmp_path, style):
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    extractor = pytest.importorskip("transformers.tokenization_utils_sentencepiece").SentencePieceExtractor
+    extractor = pytest.importorskip(
+        "transformers.tokenization_utils_sentencepiece"
+    ).SentencePieceExtractor
     vocab, _, merges = extractor(str(sp_dir / "tokenizer.model")).extract()
-    tok = Backend(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
+    tok = Backend(
+        models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>")
+    )
     strip = decoders.Strip(content=" ", left=1)
-    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tok.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
     if style == "LLaMA-2":
-        tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tok.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tok.save(str(tmp_path / "tokenizer.json"))
@@ -313,7 +348,9 @@ def test_added_tokens_of_a_sentencepiece_model(sp_dir, tmp_path):
 @pytest.mark.parametrize("add", [True, False, None])
 def test_add_bos_token(request, tmp_path, kind, add):
     config = {"add_bos_token": add}
-    tok = Tokenizer.load(with_files(request.getfixturevalue(kind), tmp_path, tokenizer_config__json=config))
+    tok = Tokenizer.load(
+        with_files(request.getfixturevalue(kind), tmp_path, tokenizer_config__json=config)
+    )
     assert (tok.encode("a")[0] == tok.bos_id) == (add is not False)
 
 
@@ -360,16 +397,24 @@ def one_line(caught):
 
 def test_no_tokenizer(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match="neither tokenizer.model nor tokenizer.json.*--prompt_ids") as caught:
+        with pytest.raises(
+            ValueError, match="neither tokenizer.model nor tokenizer.json.*--prompt_ids"
+        ) as caught:
             Tokenizer.load(path)
         one_line(caught)
 
 
-@pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", b"version https://git-lfs", b"\x0a\x05abc", None])
+@pytest.mark.parametrize(
+    "content", [b"", b"IQ== 0\nIg== 1\n", b"version https://git-lfs", b"\x0a\x05abc", None]
+)
 def test_corrupt_sentencepiece_model(sp_dir, tmp_path, content):
     model = (sp_dir / "tokenizer.model").read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(model[: len(model) // 2] if content is None else content)
-    with pytest.raises(ValueError, match="tokenizer.model is not a sentencepiece model.*--prompt_ids") as caught:
+    (tmp_path / "tokenizer.model").write_bytes(
+        model[: len(model) // 2] if content is None else content
+    )
+    with pytest.raises(
+        ValueError, match="tokenizer.model is not a sentencepiece model.*--prompt_ids"
+    ) as caught:
         Tokenizer.load(tmp_path)
     one_line(caught)
 
@@ -392,7 +437,9 @@ def test_unknown_decoder(tmp_path):
         backend = Backend.from_file(str(file))
         backend.decoder = decoder
         backend.save(str(file))
-        with pytest.raises(ValueError, match="decoder must be ByteLevel.*not (WordPiece|none)") as caught:
+        with pytest.raises(
+            ValueError, match="decoder must be ByteLevel.*not (WordPiece|none)"
+        ) as caught:
             Tokenizer.load(tmp_path)
         one_line(caught)
 

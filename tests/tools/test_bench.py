@@ -23,7 +23,15 @@ from options import DEMO
 from scripts.bench import measure, plot_trace
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
-from scripts.bench.llama_cpp import FORMATS, LOOKUPS, LlamaCpp, check_drafted, gguf_name, interleaved, write_gguf
+from scripts.bench.llama_cpp import (
+    FORMATS,
+    LOOKUPS,
+    LlamaCpp,
+    check_drafted,
+    gguf_name,
+    interleaved,
+    write_gguf,
+)
 from scripts.bench.measure import Log, Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
@@ -53,8 +61,17 @@ def write_lines(path: Path, rows: list[dict]) -> str:
 
 def config_in(folder: Path, **options) -> BenchConfig:
     """A small benchmark in fp32, where vanilla's tokens are everybody's."""
-    plain = {"methods": METHODS, "dtype": "float32", "device": "cpu", "max_new_tokens": 12, "traced": 2}
-    plain |= {"tasks": write_lines(folder / "tasks.jsonl", TASKS), "json": str(folder / "log.jsonl")}
+    plain = {
+        "methods": METHODS,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_new_tokens": 12,
+        "traced": 2,
+    }
+    plain |= {
+        "tasks": write_lines(folder / "tasks.jsonl", TASKS),
+        "json": str(folder / "log.jsonl"),
+    }
     return BenchConfig(**(plain | options))
 
 
@@ -91,7 +108,9 @@ def rows_of(folder: Path) -> list[dict]:
 
 def test_one_line_per_task_and_method(measured):
     rows = rows_of(measured)
-    assert [(r["task"], r["method"]) for r in rows] == [(t, m) for t in "ab" for m in METHODS.split(",")]
+    assert [(r["task"], r["method"]) for r in rows] == [
+        (t, m) for t in "ab" for m in METHODS.split(",")
+    ]
     assert not list(measured.glob("*.part")) and not list(measured.glob("*.tmp"))
     for row in rows:
         plain, chain = row["method"] == "none", "chain" in row["method"]
@@ -100,7 +119,9 @@ def test_one_line_per_task_and_method(measured):
         assert row["speedup"] == 1 if plain else row["speedup"] != 1
         assert (row["n_alpha"] is not None) == chain
         assert sum(row["histogram"]) == row["cycles"]
-        assert row["tau"] == pytest.approx(1 + sum(n * c for n, c in enumerate(row["histogram"])) / row["cycles"])
+        assert row["tau"] == pytest.approx(
+            1 + sum(n * c for n, c in enumerate(row["histogram"])) / row["cycles"]
+        )
         assert min(row["draft_ms"], row["verify_ms"], row["rest_ms"]) >= 0
         split = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
         assert split * row["cycles"] / 1e3 == pytest.approx(row["decode_s"])
@@ -119,10 +140,18 @@ def test_tau_is_that_of_generate(measured):
 
 def test_batches_count_the_same_and_keep_prompts_apart(measured, tmp_path):
     (row,) = bench.run(config_in(tmp_path, methods="eagle:dynamic", batch_sizes="3", limit=3))[:1]
-    alone = next(r for r in rows_of(measured) if r["task"] == "a" and r["method"] == "eagle:dynamic")
-    assert row["histogram"] == alone["histogram"] and row["speedup"] is None and row["identical"] is None
+    alone = next(
+        r for r in rows_of(measured) if r["task"] == "a" and r["method"] == "eagle:dynamic"
+    )
+    assert (
+        row["histogram"] == alone["histogram"]
+        and row["speedup"] is None
+        and row["identical"] is None
+    )
     assert row["tau_error"] > 0 and row["cycles"] < alone["cycles"] and row["runs"] == 1
-    assert row["tau_error"] == pytest.approx(alone["tau_error"]), "each length went to its own prompt"
+    assert row["tau_error"] == pytest.approx(alone["tau_error"]), (
+        "each length went to its own prompt"
+    )
 
 
 def test_a_torn_line_is_measured_again(measured, tmp_path, monkeypatch, capsys):
@@ -130,10 +159,14 @@ def test_a_torn_line_is_measured_again(measured, tmp_path, monkeypatch, capsys):
     (tmp_path / "log.jsonl").write_bytes(text[:-30])
     asked = []
     real = bench.run_round
-    monkeypatch.setattr(bench, "run_round", lambda c, *rest: asked.append(list(c)) or real(c, *rest))
+    monkeypatch.setattr(
+        bench, "run_round", lambda c, *rest: asked.append(list(c)) or real(c, *rest)
+    )
     rows = bench.run(config_in(tmp_path))
     assert asked == [["none", "eagle:dynamic"]], "only what is missing, and vanilla beside it"
-    assert [(r["task"], r["method"]) for r in rows] == [(r["task"], r["method"]) for r in rows_of(measured)]
+    assert [(r["task"], r["method"]) for r in rows] == [
+        (r["task"], r["method"]) for r in rows_of(measured)
+    ]
     assert (tmp_path / "log.jsonl").read_bytes().splitlines()[:5] == text.splitlines()[:5]
     assert rows[-1]["histogram"] == rows_of(measured)[-1]["histogram"]
     assert "log.jsonl line 6 is torn; it is dropped" in capsys.readouterr().err
@@ -165,8 +198,17 @@ def test_a_kill_in_the_middle_of_a_task_loses_one_round(tmp_path, monkeypatch, c
 
 
 def test_logs_that_cannot_be_resumed(measured, tmp_path):
-    with pytest.raises(ValueError, match="was measured with --max_new_tokens 12, here 13; name another file"):
-        bench.run(replace(config_in(tmp_path), json=str(measured / "log.jsonl"), tasks="demo", max_new_tokens=13))
+    with pytest.raises(
+        ValueError, match="was measured with --max_new_tokens 12, here 13; name another file"
+    ):
+        bench.run(
+            replace(
+                config_in(tmp_path),
+                json=str(measured / "log.jsonl"),
+                tasks="demo",
+                max_new_tokens=13,
+            )
+        )
     with pytest.raises(ValueError, match="line 1 is no line of papers.py"):
         bench.open_log(write_lines(tmp_path / "other.jsonl", [{"x": 1}]), "--json")
     (tmp_path / "broken.jsonl").write_text('{"x": 1\n{"x": 2}\n')
@@ -202,21 +244,37 @@ def test_calibration_counts_nodes_below_accepted_ones():
 
 @pytest.mark.parametrize("tree", ["dynamic", "static", "chain"])
 def test_values_of_a_trace_fall_along_paths_and_agree_between_trees(tree):
-    options = {"checkpoint": DEMO, "dtype": "float32", "device": "cpu", "max_new_tokens": 8, "trace": "-"}
+    options = {
+        "checkpoint": DEMO,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_new_tokens": 8,
+        "trace": "-",
+    }
     ids = [5, 17, 300, 40]
     trace = generate(load(tree=tree, **options), [ids]).trace
     wide = generate(load(tree="dynamic", **options), [ids]).trace[0]
-    by_token = {t: v for t, v, p in zip(wide["draft_tokens"], wide["values"], wide["parents"]) if p == 0}
+    by_token = {
+        t: v for t, v, p in zip(wide["draft_tokens"], wide["values"], wide["parents"]) if p == 0
+    }
     for row in trace:
         values = [0.0, *row["values"]]
         assert all(value <= values[parent] for parent, value in zip(row["parents"], row["values"]))
-    first = [(t, v) for t, v, p in zip(trace[0]["draft_tokens"], trace[0]["values"], trace[0]["parents"]) if p == 0]
-    assert first and all(v == pytest.approx(by_token[t], abs=1e-4) for t, v in first if t in by_token)
+    first = [
+        (t, v)
+        for t, v, p in zip(trace[0]["draft_tokens"], trace[0]["values"], trace[0]["parents"])
+        if p == 0
+    ]
+    assert first and all(
+        v == pytest.approx(by_token[t], abs=1e-4) for t, v in first if t in by_token
+    )
     assert any(t in by_token for t, _ in first)
 
 
 def test_repeated():
-    assert bench.repeated(list(range(20))) == 0 and bench.repeated([1] * 20) == pytest.approx(12 / 13)
+    assert bench.repeated(list(range(20))) == 0 and bench.repeated([1] * 20) == pytest.approx(
+        12 / 13
+    )
 
 
 # ------------------------------------------------------------------------------------ methods and mistakes
@@ -226,7 +284,13 @@ def test_methods_become_options():
     setting = Setting("none", 1.0, 4)
     config = BenchConfig(options="top_p=0.9,ignore_eos")
     got = method_config("eagle:static:residual", setting, config)
-    assert (got.draft, got.tree, got.accept, got.temperature, got.batch_size) == ("eagle", "static", "residual", 1.0, 4)
+    assert (got.draft, got.tree, got.accept, got.temperature, got.batch_size) == (
+        "eagle",
+        "static",
+        "residual",
+        1.0,
+        4,
+    )
     assert got.top_p == 0.9 and got.ignore_eos
     got = method_config("eagle:dynamic:topk:tree_size=30:no_rerank", setting, config)
     assert (got.tree, got.children, got.tree_size, got.no_rerank) == ("dynamic", "topk", 30, True)
@@ -241,7 +305,10 @@ def test_methods_become_options():
         (["--methods", "eagle:dynamic:topk"], "--children has no effect at temperature 0"),
         (["--options", "speed=9"], "unrecognized arguments: --speed=9"),
         (["--temperatures", "warm"], "must be lists of numbers"),
-        (["--tasks", "riddles"], "there is no riddles; name a JSONL file, or one of copy, demo, gsm8k"),
+        (
+            ["--tasks", "riddles"],
+            "there is no riddles; name a JSONL file, or one of copy, demo, gsm8k",
+        ),
         (["--methods", "none,none"], "--methods must be a list of different values"),
         (["--repeats", "0"], "--repeats must be at least 1; it is 0"),
         (["--json", "nowhere/log.jsonl"], "--json: cannot write nowhere/log.jsonl"),
@@ -290,8 +357,13 @@ def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypat
     summary = json.loads(lines[-1])["rows"]
     assert [r["tau"] for r in summary] == [r["tau"] for r in rows_of(measured)]
     for row in rows_of(measured):
-        shown = next(line for line in lines if line.startswith(f"| {row['task']} | {row['method']} |"))
-        assert f" {row['tau']:.2f} ± {row['tau_error']:.2f} " in shown and f"{row['speedup']:.2f} (" in shown
+        shown = next(
+            line for line in lines if line.startswith(f"| {row['task']} | {row['method']} |")
+        )
+        assert (
+            f" {row['tau']:.2f} ± {row['tau_error']:.2f} " in shown
+            and f"{row['speedup']:.2f} (" in shown
+        )
     assert sum(line.startswith("| **mean** |") for line in lines) == 3
     assert table.read_text().strip() in "\n".join(lines)
     files = sorted(plots.iterdir())
@@ -307,7 +379,19 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     file = str(tmp_path / "out.json")
     monkeypatch.setattr(bench_peers, "WIDTHS", (1, 4))
-    argv = ["--limit", "3", "--rounds", "2", "--max_new_tokens", "8", "--dtype", "float32", "--widths", "--json", file]
+    argv = [
+        "--limit",
+        "3",
+        "--rounds",
+        "2",
+        "--max_new_tokens",
+        "8",
+        "--dtype",
+        "float32",
+        "--widths",
+        "--json",
+        file,
+    ]
     command(monkeypatch, bench_peers, *argv, "--device", "cpu")
     result = json.loads(Path(file).read_text())
     names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
@@ -316,7 +400,11 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
         assert row["same"] == 1.0, "greedy in fp32"
         assert result["parity"][name]["max"] < 1e-3 < result["parity"]["scale"]["rms"]
         assert row["tokens_per_s"][0] > 0 and row["tau"] >= 1
-    assert result["speed"]["1"]["ours none"]["tau"] == result["speed"]["1"]["transformers"]["tau"] == 1.0
+    assert (
+        result["speed"]["1"]["ours none"]["tau"]
+        == result["speed"]["1"]["transformers"]["tau"]
+        == 1.0
+    )
     assert list(result["widths"]) == ["ours none", "transformers"]
     assert all(len(row) == len(bench_peers.WIDTHS) for row in result["widths"].values())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
@@ -325,8 +413,22 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
 def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     """Prompts of different lengths, so that rows are padded: everybody's tokens are those of a row alone."""
     pytest.importorskip("transformers")
-    argv = ["--tasks", write_lines(tmp_path / "tasks.jsonl", TASKS), "--rounds", "2", "--max_new_tokens", "8"]
-    argv += ["--methods", "none,eagle:tree_depth=5", "--peers", "transformers", "--batch_sizes", "2"]
+    argv = [
+        "--tasks",
+        write_lines(tmp_path / "tasks.jsonl", TASKS),
+        "--rounds",
+        "2",
+        "--max_new_tokens",
+        "8",
+    ]
+    argv += [
+        "--methods",
+        "none,eagle:tree_depth=5",
+        "--peers",
+        "transformers",
+        "--batch_sizes",
+        "2",
+    ]
     said, measure_speed = {}, bench_peers.measure_speed
 
     def speed(contestants, groups, rounds):
@@ -342,7 +444,10 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     ((size, everybody),) = json.loads(out.splitlines()[-1])["speed"].items()
     assert size == "2" and len(said) == len(everybody) == 3
-    assert all(row["same"] == 1.0 for row in everybody.values()) and said["transformers"] == said["ours none"]
+    assert (
+        all(row["same"] == 1.0 for row in everybody.values())
+        and said["transformers"] == said["ours none"]
+    )
     trees = everybody["ours eagle:tree_depth=5"]["trees"]
     assert len(trees) > 1 and sum(tree["cycles"] for tree in trees) >= bench_peers.LEAST_RUNS
     assert "B = 2, ours eagle:tree_depth=5: cycles of each tree: none " in out
@@ -350,7 +455,9 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
 
 def test_batches_in_turn_count_all_time():
     """Of two batches, of 2 prompts and 1: half a second to their first tokens, then a tenth for each further one."""
-    lone = bench_peers.Contestant(lambda prompts: Outcome([[*p, 7] for p in prompts], 0.5, 0.1, 2.0), None, None)
+    lone = bench_peers.Contestant(
+        lambda prompts: Outcome([[*p, 7] for p in prompts], 0.5, 0.1, 2.0), None, None
+    )
     done = bench_peers.in_batches(lone, 2).run([[1], [2, 3], [4]])
     assert done.rows == [[1, 7], [2, 3, 7], [4, 7]] and done.first_s == 1.0 and done.tau == 2.0
     assert done.step_s == pytest.approx((1.0 + 0.1 * 4) / 7)
@@ -358,11 +465,17 @@ def test_batches_in_turn_count_all_time():
 
 def test_a_stream_counts_all_time(monkeypatch):
     """The clock stands still but for two seconds: a prompt is read, or a cycle runs, in no time of its own."""
-    engine = engine_for(golden_target(), RootOnly(), max_new_tokens=4, ignore_eos=True, batch_size=2)
+    engine = engine_for(
+        golden_target(), RootOnly(), max_new_tokens=4, ignore_eos=True, batch_size=2
+    )
     ticks = iter((10.0, 12.0))
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     done = measure.run_stream(engine, [[5, 17, 3], [9, 33], [2, 71, 54]])
-    assert [len(row) for row in done.rows] == [4, 4, 4] and done.step_s == pytest.approx(2 / 12) and done.tau == 1.0
+    assert (
+        [len(row) for row in done.rows] == [4, 4, 4]
+        and done.step_s == pytest.approx(2 / 12)
+        and done.tau == 1.0
+    )
 
 
 def test_groups_are_full():
@@ -376,24 +489,42 @@ def test_groups_are_full():
 
 def test_peer_mistakes_are_one_line(capsys, monkeypatch):
     assert "there is no vllm" in failure(capsys, monkeypatch, bench_peers, "--peers", "vllm")
-    assert "cannot write nowhere/x" in failure(capsys, monkeypatch, bench_peers, "--json", "nowhere/x")
+    assert "cannot write nowhere/x" in failure(
+        capsys, monkeypatch, bench_peers, "--json", "nowhere/x"
+    )
     long = ["--peers", "none", "--options", "context=80", "--max_new_tokens", "64"]
-    assert "the context has room for 16; raise it" in failure(capsys, monkeypatch, bench_peers, *long)
+    assert "the context has room for 16; raise it" in failure(
+        capsys, monkeypatch, bench_peers, *long
+    )
     two = failure(capsys, monkeypatch, bench_peers, "--batch_sizes", "1,2")
-    assert "--batch_sizes: transformers:lookup decodes one prompt at a time; use 1, or leave it out of --peers" in two
-    assert "from 1 on, as 1,4; it is '1,x'" in failure(capsys, monkeypatch, bench_peers, "--batch_sizes", "1,x")
+    assert (
+        "--batch_sizes: transformers:lookup decodes one prompt at a time; use 1, or leave it out of --peers"
+        in two
+    )
+    assert "from 1 on, as 1,4; it is '1,x'" in failure(
+        capsys, monkeypatch, bench_peers, "--batch_sizes", "1,x"
+    )
     missing = failure(capsys, monkeypatch, bench_peers, "--peers", "transformers:assistant")
     assert "--assistant names the draft model" in missing
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
     line = failure(capsys, monkeypatch, bench_peers, "--peers", "llama.cpp:f16")
-    assert "needs the package llama_cpp; pip install -r scripts/bench/requirements-peers.txt" in line
+    assert (
+        "needs the package llama_cpp; pip install -r scripts/bench/requirements-peers.txt" in line
+    )
 
 
 def test_token_clock_counts_what_comes_together():
     clock = TokenClock()
-    clock.began, clock.puts = 1.0, [(1.1, 7), (1.5, 1), (2.0, 3), (2.5, 2)]  # the first brings the prompt
+    clock.began, clock.puts = (
+        1.0,
+        [(1.1, 7), (1.5, 1), (2.0, 3), (2.5, 2)],
+    )  # the first brings the prompt
     outcome = clock.outcome([[9] * 6], skip=1)
-    assert outcome.first_s == pytest.approx(0.5) and outcome.step_s == pytest.approx(1.0 / 5) and outcome.tau == 2.5
+    assert (
+        outcome.first_s == pytest.approx(0.5)
+        and outcome.step_s == pytest.approx(1.0 / 5)
+        and outcome.tau == 2.5
+    )
     clock.puts = [(1.1, 8), (1.5, 2), (2.0, 2), (2.5, 2)]  # two rows of one token each
     outcome = clock.outcome([[9] * 3] * 2, skip=1)
     assert outcome.step_s == pytest.approx(1.0 / 4) and outcome.tau == 1
@@ -423,7 +554,9 @@ def test_interleaved_rows_rotate_neighbours():
 
 
 def test_every_weight_has_a_gguf_name():
-    theirs = [name for stacked in weight_names(read_config(Path(DEMO))).values() for name in stacked]
+    theirs = [
+        name for stacked in weight_names(read_config(Path(DEMO))).values() for name in stacked
+    ]
     assert len({gguf_name(name) for name in theirs}) == len(theirs) == 8 * 9 + 3
     assert gguf_name("model.layers.3.mlp.up_proj.weight") == "blk.3.ffn_up.weight"
 
@@ -441,14 +574,20 @@ def test_llama_cpp_computes_the_same_function(tmp_path, kind):
     theirs = torch.from_numpy(peer.feed(ids[0].tolist(), 0, every=True).copy())
     bound = {"bf16": 0.02, "f16": 0.005, "q8_0": 0.05, "q4_0": 0.4}[kind]
     assert float((theirs - logits).square().mean().sqrt()) < bound * float(logits.std())
-    again = torch.from_numpy(peer.feed(ids[0, 20:].tolist(), 20, every=True).copy())  # rolls back, then repeats
+    again = torch.from_numpy(
+        peer.feed(ids[0, 20:].tolist(), 20, every=True).copy()
+    )  # rolls back, then repeats
     torch.testing.assert_close(again, theirs[20:], atol=0.1, rtol=0.05)
     prompt = ids[0, :6].tolist() * 2
-    outcomes = [bench_peers.llama_cpp_peer(peer, how, 20, prompt).run([prompt]) for how in ("", *LOOKUPS)]
+    outcomes = [
+        bench_peers.llama_cpp_peer(peer, how, 20, prompt).run([prompt]) for how in ("", *LOOKUPS)
+    ]
     plain = outcomes[0].rows[0]
     assert [outcome.rows for outcome in outcomes] == [[plain]] * 3
     assert outcomes[0].tau == 1 < outcomes[2].tau, "lookups are verified in one pass"
-    with pytest.raises(ValueError, match="part at token 4, whose logits differ by .* drafts are verified wrongly"):
+    with pytest.raises(
+        ValueError, match="part at token 4, whose logits differ by .* drafts are verified wrongly"
+    ):
         check_drafted(peer, prompt, plain, [*plain[:3], int(theirs[0].argmin()), *plain[4:]])
     peer.close()
 
@@ -463,7 +602,9 @@ TRACE = {
 
 
 def page_data(html: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1]
+    )
 
 
 def test_the_page_holds_every_cycle_and_needs_no_network(tmp_path, monkeypatch, capsys):
@@ -473,7 +614,9 @@ def test_the_page_holds_every_cycle_and_needs_no_network(tmp_path, monkeypatch, 
     command(monkeypatch, plot_trace, file)
     html = (tmp_path / "trace.html").read_text()
     data = page_data(html)
-    assert [len(one["cycles"]) for one in data["rows"]] == [sum(r["row"] == n for r in trace) for n in (0, 1)]
+    assert [len(one["cycles"]) for one in data["rows"]] == [
+        sum(r["row"] == n for r in trace) for n in (0, 1)
+    ]
     for one in data["rows"]:
         mine = [r for r in trace if r["row"] == one["row"]]
         assert [c["emitted"] for c in one["cycles"]] == [r["emitted"] for r in mine]
@@ -490,24 +633,39 @@ def test_a_picture_of_one_tree(tmp_path, monkeypatch, capsys):
     command(monkeypatch, plot_trace, file, "--cycle", "2", "--checkpoint", "none")
     svg = ElementTree.parse(tmp_path / "trace.svg").getroot()
     tag = "{http://www.w3.org/2000/svg}"
-    assert [text.text for text in svg.iter(f"{tag}text")] == ["7", "1", "2", "9"]  # 3 is no candidate
+    assert [text.text for text in svg.iter(f"{tag}text")] == [
+        "7",
+        "1",
+        "2",
+        "9",
+    ]  # 3 is no candidate
     filled = [rect.get("fill") for rect in svg.iter(f"{tag}rect")]
     assert filled == ["#cfe9d8", "#cfe9d8", "#f4f4f4", "#fff"]  # root and path, rejected, bonus
     x, y = ([float(rect.get(name)) for rect in svg.iter(f"{tag}rect")] for name in "xy")
     assert x[0] < x[1] == x[2] < x[3] and y[1] == y[3] != y[2]
-    assert "at most 2, the lines of" in failure(capsys, monkeypatch, plot_trace, file, "--cycle", "3")
-    assert plot_trace.picture(TRACE, dict.fromkeys(range(10), "<&>\x0c")).count("&lt;&amp;&gt;�") == 4
+    assert "at most 2, the lines of" in failure(
+        capsys, monkeypatch, plot_trace, file, "--cycle", "3"
+    )
+    assert (
+        plot_trace.picture(TRACE, dict.fromkeys(range(10), "<&>\x0c")).count("&lt;&amp;&gt;�") == 4
+    )
 
 
 def test_text_cannot_leave_its_place_in_the_page():
     evil = b"</script><script>alert('x')</script>"
     stub = SimpleNamespace(
-        piece=lambda id: evil, stream=lambda continuation: SimpleNamespace(push=lambda ids: evil.decode())
+        piece=lambda id: evil,
+        stream=lambda continuation: SimpleNamespace(push=lambda ids: evil.decode()),
     )
     html = plot_trace.page([TRACE], "</title><b>", stub)
-    assert "alert(" not in html.replace(r"\u003cscript>alert('x')", "") and "</title><b>" not in html
+    assert (
+        "alert(" not in html.replace(r"\u003cscript>alert('x')", "") and "</title><b>" not in html
+    )
     assert html.count("</script>") == plot_trace.TEMPLATE.read_text().count("</script>")
-    assert page_data(html)["labels"]["1"] == evil.decode() and page_data(html)["title"] == "</title><b>"
+    assert (
+        page_data(html)["labels"]["1"] == evil.decode()
+        and page_data(html)["title"] == "</title><b>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -528,6 +686,8 @@ def test_a_malformed_trace_names_its_line(tmp_path, capsys, monkeypatch, change,
 
 def test_a_trace_without_values_or_tokenizer(tmp_path, monkeypatch):
     file = write_lines(tmp_path / "t.jsonl", [{k: v for k, v in TRACE.items() if k != "values"}])
-    command(monkeypatch, plot_trace, file, "--checkpoint", "none", "--out", str(tmp_path / "page.html"))
+    command(
+        monkeypatch, plot_trace, file, "--checkpoint", "none", "--out", str(tmp_path / "page.html")
+    )
     data = page_data((tmp_path / "page.html").read_text())
     assert data["labels"]["9"] == "9" and "values" not in data["rows"][0]["cycles"][0]

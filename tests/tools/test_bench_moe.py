@@ -25,7 +25,9 @@ def pair(tmp_path_factory):
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp("pair") / "moe"
     out.mkdir()
-    config = train_demo.TrainConfig(out=str(out), moe=True, dim=64, n_layers=2, ffn_dim=64, device="cpu")
+    config = train_demo.TrainConfig(
+        out=str(out), moe=True, dim=64, n_layers=2, ffn_dim=64, device="cpu"
+    )
     model = Transformer(config.model())
     train_demo.init_weights(model)
     train_demo.save_checkpoint(model, config, {"curve": []})
@@ -40,9 +42,17 @@ def test_a_benchmark_of_a_mixture(pair, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "read_bandwidth", lambda device, runs: Series(1e10, 1e10, 1e10))
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"id": "a-1", "task": "a", "turns": ["def read_lines(path):"]}))
-    options = {"checkpoint": str(pair), "tasks": str(tasks), "max_new_tokens": 12, "device": "cpu", "traced": 1}
+    options = {
+        "checkpoint": str(pair),
+        "tasks": str(tasks),
+        "max_new_tokens": 12,
+        "device": "cpu",
+        "traced": 1,
+    }
     methods = "none,eagle:chain:tree_depth=3,eagle:static,eagle:dynamic"
-    config = BenchConfig(methods=methods, quant="none,int8", json=str(tmp_path / "log.jsonl"), **options)
+    config = BenchConfig(
+        methods=methods, quant="none,int8", json=str(tmp_path / "log.jsonl"), **options
+    )
     rows = bench.run(replace(config, dtype="float32"))
     assert [(row["quant"], row["method"]) for row in rows] == [
         (q, m) for q in ("none", "int8") for m in methods.split(",")
@@ -51,6 +61,11 @@ def test_a_benchmark_of_a_mixture(pair, monkeypatch, tmp_path):
     assert all(0 <= row["identical"] <= 1 for row in rows)
     target = load_model(pair, torch.float32)
     for row in rows[:4]:  # at least the experts of one token are read
-        assert row["verify_of_ceiling"] == pytest.approx(pass_bytes(target, 0) / (row["verify_ms"] / 1e3) / 1e10)
+        assert row["verify_of_ceiling"] == pytest.approx(
+            pass_bytes(target, 0) / (row["verify_ms"] / 1e3) / 1e10
+        )
     bench.write_report(rows, str(tmp_path / "table.md"), str(tmp_path / "plots"))
-    assert "identical" in (tmp_path / "table.md").read_text() and (tmp_path / "plots/time.png").is_file()
+    assert (
+        "identical" in (tmp_path / "table.md").read_text()
+        and (tmp_path / "plots/time.png").is_file()
+    )

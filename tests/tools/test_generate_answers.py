@@ -39,7 +39,9 @@ EVAL = "One two three four five six seven eight nine ten eleven twelve thirteen 
 def sources(tmp_path, monkeypatch):
     """Few prompts of each kind, for the demo, whose own prompts are made up: it would not write any."""
     monkeypatch.setattr(answer.train_demo, "read_python", lambda: {"train": [MODULE]})
-    (tmp_path / "given.jsonl").write_text("".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(9)))
+    (tmp_path / "given.jsonl").write_text(
+        "".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(9))
+    )
     (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["What is 3?", EVAL]}))
     tokenizer, real = Tokenizer.load(answer.Path(DEMO)), answer.decoded
 
@@ -47,7 +49,10 @@ def sources(tmp_path, monkeypatch):
         if streams[0][1] == 0:
             return real(engine, streams, prompts, longest)
         end = list(tokenizer.eos_ids)  # every fifth prompt is cut, every seventh the same
-        return [tokenizer.encode(f"Own {n % 7 and n}?", bos=False) + (end if n % 5 else []) for n, _ in streams]
+        return [
+            tokenizer.encode(f"Own {n % 7 and n}?", bos=False) + (end if n % 5 else [])
+            for n, _ in streams
+        ]
 
     monkeypatch.setattr(answer, "decoded", decoded)
     monkeypatch.setattr(answer, "load", load)
@@ -87,10 +92,21 @@ def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
     assert filter.touches("so: " + " ".join(words[1:]) + " and on")
     assert not filter.touches("so: " + " ".join(words[2:]) + " and on")
     assert filter.touches("what is a tree") and not filter.touches("what is a tree for")
-    fates = [("What is a tree", True), ("Short", True), ("short!", True), ("Long", False), ("?!", True)]
+    fates = [
+        ("What is a tree", True),
+        ("Short", True),
+        ("short!", True),
+        ("Long", False),
+        ("?!", True),
+    ]
     assert [filter.accepts("own", *one) for one in fates] == [False, True, False, False, False]
-    line = "own: 5 prompts, 1 used; dropped: 1 like an evaluation prompt, 2 too long or empty, 1 twice"
-    assert filter.line("own") == line and filter.line("code") == "code: 0 prompts, 0 used; dropped: none"
+    line = (
+        "own: 5 prompts, 1 used; dropped: 1 like an evaluation prompt, 2 too long or empty, 1 twice"
+    )
+    assert (
+        filter.line("own") == line
+        and filter.line("code") == "code: 0 prompts, 0 used; dropped: none"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -125,7 +141,9 @@ def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch, capsys):
     killed(cut, monkeypatch, torn=0)
     for name in ("answers.jsonl", "prompts.jsonl"):
         assert rows_of(cut, name) == rows_of(whole, name)
-    assert capsys.readouterr().out.splitlines()[-5:] == said[-5:], "the counts include what was there"
+    assert capsys.readouterr().out.splitlines()[-5:] == said[-5:], (
+        "the counts include what was there"
+    )
     before = rows_of(whole)
     answer.answer(whole)
     assert rows_of(whole) == before, "a finished run adds nothing"
@@ -150,7 +168,8 @@ def test_an_answer_depends_on_its_prompt_alone(sources):
     answer.answer(replace(config, out=str(sources / "one"), batch_size=1))
     answer.answer(replace(config, out=str(sources / "seed"), seed=1))
     first, one, seed = (
-        {r["turns"][0]: r for r in rows_of(replace(config, out=str(sources / n)))} for n in ("out", "one", "seed")
+        {r["turns"][0]: r for r in rows_of(replace(config, out=str(sources / n)))}
+        for n in ("out", "one", "seed")
     )
     shared = first.keys() & one.keys()
     assert len(shared) >= 6 and all(first[text] == one[text] for text in shared)
@@ -167,7 +186,10 @@ def test_the_tail_of_a_batch_is_cut(sources, monkeypatch):
     run = answer.answer(config_for(sources, tokens=1))
     prompts = [list(range(5, 9 + i)) for i in range(4)]
     streams = [(i, 0) for i in range(4)]
-    ends = [new[4 * i + 1] for i, new in enumerate(answer.decoded(run.engines[True], streams, prompts, 30))]
+    ends = [
+        new[4 * i + 1]
+        for i, new in enumerate(answer.decoded(run.engines[True], streams, prompts, 30))
+    ]
     engine = replace(run.engines[True], eos_ids=tuple(ends))
     engine = answer.with_cycles(replace(engine, cycles=()))
     whole = answer.decoded(engine, streams, prompts, 30)
@@ -194,12 +216,16 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     assert run.filter.counts["own", "twice"] > 0
     used = [row for row in rows if row["answers"]]
     dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
-    assert [d.ended for d in dialogues] == [row["ended"] for row in used] and not all(row["ended"] for row in used)
+    assert [d.ended for d in dialogues] == [row["ended"] for row in used] and not all(
+        row["ended"] for row in used
+    )
     engine = run.engines[False]
     for d, row in zip(dialogues, used):
         ids, mask = train_eagle.to_example(d, engine.tokenizer, engine.template)
         assert [i for i, m in zip(ids, mask) if m] == row["answer_ids"]
-        assert [i for i, m in zip(ids, mask) if not m] == engine.template.encode(engine.tokenizer, row["turns"], [])
+        assert [i for i, m in zip(ids, mask) if not m] == engine.template.encode(
+            engine.tokenizer, row["turns"], []
+        )
     with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
         train_eagle.to_example(d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template)
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
@@ -236,7 +262,10 @@ MISTAKES = {
     "an empty turn": (written("given.jsonl", '{"turns": [" "]}'), "line 1: it must be like"),
     "not JSON": (written("given.jsonl", "{"), "line 1 is not valid JSON"),
     "no evaluation prompts": (written("eval.jsonl", ""), "--eval: "),
-    "an evaluation row without turns": (written("eval.jsonl", '{"turns": []}'), "eval.jsonl line 1: it must be like"),
+    "an evaluation row without turns": (
+        written("eval.jsonl", '{"turns": []}'),
+        "eval.jsonl line 1: it must be like",
+    ),
     "an empty directory": (lambda folder: {"eval": str(folder / "out")}, "--eval: "),
     "another run": (other_run, "holds another run (seed was 0, not 7)"),
     "nobody's answers": (no_run, "has answers.jsonl and no run.json"),
@@ -250,7 +279,9 @@ def test_a_mistake_is_one_line(name, sources, monkeypatch, capsys):
     """It is found before the model is loaded."""
     monkeypatch.setattr(answer, "load", None)
     make, expected = MISTAKES[name]
-    options = {k: str(v) for k, v in vars(config_for(sources)).items() if v and v is not True} | make(sources)
+    options = {
+        k: str(v) for k, v in vars(config_for(sources)).items() if v and v is not True
+    } | make(sources)
     with pytest.raises(SystemExit) as stop:
         answer.main([f"--{key}={value}" for key, value in options.items()])
     err = capsys.readouterr().err

@@ -33,9 +33,15 @@ def test_the_table_shows_what_was_measured_and_what_failed(monkeypatch):
     rows = [timed("int4", layer, M, us, share) for layer, M, us, share in
             [("wo", 1, 10.0, 0.8), ("w2", 1, 30.0, 0.4), ("wo", 32, 15.0, 0.5), ("w2", 32, 35.0, 0.3)]]  # fmt: skip
     rows[0] |= {"correct": True, "same_bits": False}
-    rows += [timed("int8", "wo", 1, 20.0, 0.9), {"format": "int8", "layer": "w2", "error": "OutOfMemoryError: no"}]
+    rows += [
+        timed("int8", "wo", 1, 20.0, 0.9),
+        {"format": "int8", "layer": "w2", "error": "OutOfMemoryError: no"},
+    ]
     table = kernel_bench.summary(rows)
-    assert "| layer | rows | int8 | int4 |\n" in table and "| wo | 1 | 20.0 us, 90% | 10.0 us, 80% |" in table
+    assert (
+        "| layer | rows | int8 | int4 |\n" in table
+        and "| wo | 1 | 20.0 us, 90% | 10.0 us, 80% |" in table
+    )
     assert "| w2 | 1 | failed | 30.0 us, 40% |" in table
     assert "int4, all layers: 1 rows 50%, 1.00 x; 32 rows 36%, 1.25 x" in table
     assert "int8, all layers: not measured" in table
@@ -62,7 +68,9 @@ def on_cpu(monkeypatch):
     for name in ("rand", "randn", "randint", "tensor", "ones"):
         original = getattr(kernel_bench.torch, name)
         monkeypatch.setattr(
-            kernel_bench.torch, name, lambda *a, original=original, **k: original(*a, **k | {"device": "cpu"})
+            kernel_bench.torch,
+            name,
+            lambda *a, original=original, **k: original(*a, **k | {"device": "cpu"}),
         )
     monkeypatch.setattr(kernel_bench.torch.cuda, "synchronize", lambda: None)
 
@@ -88,15 +96,22 @@ def test_the_other_kernels_agree_with_their_peers_and_make_a_table(on_cpu, monke
             ours, *peers = ([call() for call in calls] for calls in contest.methods.values())
             for peer in peers:
                 torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
-            assert contest.read_bytes == (4 * M * 500 if form == "topk" else 4 * 128 * (20 + M)), name
+            assert contest.read_bytes == (4 * M * 500 if form == "topk" else 4 * 128 * (20 + M)), (
+                name
+            )
         rows += kernel_bench.measure_cycle(config, 1e12)
     assert all(row["correct"] for row in rows) and len(rows) == 2 * 3 + 2 * 2
     rows[0] |= {"correct": False}
-    rows[-1] = {k: v for k, v in rows[-1].items() if k != "time_us"} | {"error": "OutOfMemoryError: no"}
+    rows[-1] = {k: v for k, v in rows[-1].items() if k != "time_us"} | {
+        "error": "OutOfMemoryError: no"
+    }
     table = kernel_bench.cycle_summary(rows)
     assert "| attention 8b, 20 slots | 7 | 1.0 us, 1% | 1.0 us, 1% | 1.0 us, 1% |" in table
     assert "| top-10 of 500 | 1 | 1.0 us, 0% |  | 1.0 us, 0% |" in table
-    assert "wrong: attention 8b, 20 slots 1\nfailed: top-10 of 500 10 torch: OutOfMemoryError: no" in table
+    assert (
+        "wrong: attention 8b, 20 slots 1\nfailed: top-10 of 500 10 torch: OutOfMemoryError: no"
+        in table
+    )
 
 
 def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, monkeypatch):
@@ -108,17 +123,23 @@ def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, mon
     assert [(row["method"], row["read_bytes"]) for row in rows] == [
         (method, 2 * 2 * 2 * heads * 6 * 256) for heads in (1, 3) for method in ("ours", "torch")
     ]
-    assert all(row["correct"] and row["time_us"] == 2 for row in rows)  # two places in a cache of 96 slots
-    assert "| compaction, 2 layers of 3 heads | 7 | 2.0 us, 1843% |  | 2.0 us, 1843% |" in kernel_bench.cycle_summary(
-        rows
+    assert all(
+        row["correct"] and row["time_us"] == 2 for row in rows
+    )  # two places in a cache of 96 slots
+    assert (
+        "| compaction, 2 layers of 3 heads | 7 | 2.0 us, 1843% |  | 2.0 us, 1843% |"
+        in kernel_bench.cycle_summary(rows)
     )
     monkeypatch.setattr(model, "compact", lambda *_: None)
     assert not any(
-        row["correct"] for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
+        row["correct"]
+        for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
     )
 
 
-def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkeypatch):
+def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(
+    on_cpu, monkeypatch
+):
     """With references in the place of our operators: on the CPU a routing is the experts themselves."""
 
     def grouped(reference):
@@ -130,14 +151,20 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
 
         return product, reference
 
-    monkeypatch.setattr(kernel_bench, "PRODUCTS", {f: grouped(r) for f, (_, r) in kernel_bench.PRODUCTS.items()})
+    monkeypatch.setattr(
+        kernel_bench, "PRODUCTS", {f: grouped(r) for f, (_, r) in kernel_bench.PRODUCTS.items()}
+    )
     monkeypatch.setattr(kernel_bench, "EXPERT_LAYERS", {"w2": (64, 512)})
     monkeypatch.setattr(kernel_bench, "EXPERT_TOKENS", (1, 7))
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
     config = kernel_bench.BenchConfig(format="experts", rotate_mb=0)
     rows = list(kernel_bench.measure_cycle(config, 1e12))
     assert len(rows) == 2 * 4 and all(row["correct"] for row in rows)
-    one = {"bf16": 2 * 64 * 512, "int8": 64 * 512 + 4 * 64, "int4": 64 * 512 // 2 + 2 * 64 * 512 // 128}
+    one = {
+        "bf16": 2 * 64 * 512,
+        "int8": 64 * 512 + 4 * 64,
+        "int4": 64 * 512 // 2 + 2 * 64 * 512 // 128,
+    }
     for row in rows:
         hit, rest = divmod(row["read_bytes"], one[row["kernel"].split()[1]])
         assert rest == 0 and (hit == 2 if row["M"] == 1 else 3 <= hit <= 8)
@@ -153,7 +180,9 @@ def test_layers_of_every_format_report_their_bytes(on_cpu):
     N, K = 64, 512
     expected = {"bf16": 2 * N * K, "int8": N * K + 4 * N, "int4": N * K // 2 + N * K // 128 * 2,
                 "tinygemm": N * K // 2 + N * K // 128 * 4}  # fmt: skip
-    got = {form: kernel_bench.make_layer(form, N, K, 128).weight_bytes for form in kernel_bench.FORMATS}
+    got = {
+        form: kernel_bench.make_layer(form, N, K, 128).weight_bytes for form in kernel_bench.FORMATS
+    }
     assert got == expected
 
 
@@ -189,7 +218,9 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch
     parts = {
         "one": (
             step("hangs", HANG, 2),
-            step("dies", f"{WRITE} + '{{{{\"to'); import os; os.abort()"),  # in the middle of a line
+            step(
+                "dies", f"{WRITE} + '{{{{\"to'); import os; os.abort()"
+            ),  # in the middle of a line
             step("fails", "print('no device'); raise SystemExit(3)"),
             step("needs", "", needs="no-such-program"),
             gpu_check.Step("gpu", "python -c 1/0", 60.0),
@@ -201,7 +232,9 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch
     began = time.monotonic()
     status, rows = checked(tmp_path, "one,two")
     assert status == 1 and time.monotonic() - began < 30
-    ended = {row["step"]: row["wrong"] or row["left_out"] or "well" for row in rows if "step" in row}
+    ended = {
+        row["step"]: row["wrong"] or row["left_out"] or "well" for row in rows if "step" in row
+    }
     assert ended == {
         "hangs": "killed after 4 s", "dies": "died of SIGABRT", "fails": "exit status 3", "works": "well",
         "needs": "left out: there is no no-such-program", "gpu": "left out: it needs a GPU",
@@ -213,8 +246,13 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch
     summary = (tmp_path / "summary.txt").read_text().splitlines()
     assert "    no device" in summary
     assert summary[-1] == "FAILED: one hangs, one dies, one fails"
-    assert summary[-3].split() == ["two", "works", "0", "s", "well"] and summary[-2] == "    a number"
-    assert checked(tmp_path, "two")[0] == 0 and "all went well" in (tmp_path / "summary.txt").read_text()
+    assert (
+        summary[-3].split() == ["two", "works", "0", "s", "well"] and summary[-2] == "    a number"
+    )
+    assert (
+        checked(tmp_path, "two")[0] == 0
+        and "all went well" in (tmp_path / "summary.txt").read_text()
+    )
 
 
 def test_a_hang_takes_no_time_that_is_another_s(monkeypatch, tmp_path):
@@ -234,7 +272,9 @@ def test_a_hang_takes_no_time_that_is_another_s(monkeypatch, tmp_path):
     assert run.limit_s(steps[0]._replace(share_s=300), [steps[0]]) == 140
 
 
-@pytest.mark.parametrize("count,reason", [(1, "left out: it needs 2 GPUs, and there are 1"), (2, "")])
+@pytest.mark.parametrize(
+    "count,reason", [(1, "left out: it needs 2 GPUs, and there are 1"), (2, "")]
+)
 def test_ranks_need_gpus(monkeypatch, tmp_path, count, reason):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     run = gpu_check.Check(gpu_check.CheckConfig(out=str(tmp_path)), ["tp"])
@@ -262,7 +302,9 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check, "run", lambda command, log, limit_s: ran.append(command) or "")
     status, rows = checked(tmp_path, ",".join(gpu_check.PARTS), minutes=60)
     steps = [(part, step) for part, steps in gpu_check.PARTS.items() for step in steps]
-    assert status == 0 and [(row["part"], row["step"]) for row in rows] == [(p, s.name) for p, s in steps]
+    assert status == 0 and [(row["part"], row["step"]) for row in rows] == [
+        (p, s.name) for p, s in steps
+    ]
     assert len(ran) == sum(step.on_cpu is not None for _, step in steps) > 5
     commands = [gpu_check.command_of(step, tmp_path, False) for _, step in steps]
     said = capsys.readouterr().out
@@ -279,7 +321,10 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
             config.check()
         if program.endswith("peers.py"):
             prompts = [text for texts in bench_peers.read_tasks(config).values() for text in texts]
-            assert all(bench_peers.groups_of(prompts, size * config.prompts_per_row) for size in config.sizes)
+            assert all(
+                bench_peers.groups_of(prompts, size * config.prompts_per_row)
+                for size in config.sizes
+            )
         own = {"generate.py": "", "scripts/bench/peers.py": str(tmp_path / "rows.json")}
         assert config.json == own.get(program, str(tmp_path / "results.jsonl"))
         assert "cuda" in flags or program.endswith("kernels.py")
@@ -288,7 +333,9 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("parts", [gpu_check.FIRST, gpu_check.REST], ids=["first", "rest"])
 def test_a_call_leaves_at_most_eight_files(parts):
     """A machine that is lent may give back no more."""
-    with_tests = [part for part, steps in parts.items() if any(".xml" in step.command for step in steps)]
+    with_tests = [
+        part for part, steps in parts.items() if any(".xml" in step.command for step in steps)
+    ]
     assert len(["results.jsonl", "summary.txt", *parts, *with_tests]) <= 8
 
 
@@ -299,10 +346,15 @@ def test_a_real_dry_run(tmp_path):
         command, cwd=gpu_check.ROOT, env=os.environ | {"OUT": str(tmp_path)}, text=True, stdout=-1
     )
     assert done.returncode == 0 and done.stdout.endswith("all went well\n"), done.stdout
-    assert {"results.jsonl", "summary.txt", "smoke.xml", "int4.txt"} <= {file.name for file in tmp_path.iterdir()}
+    assert {"results.jsonl", "summary.txt", "smoke.xml", "int4.txt"} <= {
+        file.name for file in tmp_path.iterdir()
+    }
     import test_gpu
 
-    assert f"{len(test_gpu.SMOKE)} skipped, 0 failed" in done.stdout and "dynamic 6/8/32" in done.stdout
+    assert (
+        f"{len(test_gpu.SMOKE)} skipped, 0 failed" in done.stdout
+        and "dynamic 6/8/32" in done.stdout
+    )
 
 
 # ---------------------------------------------------------------------------------------------- summaries
@@ -321,22 +373,36 @@ def test_rows_in_a_few_words():
     assert gpu_check.told(row | times) == (
         "vanilla 351 tokens/s, 1.00x, tau 1.00, cycle 3.88 draft 0.84 verify 2.90 ms, 81% of ceiling, 100% identical"
     )
-    assert gpu_check.told({"method": "static", "error": "KeyError: 5"}) == "static failed: KeyError: 5"
+    assert (
+        gpu_check.told({"method": "static", "error": "KeyError: 5"}) == "static failed: KeyError: 5"
+    )
     assert gpu_check.told({"replay": "x", "kernels": 616, "busy_us": 3100.4, "gaps_us": 700}) == (
         "x 616 kernels, 3100 us and 700 us between"
     )
-    assert gpu_check.told({"replayed": "x", "replays": 1000, "different": 3}) == "x 3 of 1000 replays differ"
-    assert not any(map(gpu_check.told, [timed("int4", "wo", 1, 1.0, 1.0), {"part": "kernels", "kernel": "a"}, {}]))
+    assert (
+        gpu_check.told({"replayed": "x", "replays": 1000, "different": 3})
+        == "x 3 of 1000 replays differ"
+    )
+    assert not any(
+        map(
+            gpu_check.told,
+            [timed("int4", "wo", 1, 1.0, 1.0), {"part": "kernels", "kernel": "a"}, {}],
+        )
+    )
 
 
 def test_kernels_in_a_few_words(monkeypatch):
     monkeypatch.setattr(kernel_bench, "LAYERS", {"wo": (256, 512)})
     rows = [timed("int4", "wo", M, us, 0.5) for M, us in ((1, 10.0), (32, 15.0))]
-    assert gpu_check.told_of_kernels(rows) == ["all layers: 1 rows 50%, 1.00 x; 32 rows 50%, 1.50 x"]
+    assert gpu_check.told_of_kernels(rows) == [
+        "all layers: 1 rows 50%, 1.00 x; 32 rows 50%, 1.50 x"
+    ]
     others = [{"kernel": "a", "M": M, "method": method, "time_us": us}
               for M in (1, 2) for method, us in (("ours", 10.0), ("cut", 20.0 * M), ("masked", 90.0))]  # fmt: skip
     others.append({"kernel": "b", "M": 1, "method": "ours", "error": "E"})
-    assert gpu_check.told_of_kernels(others) == ["2 shapes, 0.25 to 0.50 of the time of torch's fastest"]
+    assert gpu_check.told_of_kernels(others) == [
+        "2 shapes, 0.25 to 0.50 of the time of torch's fastest"
+    ]
     assert gpu_check.tables([]) == "" and "| layer | rows | int4 |" in gpu_check.tables(rows)
 
 
@@ -369,7 +435,18 @@ def test_it(number):
 
 def test_a_worker_ends_with_its_device_or_a_test_that_hangs_and_the_others_go_on(tmp_path):
     (tmp_path / "test_losing.py").write_text(LOSING)
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-n",
+        "2",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [*command, "test_losing.py"], cwd=tmp_path, text=True, stdout=-1, stderr=-2, timeout=60,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "cases")},
@@ -388,7 +465,15 @@ def test_about_thirty_tests_are_smoke():
             self.names = [item.name for item in session.items]
 
     file, seen = Path(test_gpu.__file__), Seen()
-    flags = ["-c", str(file.parent.parent / "pyproject.toml"), "-n0", "-q", "--collect-only", "-m", "smoke"]
+    flags = [
+        "-c",
+        str(file.parent.parent / "pyproject.toml"),
+        "-n0",
+        "-q",
+        "--collect-only",
+        "-m",
+        "smoke",
+    ]
     assert pytest.main([*flags, str(file)], plugins=[seen]) == 0
     assert 25 <= len(seen.names) <= 40 and sorted(seen.names) == sorted(test_gpu.SMOKE)
 
@@ -419,10 +504,14 @@ def test_a_gpu_s_ceiling_is_timed_by_events_over_eight_gigabytes(monkeypatch):
 def test_probes_say_what_they_found(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     for name in ("facts", "capture"):
-        monkeypatch.setattr(sys, "argv", ["probe.py", "--probe", name, "--device", "cpu", "--json", str(out)])
+        monkeypatch.setattr(
+            sys, "argv", ["probe.py", "--probe", name, "--device", "cpu", "--json", str(out)]
+        )
         gpu_probe.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["probe"] for row in rows] == ["facts", "capture"] and torch.__version__ in rows[0]["text"]
+    assert [row["probe"] for row in rows] == ["facts", "capture"] and torch.__version__ in rows[0][
+        "text"
+    ]
     assert gpu_probe.lines_of("no-such-program") == ["no no-such-program (FileNotFoundError)"]
     monkeypatch.setattr(gpu_probe, "store", lambda x, y: None)
     with pytest.raises(AssertionError):
@@ -443,8 +532,14 @@ def test_a_compiled_step_that_loses_the_fields_of_a_record_is_found(traced, monk
 @pytest.fixture
 def eager(monkeypatch):
     """Nothing is compiled, and the bandwidth is not measured."""
-    monkeypatch.setattr(bench_trees, "load", lambda **options: generate.load(**options | {"compile": False}))
-    monkeypatch.setattr(bench_trees.measure, "read_bandwidth", lambda *_: bench_trees.measure.Series(1e10, 1e10, 1e10))
+    monkeypatch.setattr(
+        bench_trees, "load", lambda **options: generate.load(**options | {"compile": False})
+    )
+    monkeypatch.setattr(
+        bench_trees.measure,
+        "read_bandwidth",
+        lambda *_: bench_trees.measure.Series(1e10, 1e10, 1e10),
+    )
 
 
 @pytest.mark.slow  # a stand-in of 0.5B with every tree
@@ -455,8 +550,14 @@ def test_every_method_is_measured_over_one_target(eager, tmp_path):
         inflate=shape, static=True, limit=2, max_new_tokens=24, device="cpu", json=str(out)
     )
     bench_trees.bench(options)
-    rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines()) if "method" in row}
-    assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/4/16"} < set(rows)
+    rows = {
+        row["method"]: row
+        for row in map(json.loads, out.read_text().splitlines())
+        if "method" in row
+    }
+    assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/4/16"} < set(
+        rows
+    )
     fixed = [row["tau"] for name, row in rows.items() if name not in ("vanilla", "auto")]
     assert (
         rows["vanilla"]["tau"] == 1 <= rows["auto"]["tau"] <= 1.1 * max(fixed)
@@ -468,21 +569,31 @@ def test_every_method_is_measured_over_one_target(eager, tmp_path):
     assert sum(preset["cycles"] for preset in rows["auto"]["tree_auto"]) > 2
 
 
-def test_one_tree_with_a_head_of_another_format_and_the_kernels_of_one_cycle(eager, monkeypatch, tmp_path):
+def test_one_tree_with_a_head_of_another_format_and_the_kernels_of_one_cycle(
+    eager, monkeypatch, tmp_path
+):
     """A bf16 target whose head is int4; and a tree that does not compile leaves vanilla's numbers."""
     heads = []
     one_replay = lambda engine, ids: heads.append(engine) or profile_cycle.one_replay(engine, ids)  # noqa: E731
     monkeypatch.setattr(bench_trees, "one_replay", one_replay)
     out = tmp_path / "one.jsonl"
     common = {"tree": "2/3/6", "limit": 2, "max_new_tokens": 16, "device": "cpu", "json": str(out)}
-    bench_trees.bench(bench_trees.TreesConfig(quant_draft="int4", profile=True, replays=3, **common))
+    bench_trees.bench(
+        bench_trees.TreesConfig(quant_draft="int4", profile=True, replays=3, **common)
+    )
     rows = list(map(json.loads, out.read_text().splitlines()))
-    kinds = [next(k for k in ("warm_up", "method", "replay", "replayed") if k in row) for row in rows]
+    kinds = [
+        next(k for k in ("warm_up", "method", "replay", "replayed") if k in row) for row in rows
+    ]
     assert kinds == ["warm_up"] * 2 + ["method"] * 2 + ["replay", "replayed"] * 2
     assert [row["method"] for row in rows[2:4]] == ["vanilla", "dynamic 2/3/6"]
     vanilla, drafted = heads
     assert vanilla.config.draft == "none" and vanilla.target is drafted.target
-    assert drafted.config.quant_draft == "int4" and drafted.config.quant == "none" and drafted.drafter.size == 6
+    assert (
+        drafted.config.quant_draft == "int4"
+        and drafted.config.quant == "none"
+        and drafted.drafter.size == 6
+    )
     replay = rows[6]
     assert replay["kernels"] == len(replay["spans"]) > 20
     assert replay["busy_us"] == pytest.approx(sum(us for _, us, _ in replay["spans"]))
@@ -496,7 +607,9 @@ def test_one_tree_with_a_head_of_another_format_and_the_kernels_of_one_cycle(eag
         bench_trees.bench(bench_trees.TreesConfig(**common))
     rows = list(map(json.loads, out.read_text().splitlines()))[8:]
     assert end.value.code == 1 and rows[1]["error"] == "RuntimeError: it does not compile"
-    assert [row["method"] for row in rows[1:]] == ["dynamic 2/3/6", "vanilla"] and rows[2]["tokens_per_s"] > 0
+    assert [row["method"] for row in rows[1:]] == ["dynamic 2/3/6", "vanilla"] and rows[2][
+        "tokens_per_s"
+    ] > 0
 
 
 def test_replays_that_differ_are_counted(monkeypatch):

@@ -26,7 +26,15 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import checkpoint
 from checkpoint import WeightFiles
 from eagle_draft import EagleHead, load_head
-from extras.stand_in import SHAPES, InflatedFiles, Placement, Shape, check_fit, inflate_head, inflate_target
+from extras.stand_in import (
+    SHAPES,
+    InflatedFiles,
+    Placement,
+    Shape,
+    check_fit,
+    inflate_head,
+    inflate_target,
+)
 from generate import generate, load, main
 from helpers import GOLDEN, record, slow
 from hf.config import read_config
@@ -42,7 +50,9 @@ TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
 MIXTRAL = (GOLDEN / "models/target_mixtral", GOLDEN / "models/head_eagle12_mixtral")
 FOUR = "mixtral-tiny,n_experts=4,ffn_dim=192,vocab_size=128"  # the golden one has 4 experts
-EXACT_MIXTRAL = f"{FOUR},dim=256,n_layers=5,n_heads=8,n_kv_heads=4,head_dim=64"  # width and heads * 4 here too
+EXACT_MIXTRAL = (
+    f"{FOUR},dim=256,n_layers=5,n_heads=8,n_kv_heads=4,head_dim=64"  # width and heads * 4 here too
+)
 EXACT = "tiny-0.5b,n_layers=10,ffn_dim=1792,vocab_size=4224"  # width * 4, heads * 4: powers of four
 PROMPT = "def read_lines(path):"
 ROOT = Path(script.__file__).parents[1]
@@ -102,7 +112,9 @@ def both(
 
 
 def some_ids(vocab: int, length: int = 48) -> Tensor:
-    return torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(1))  # [1, T]
+    return torch.randint(
+        0, vocab, (1, length), generator=torch.Generator().manual_seed(1)
+    )  # [1, T]
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -117,12 +129,27 @@ def relative(a: Tensor, b: Tensor) -> float:
     ("sizes", "pair"),
     [
         ("dim=512,n_layers=9,n_heads=8,n_kv_heads=4,head_dim=128", (TARGET, HEAD)),
-        ("dim=512,n_layers=8,n_heads=8,n_kv_heads=8,head_dim=64", (TARGET, HEAD)),  # multi-head: KV heads twice
-        ("dim=300,n_layers=17,n_heads=9,n_kv_heads=9,head_dim=96", (TARGET, HEAD)),  # nothing divides anything
-        ("dim=640,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=32", (TARGET, HEAD)),  # groups of 2 in groups of 3
-        ("dim=257,n_layers=8,n_heads=20,n_kv_heads=4,head_dim=32,vocab_size=4096", (TARGET, HEAD)),  # the least width
+        (
+            "dim=512,n_layers=8,n_heads=8,n_kv_heads=8,head_dim=64",
+            (TARGET, HEAD),
+        ),  # multi-head: KV heads twice
+        (
+            "dim=300,n_layers=17,n_heads=9,n_kv_heads=9,head_dim=96",
+            (TARGET, HEAD),
+        ),  # nothing divides anything
+        (
+            "dim=640,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=32",
+            (TARGET, HEAD),
+        ),  # groups of 2 in groups of 3
+        (
+            "dim=257,n_layers=8,n_heads=20,n_kv_heads=4,head_dim=32,vocab_size=4096",
+            (TARGET, HEAD),
+        ),  # the least width
         ("dim=512,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=64,vocab_size=1000", GOLDEN_PAIR),
-        ("dim=300,n_layers=5,n_heads=12,n_kv_heads=4,head_dim=48,n_experts=4,experts_per_token=2", MIXTRAL),
+        (
+            "dim=300,n_layers=5,n_heads=12,n_kv_heads=4,head_dim=48,n_experts=4,experts_per_token=2",
+            MIXTRAL,
+        ),
     ],
 )
 def test_fp64_outputs_are_the_small_models(monkeypatch, sizes, pair):
@@ -181,7 +208,9 @@ class InBf16(NamedTuple):
 
     def check(self, cached: bool) -> None:
         """Compare the outputs bit for bit."""
-        for small, large in zip(outputs(self.small, self.ids, cached), outputs(self.large, self.ids, cached)):
+        for small, large in zip(
+            outputs(self.small, self.ids, cached), outputs(self.large, self.ids, cached)
+        ):
             assert torch.equal(small, large[..., : small.shape[-1]]) == self.equal
             assert relative(small, large) < 0.05
 
@@ -197,11 +226,21 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
 
 
 @pytest.fixture(
-    scope="module", params=["width x4, heads x4", "width x2.5", "heads x2", "mixture", *slow(["width x16, heads x4"])]
+    scope="module",
+    params=[
+        "width x4, heads x4",
+        "width x2.5",
+        "heads x2",
+        "mixture",
+        *slow(["width x16, heads x4"]),
+    ],
 )
 def in_bf16(request) -> InBf16:
     sizes, pair, length, equal = BF16[request.param]
-    small, large = small_pair(torch.bfloat16, pair), large_pair(Shape.parse(sizes), torch.bfloat16, pair)
+    small, large = (
+        small_pair(torch.bfloat16, pair),
+        large_pair(Shape.parse(sizes), torch.bfloat16, pair),
+    )
     return InBf16(small, large, some_ids(small.target.config.vocab_size, length), equal)
 
 
@@ -269,7 +308,9 @@ def same_codes(small: Tensor, large: Tensor, place: Placement, part: str, bits: 
         got, _ = codes(large, bits, E if bits == 4 else large.shape[1])
         got = got.unflatten(1, (-1, E))[:d, heads, :e].flatten(1)
         return torch.equal(got, codes(small, bits, e if bits == 4 else small.shape[1])[0])
-    heads = {"k_proj": torch.arange(len(small) // e), "v_proj": torch.arange(len(small) // e)}.get(part, heads)
+    heads = {"k_proj": torch.arange(len(small) // e), "v_proj": torch.arange(len(small) // e)}.get(
+        part, heads
+    )
     places = torch.arange(e) if part == "v_proj" else place.rotary()
     rows = (heads[:, None] * E + places).flatten() if part[0] in "qkv" else torch.arange(len(small))
     got, want = (codes(w, bits, 128 if bits == 4 else w.shape[1]) for w in (large[rows], small))
@@ -289,12 +330,20 @@ def test_codes_are_the_small_models(bits, sizes):
     ):
         reader, place = WeightFiles(path), Placement(EagleConfig.from_dir(path).model, shape)
         for name in (n for n in files.recipes if n.startswith(prefix) and "proj" in n):
-            assert same_codes(reader.read(name), files.read(name), place, name.split(".")[-2], bits), name
+            assert same_codes(
+                reader.read(name), files.read(name), place, name.split(".")[-2], bits
+            ), name
         for name in {"lm_head.weight", "fc.weight"} & set(files.recipes):
             small, large = reader.read(name), files.read(name)
             group = 128 if bits == 4 else large.shape[1]
-            got = codes(large[: len(small)], bits, group)[0].unflatten(1, (-1, shape.dim))[..., :256].flatten(1)
-            assert torch.equal(got, codes(small, bits, 128 if bits == 4 else small.shape[1])[0]), name
+            got = (
+                codes(large[: len(small)], bits, group)[0]
+                .unflatten(1, (-1, shape.dim))[..., :256]
+                .flatten(1)
+            )
+            assert torch.equal(got, codes(small, bits, 128 if bits == 4 else small.shape[1])[0]), (
+                name
+            )
 
 
 @pytest.mark.parametrize("part", ["o_proj", "down_proj"])
@@ -307,8 +356,12 @@ def test_filler_stays_below_numbers_however_small(part):
         if f"layers.0.mlp.{part}" in name or f"layers.0.self_attn.{part}" in name
     )
     torch.manual_seed(0)
-    tiny = 1e-4 * torch.randn(small.dim, small.ffn_dim if part == "down_proj" else small.dim, dtype=torch.float64)
-    out = torch.empty(size, dtype=torch.float64).uniform_(-((3 / size[1]) ** 0.5), (3 / size[1]) ** 0.5)
+    tiny = 1e-4 * torch.randn(
+        small.dim, small.ffn_dim if part == "down_proj" else small.dim, dtype=torch.float64
+    )
+    out = torch.empty(size, dtype=torch.float64).uniform_(
+        -((3 / size[1]) ** 0.5), (3 / size[1]) ** 0.5
+    )
     make(out, tiny)
     assert torch.equal(out[: small.dim].abs().amax(1), tiny.abs().amax(1))
     assert (out[: small.dim] != 0).float().mean() > 0.5
@@ -329,7 +382,9 @@ def test_int4_outputs_are_the_int4_small_models(monkeypatch):
             if isinstance(module, torch.nn.Linear):
                 group = 32 if name.endswith("wo") and files is None else 128
                 rounded, scale = codes(module.weight, 4, group)
-                module.weight.data = (rounded.unflatten(1, (-1, group)) * scale[..., None]).flatten(1)
+                module.weight.data = (rounded.unflatten(1, (-1, group)) * scale[..., None]).flatten(
+                    1
+                )
         found.append(outputs(Pair(target, head), some_ids(4096)))
     for small, large in zip(*found):
         assert relative(small, large) < 1e-12 and large[..., 4096:].max() < -400
@@ -348,14 +403,18 @@ def routes(target: Transformer, ids: Tensor) -> tuple[list[Tensor], list[Tensor]
 def test_a_mixture_routes_as_the_small_one(dtype):
     """Layers 0 and 2 of 5 are the small ones. The others route by the last of them, and add nothing."""
     small = load_model(MIXTRAL[0], dtype)
-    large = load_model(MIXTRAL[0], dtype, source=inflate_target(MIXTRAL[0], Shape.parse(EXACT_MIXTRAL), dtype))
+    large = load_model(
+        MIXTRAL[0], dtype, source=inflate_target(MIXTRAL[0], Shape.parse(EXACT_MIXTRAL), dtype)
+    )
     ids = some_ids(97, 200)
     chosen, inputs = routes(small, ids)
     got, streams = routes(large, ids)
     assert len(chosen) == 2 and len(got) == 5
     assert torch.equal(got[0], chosen[0]) and torch.equal(got[2], chosen[1])
     with torch.no_grad():
-        after = small.layers[0].ffn.router(small.layers[0].ffn_norm(inputs[1]))[0][0]  # of what layer 0 made
+        after = small.layers[0].ffn.router(small.layers[0].ffn_norm(inputs[1]))[0][
+            0
+        ]  # of what layer 0 made
     assert torch.equal(got[1], after) and torch.equal(got[3], got[4])
     for choice in got:
         assert torch.bincount(choice.flatten(), minlength=4).min() > 10, "every expert is used"
@@ -377,7 +436,9 @@ def test_channels_beyond_the_constant_are_exactly_zero():
     share = features[..., 256] / features[..., :256].abs().amax(-1)
     assert share.min() > 1 / 64 and share.max() < 1
     unchanged = [torch.equal(inputs[i], inputs[i + 1]) for i in range(shape.n_layers - 1)]
-    assert [i for i, same in enumerate(unchanged) if same] == [4], "layers 4 and 9 of 10 add exactly nothing"
+    assert [i for i, same in enumerate(unchanged) if same] == [4], (
+        "layers 4 and 9 of 10 add exactly nothing"
+    )
 
 
 # ------------------------------------------------------------------------------------------- the filler
@@ -404,10 +465,15 @@ def test_filler_is_dense():
 
 def test_filler_of_experts_is_dense():
     files = inflate_target(MIXTRAL[0], Shape.parse(EXACT_MIXTRAL))
-    live = 65 / 256  # columns that something other than zero reaches, of 64 channels and the constant
+    live = (
+        65 / 256
+    )  # columns that something other than zero reaches, of 64 channels and the constant
     for layer, reached in ((1, 0), (2, 80 / 192)):  # one that adds nothing, and a real one
         for part, most in (("w1", live), ("w3", live), ("w2", reached)):
-            experts = [files.read(f"model.layers.{layer}.block_sparse_moe.experts.{e}.{part}.weight") for e in range(4)]
+            experts = [
+                files.read(f"model.layers.{layer}.block_sparse_moe.experts.{e}.{part}.weight")
+                for e in range(4)
+            ]
             assert max(map(zero_share, experts)) < most + 0.01, (layer, part)
             assert all(not torch.equal(experts[0], other) for other in experts[1:])
         assert zero_share(files.read(f"model.layers.{layer}.block_sparse_moe.gate.weight")) < 0.01
@@ -416,7 +482,10 @@ def test_filler_of_experts_is_dense():
 def test_random_twin_of_a_mixture():
     shape = Shape.parse(EXACT_MIXTRAL)
     twin = inflate_target(MIXTRAL[0], shape, torch.float32, random_twin=True)
-    assert max(map(zero_share, (twin.read(name) for name in twin.recipes if "layers.0" in name))) < 0.01
+    assert (
+        max(map(zero_share, (twin.read(name) for name in twin.recipes if "layers.0" in name)))
+        < 0.01
+    )
     chosen, streams = routes(load_model(MIXTRAL[0], torch.float32, source=twin), some_ids(97, 100))
     assert all(x.isfinite().all() and (x != 0).all() for x in streams)
     assert min(len(choice.unique()) for choice in chosen) > 2
@@ -424,10 +493,17 @@ def test_random_twin_of_a_mixture():
 
 def test_random_twin_has_no_zeros_and_another_function():
     shape = Shape.parse(EXACT)
-    for files in (inflate_target(TARGET, shape, random_twin=True), make_head(shape, torch.bfloat16, random_twin=True)):
-        assert max(zero_share(files.read(name)) for name in files.recipes if "layers.0" in name) < 0.01
+    for files in (
+        inflate_target(TARGET, shape, random_twin=True),
+        make_head(shape, torch.bfloat16, random_twin=True),
+    ):
+        assert (
+            max(zero_share(files.read(name)) for name in files.recipes if "layers.0" in name) < 0.01
+        )
         assert "random weights" in files.config["stand_in"]
-    target = load_model(TARGET, torch.float32, source=inflate_target(TARGET, shape, torch.float32, random_twin=True))
+    target = load_model(
+        TARGET, torch.float32, source=inflate_target(TARGET, shape, torch.float32, random_twin=True)
+    )
     ids = some_ids(4096)
     with torch.no_grad():
         features = target(ids, torch.arange(ids.shape[1])[None])
@@ -447,10 +523,20 @@ def test_tensors_are_the_same_every_time():
 
 @pytest.mark.parametrize(
     "options",
-    [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "dynamic"}, {"tree": "chain", "tree_depth": 4}],
+    [
+        {"tree": "dynamic"},
+        {"temperature": 1.0, "seed": 3, "tree": "dynamic"},
+        {"tree": "chain", "tree_depth": 4},
+    ],
 )
 def test_decoding_gives_the_same_tokens(options):
-    options = {"checkpoint": DEMO, "max_new_tokens": 32, "device": "cpu", "dtype": "float32", **options}
+    options = {
+        "checkpoint": DEMO,
+        "max_new_tokens": 32,
+        "device": "cpu",
+        "dtype": "float32",
+        **options,
+    }
     small, large = load(**options), load(inflate=EXACT, **options)
     assert large.target.config.dim == 1024 and large.config.draft == "eagle"
     a, b = generate(small, [PROMPT]), generate(large, [PROMPT])
@@ -459,23 +545,46 @@ def test_decoding_gives_the_same_tokens(options):
     assert b.stats["stand_in"] == f"a {EXACT}-shaped function of demo" and "stand_in" not in a.stats
 
 
-@pytest.mark.parametrize("options", [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "static"}])
+@pytest.mark.parametrize(
+    "options", [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "static"}]
+)
 def test_a_mixture_decodes_the_same_tokens(options):
-    options |= {"checkpoint": str(MIXTRAL[0]), "eagle": str(MIXTRAL[1]), "dtype": "float32", "device": "cpu"}
+    options |= {
+        "checkpoint": str(MIXTRAL[0]),
+        "eagle": str(MIXTRAL[1]),
+        "dtype": "float32",
+        "device": "cpu",
+    }
     options |= {"max_new_tokens": 40, "ignore_eos": True}
     prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90]]
-    a, b = generate(load(**options), prompts), generate(load(inflate=EXACT_MIXTRAL, **options), prompts)
+    a, b = (
+        generate(load(**options), prompts),
+        generate(load(inflate=EXACT_MIXTRAL, **options), prompts),
+    )
     assert a.tokens == b.tokens and a.stats["tau"] > 1.3
     assert a.stats["accept_lengths"] == b.stats["accept_lengths"]
     assert b.stats["stand_in"] == f"a {EXACT_MIXTRAL}-shaped function of target_mixtral"
 
 
 def test_everything_printed_names_the_stand_in(capsys, tmp_path):
-    argv = ["--checkpoint", DEMO, "--inflate", EXACT, "--max_new_tokens", "8", "--device", "cpu", "--tree", "dynamic"]
+    argv = [
+        "--checkpoint",
+        DEMO,
+        "--inflate",
+        EXACT,
+        "--max_new_tokens",
+        "8",
+        "--device",
+        "cpu",
+        "--tree",
+        "dynamic",
+    ]
     main([*argv, "--json", str(tmp_path / "out.json"), "--compare"])
     out, _ = capsys.readouterr()
     assert out.splitlines()[-1].startswith(f"stand-in, a {EXACT}-shaped function of demo: ")
-    assert json.loads((tmp_path / "out.json").read_text())["stats"]["stand_in"].startswith("a tiny-0.5b")
+    assert json.loads((tmp_path / "out.json").read_text())["stats"]["stand_in"].startswith(
+        "a tiny-0.5b"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- files
@@ -486,7 +595,18 @@ def inflate(*argv: str, monkeypatch) -> None:
     script.main()
 
 
-SMALL = ["--shape", "tiny-0.5b", "--dim", "512", "--n_layers", "8", "--ffn_dim", "1664", "--vocab_size", "4224"]
+SMALL = [
+    "--shape",
+    "tiny-0.5b",
+    "--dim",
+    "512",
+    "--n_layers",
+    "8",
+    "--ffn_dim",
+    "1664",
+    "--vocab_size",
+    "4224",
+]
 
 
 def test_what_is_written_is_what_is_built(monkeypatch, tmp_path, capsys):
@@ -494,7 +614,10 @@ def test_what_is_written_is_what_is_built(monkeypatch, tmp_path, capsys):
     inflate(*SMALL, "--out", str(out), monkeypatch=monkeypatch)
     assert "function of demo" in capsys.readouterr().out
     shape = Shape.parse("tiny-0.5b,dim=512,n_layers=8,ffn_dim=1664,vocab_size=4224")
-    for path, files in ((out, inflate_target(TARGET, shape)), (Path(f"{out}-eagle"), make_head(shape, torch.bfloat16))):
+    for path, files in (
+        (out, inflate_target(TARGET, shape)),
+        (Path(f"{out}-eagle"), make_head(shape, torch.bfloat16)),
+    ):
         disk = WeightFiles(path)
         assert set(disk.readers) == set(files.readers)
         assert all(torch.equal(disk.read(name), files.read(name)) for name in files.recipes)
@@ -530,7 +653,10 @@ def failure(capsys, monkeypatch, *argv: str) -> str:
         (["--n_layers", "7"], "n_layers must be at least 8"),
         (["--n_heads", "4", "--n_kv_heads", "4"], "n_kv_heads must be at least 8"),
         (["--n_heads", "8", "--n_kv_heads", "2"], "n_kv_heads must be at least 4"),
-        (["--n_heads", "9", "--n_kv_heads", "4"], "n_kv_heads must divide n_heads; 4 does not divide 9"),
+        (
+            ["--n_heads", "9", "--n_kv_heads", "4"],
+            "n_kv_heads must divide n_heads; 4 does not divide 9",
+        ),
         (["--head_dim", "48"], "head_dim must be a multiple of"),
         (["--ffn_dim", "1536"], "ffn_dim must be at least 1537, for every neuron and one more"),
         (["--vocab_size", "4095"], "vocab_size must be at least 4096"),
@@ -538,7 +664,10 @@ def failure(capsys, monkeypatch, *argv: str) -> str:
         (["--out", ""], "--out is missing"),
         (["--shape", "gpt-5"], "invalid choice: 'gpt-5'"),
         (["--checkpoint", "nowhere"], "no such directory: nowhere"),
-        (["--eagle", DEMO], "fc.bias is missing; a LLaMA, a Mixtral, or an EAGLE-1 or EAGLE-2 head can be inflated"),
+        (
+            ["--eagle", DEMO],
+            "fc.bias is missing; a LLaMA, a Mixtral, or an EAGLE-1 or EAGLE-2 head can be inflated",
+        ),
         (["--eagle_out", "OUT"], "--eagle_out must not be the target's directory"),
     ],
 )
@@ -551,17 +680,30 @@ def test_bad_input(monkeypatch, capsys, tmp_path, argv, says):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("tiny-0.5b", 0.54), ("tiny-1b", 1.12), ("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98)]
+    [
+        ("tiny-0.5b", 0.54),
+        ("tiny-1b", 1.12),
+        ("llama2-7b", 6.74),
+        ("llama2-13b", 13.02),
+        ("llama2-70b", 68.98),
+    ]
     + [("llama3-8b", 8.03), ("llama3-70b", 70.55)],
 )
 def test_named_shapes_fit_the_demo(name, billions):
     files, head = inflate_target(TARGET, SHAPES[name]), make_head(SHAPES[name], torch.bfloat16)
     config = read_config(TARGET, files.config)
-    assert set(files.recipes) == {theirs for parts in weight_names(config).values() for theirs in parts}
-    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert set(files.recipes) == {
+        theirs for parts in weight_names(config).values() for theirs in parts
+    }
+    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(
+        billions, abs=0.006
+    )
     assert head.recipes["fc.weight"].size == (config.dim, 2 * config.dim)
     norm = files.read("model.norm.weight")  # the constant's amplifier: finite in every dtype
-    assert norm.isfinite().all() and replace(files, dtype=torch.float16).read("model.norm.weight").isfinite().all()
+    assert (
+        norm.isfinite().all()
+        and replace(files, dtype=torch.float16).read("model.norm.weight").isfinite().all()
+    )
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-tiny", 2.985), ("mixtral-8x7b", 46.70)])
@@ -571,28 +713,61 @@ def test_named_mixtures_fit_eight_experts(tmp_path, name, billions):
         num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
     )  # fmt: skip
     MixtralForCausalLM(config).save_pretrained(tmp_path)
-    files, head = inflate_target(tmp_path, SHAPES[name]), make_head(SHAPES[name], torch.bfloat16, MIXTRAL[1])
+    files, head = (
+        inflate_target(tmp_path, SHAPES[name]),
+        make_head(SHAPES[name], torch.bfloat16, MIXTRAL[1]),
+    )
     model = read_config(tmp_path, files.config)
-    assert set(files.recipes) == {theirs for parts in weight_names(model).values() for theirs in parts}
-    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(billions, abs=0.006)
-    assert head.recipes["layers.0.mlp.down_proj.weight"].size == (model.dim, model.ffn_dim), "a head's layer is dense"
-    assert math.log2(SHAPES[name].dim / 256) % 2 == 0 and SHAPES[name].head_dim == 4 * 32, "exact for the demo's sizes"
+    assert set(files.recipes) == {
+        theirs for parts in weight_names(model).values() for theirs in parts
+    }
+    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(
+        billions, abs=0.006
+    )
+    assert head.recipes["layers.0.mlp.down_proj.weight"].size == (model.dim, model.ffn_dim), (
+        "a head's layer is dense"
+    )
+    assert math.log2(SHAPES[name].dim / 256) % 2 == 0 and SHAPES[name].head_dim == 4 * 32, (
+        "exact for the demo's sizes"
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "shape", "says"),
     [
-        (TARGET, "mixtral-8x7b", r"is a mixture of experts, and .*demo is dense: .* choose one of tiny-0.5b, "),
-        (MIXTRAL[0], "llama2-7b", r"is dense, and .*mixtral is a mixture .* choose one of mixtral-tiny, mixtral-8x7b"),
+        (
+            TARGET,
+            "mixtral-8x7b",
+            r"is a mixture of experts, and .*demo is dense: .* choose one of tiny-0.5b, ",
+        ),
+        (
+            MIXTRAL[0],
+            "llama2-7b",
+            r"is dense, and .*mixtral is a mixture .* choose one of mixtral-tiny, mixtral-8x7b",
+        ),
         (MIXTRAL[0], "mixtral-8x7b", r"n_experts must be .*target_mixtral's 4, .* it is 8"),
-        (MIXTRAL[0], "mixtral-8x7b,n_experts=4,experts_per_token=1", r"experts_per_token must be .*'s 2, .* it is 1"),
+        (
+            MIXTRAL[0],
+            "mixtral-8x7b,n_experts=4,experts_per_token=1",
+            r"experts_per_token must be .*'s 2, .* it is 1",
+        ),
     ],
 )
-def test_a_dense_model_and_a_mixture_do_not_become_each_other(monkeypatch, capsys, tmp_path, path, shape, says):
+def test_a_dense_model_and_a_mixture_do_not_become_each_other(
+    monkeypatch, capsys, tmp_path, path, shape, says
+):
     name, *changes = shape.split(",")
     flags = [f"--{change}" for change in changes]
     error = failure(
-        capsys, monkeypatch, "--checkpoint", str(path), "--shape", name, *flags, "--out", str(tmp_path / "o")
+        capsys,
+        monkeypatch,
+        "--checkpoint",
+        str(path),
+        "--shape",
+        name,
+        *flags,
+        "--out",
+        str(tmp_path / "o"),
     )
     assert re.search(says, error)
     with pytest.raises(SystemExit) as stop:
@@ -604,7 +779,11 @@ def test_a_dense_model_and_a_mixture_do_not_become_each_other(monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("key", "value", "tensor"),
-    [("intermediate_size", 88, "gate_proj"), ("num_key_value_heads", 1, "k_proj"), ("vocab_size", 90, "embed_tokens")],
+    [
+        ("intermediate_size", 88, "gate_proj"),
+        ("num_key_value_heads", 1, "k_proj"),
+        ("vocab_size", 90, "embed_tokens"),
+    ],
 )
 def test_a_config_that_contradicts_the_weights(monkeypatch, capsys, tmp_path, key, value, tensor):
     small = tmp_path / "small"
@@ -612,9 +791,18 @@ def test_a_config_that_contradicts_the_weights(monkeypatch, capsys, tmp_path, ke
     raw = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(raw | {key: value}))
     error = failure(
-        capsys, monkeypatch, "--checkpoint", str(small), "--shape", "tiny-0.5b", "--out", str(tmp_path / "out")
+        capsys,
+        monkeypatch,
+        "--checkpoint",
+        str(small),
+        "--shape",
+        "tiny-0.5b",
+        "--out",
+        str(tmp_path / "out"),
     )
-    assert re.search(rf"{tensor}.weight is \[.*\], config.json says \[.*\]; correct it", error), error
+    assert re.search(rf"{tensor}.weight is \[.*\], config.json says \[.*\]; correct it", error), (
+        error
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["small"]
 
 
@@ -623,15 +811,24 @@ def test_what_depends_on_head_dim_is_not_inflated():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for other in (replace(small, qk_norm=True), replace(small, rope_scaling=yarn)):
         with pytest.raises(
-            ValueError, match="norms of queries and keys, or YaRN, which depend on head_dim; use another"
+            ValueError,
+            match="norms of queries and keys, or YaRN, which depend on head_dim; use another",
         ):
             check_fit(other, SHAPES["tiny-0.5b"], TARGET)
     check_fit(small, SHAPES["tiny-0.5b"], TARGET)
 
 
 def test_shape_texts():
-    assert Shape.parse("llama2-7b,n_layers=9") == replace(SHAPES["llama2-7b"], name="llama2-7b,n_layers=9", n_layers=9)
-    for text in ("llama2-8b", "llama2-7b,n_layers", "llama2-7b,layers=3", "llama2-7b,dim=0", "llama2-7b,"):
+    assert Shape.parse("llama2-7b,n_layers=9") == replace(
+        SHAPES["llama2-7b"], name="llama2-7b,n_layers=9", n_layers=9
+    )
+    for text in (
+        "llama2-8b",
+        "llama2-7b,n_layers",
+        "llama2-7b,layers=3",
+        "llama2-7b,dim=0",
+        "llama2-7b,",
+    ):
         with pytest.raises(ValueError, match="shape"):
             Shape.parse(text)
 
@@ -642,7 +839,10 @@ def test_generate_refuses_a_twin_without_a_shape():
 
 
 def test_the_default_model_is_not_inflated():
-    with pytest.raises(ValueError, match="--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo"):
+    with pytest.raises(
+        ValueError,
+        match="--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo",
+    ):
         load(inflate=EXACT)
 
 
@@ -651,8 +851,12 @@ def test_what_is_there_is_kept(monkeypatch, capsys, tmp_path):
     other.mkdir()
     (other / "thesis.txt").write_text("precious")
     assert "exists; give --overwrite" in failure(capsys, monkeypatch, *SMALL, "--out", str(other))
-    assert "replaces stand-ins only" in failure(capsys, monkeypatch, *SMALL, "--out", str(other), "--overwrite")
-    assert "replaces stand-ins only" in failure(capsys, monkeypatch, *SMALL, "--out", DEMO, "--overwrite")
+    assert "replaces stand-ins only" in failure(
+        capsys, monkeypatch, *SMALL, "--out", str(other), "--overwrite"
+    )
+    assert "replaces stand-ins only" in failure(
+        capsys, monkeypatch, *SMALL, "--out", DEMO, "--overwrite"
+    )
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
     files = make_head(Shape.parse("tiny-0.5b,dim=512"), torch.bfloat16)
     script.write(files, out)
@@ -687,9 +891,7 @@ def test_a_full_disk(monkeypatch, tmp_path):
 
 def test_a_kill_leaves_nothing_under_the_name(tmp_path):
     out, part = tmp_path / "out", tmp_path / "out.tmp"
-    many_shards = (
-        "from scripts.bench import inflate; w = inflate.write; inflate.write = lambda *a: w(*a, shard_bytes=10**7); inflate.main()"
-    )
+    many_shards = "from scripts.bench import inflate; w = inflate.write; inflate.write = lambda *a: w(*a, shard_bytes=10**7); inflate.main()"
     argv = [sys.executable, "-c", many_shards, "--shape", "tiny-1b", "--out", str(out)]
     with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL) as child:
         deadline = time.monotonic() + 60

@@ -29,7 +29,9 @@ CONTEXT = 24
 
 @pytest.fixture(scope="module")
 def theirs():
-    return transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / TARGET, dtype="float32").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        GOLDEN / TARGET, dtype="float32"
+    ).eval()
 
 
 @pytest.fixture
@@ -65,7 +67,10 @@ def test_log_likelihoods_are_those_of_transformers(scorer, theirs):
     for order in (range(10), range(9, -1, -1), [0, 0, 5, 2, 4, 2, 7, 6, 1, 3, 9, 8]):
         for i in order:
             total, greedy = scorer.score(*requests[i])
-            assert total == pytest.approx(wanted[i][0], abs=1e-4) and greedy == wanted[i][1], (i, order)
+            assert total == pytest.approx(wanted[i][0], abs=1e-4) and greedy == wanted[i][1], (
+                i,
+                order,
+            )
 
 
 def test_what_is_cached_is_not_computed_again(scorer, monkeypatch):
@@ -98,35 +103,52 @@ def test_texts_end_at_stop_strings_whoever_drafts():
     prompts = [encode(text) for text in ("def read_lines(path):", "import os\n", "x = [")]
     plain = list(Scorer(engine).texts(prompts, [], 16))
     long = prompts[0] * 40
-    assert list(Scorer(engine).texts([long], [], 2)) == list(Scorer(engine).texts([long[-254:]], [], 2))
+    assert list(Scorer(engine).texts([long], [], 2)) == list(
+        Scorer(engine).texts([long[-254:]], [], 2)
+    )
     until = ["zzz", plain[0][7:9], plain[1][3:8], "\n\n"]
     want = [cut(text, until) for text in plain]
     assert want[0] != plain[0] and want[1] != plain[1]
-    for size, drafter in itertools.product((1, 3), (RootOnly(), NgramDrafter(Ngram(tokens=4, branches=1)))):
+    for size, drafter in itertools.product(
+        (1, 3), (RootOnly(), NgramDrafter(Ngram(tokens=4, branches=1)))
+    ):
         options = {"context": 256, "batch_size": size, "dtype": "float32"}
-        other = lm_eval_adapter.replace(engine_for(engine.target, drafter, **options), tokenizer=engine.tokenizer)
+        other = lm_eval_adapter.replace(
+            engine_for(engine.target, drafter, **options), tokenizer=engine.tokenizer
+        )
         assert list(Scorer(other).texts(prompts, until, 16)) == want
-    with pytest.raises(ValueError, match="asks for 256 tokens, and the context holds 256; raise --context"):
+    with pytest.raises(
+        ValueError, match="asks for 256 tokens, and the context holds 256; raise --context"
+    ):
         list(Scorer(engine).texts(prompts, [], 256))
 
 
 def test_cut():
     assert stops(["", "\n", ""]) == ["\n"] and stops([None]) == []
-    assert cut("a b c", []) == "a b c" and cut("a b c", ["c", "b", "x"]) == "a " and cut("ab", ["a"]) == ""
+    assert (
+        cut("a b c", []) == "a b c"
+        and cut("a b c", ["c", "b", "x"]) == "a "
+        and cut("ab", ["a"]) == ""
+    )
 
 
 def test_what_tasks_may_ask_for():
     said = {"until": ["\n"], "max_gen_toks": 5, "do_sample": False, "temperature": 0.0}
     check_generation(said)
     check_generation(said | {"top_p": 0.95, "top_k": 20, "min_p": 0.0, "temperature": 0.7})
-    for change, words in (({"do_sample": True}, "sampling"), ({"num_beams": 4}, "the generation arguments num_beams")):
+    for change, words in (
+        ({"do_sample": True}, "sampling"),
+        ({"num_beams": 4}, "the generation arguments num_beams"),
+    ):
         with pytest.raises(ValueError, match=f"a task asks for {words}"):
             check_generation(said | change)
 
 
 def test_chats():
     template = CHAT_TEMPLATES["vicuna"]
-    engine = lm_eval_adapter.replace(engine_for(golden_target(TARGET), RootOnly()), template=template)
+    engine = lm_eval_adapter.replace(
+        engine_for(golden_target(TARGET), RootOnly()), template=template
+    )
     user, assistant = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
     assert rendered(engine, [user], True) == template.render(["u"], [])
     assert rendered(engine, [user, assistant, user], True) == template.render(["u", "u"], ["a"])
@@ -136,7 +158,9 @@ def test_chats():
         ([user, system, assistant, user], True),
         ([user, assistant], False),
     ):
-        with pytest.raises(ValueError, match="a later system message or the start of an answer; use other tasks"):
+        with pytest.raises(
+            ValueError, match="a later system message or the start of an answer; use other tasks"
+        ):
             rendered(engine, messages, asks)
 
 
@@ -156,15 +180,26 @@ class Program:
 def test_descriptions_are_system_messages():
     system, user = {"role": "system", "content": "Do it."}, {"role": "user", "content": "u"}
     vicuna = CHAT_TEMPLATES["vicuna"]
-    own = {f: JinjaTemplate(Path("m"), Program(*f), {}) for f in ((True, False), (False, False), (True, True))}
+    own = {
+        f: JinjaTemplate(Path("m"), Program(*f), {})
+        for f in ((True, False), (False, False), (True, True))
+    }
     for template, begin in ((vicuna, "{} USER: u"), (own[True, False], "{}|u")):
-        for said, joined in ((None, "Do it."), ("", "Do it."), ("Be brief.", "Be brief.\n\nDo it.")):
+        for said, joined in (
+            (None, "Do it."),
+            ("", "Do it."),
+            ("Be brief.", "Be brief.\n\nDo it."),
+        ):
             engine = engine_for(golden_target(TARGET), RootOnly(), system=said, chat="")
             engine = lm_eval_adapter.replace(engine, template=template)
             assert rendered(engine, [system, user], True).startswith(begin.format(joined))
     for template in (CHAT_TEMPLATES["mistral"], own[False, False], own[True, True]):
-        engine = lm_eval_adapter.replace(engine_for(golden_target(TARGET), RootOnly()), template=template)
-        with pytest.raises(ValueError, match="a task gives a system message, and the chat template takes none"):
+        engine = lm_eval_adapter.replace(
+            engine_for(golden_target(TARGET), RootOnly()), template=template
+        )
+        with pytest.raises(
+            ValueError, match="a task gives a system message, and the chat template takes none"
+        ):
             rendered(engine, [system, user], True)
 
 
@@ -193,14 +228,20 @@ def test_a_task_of_lm_eval(tmp_path, monkeypatch, capsys):
     """Whole, where lm_eval is installed: a task of one's own, without a network. Slow: it reads thousands of task files."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "import os\nimport", "choices": [" sys", " zebra"]}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"q": "import os\nimport", "choices": [" sys", " zebra"]}) + "\n"
+    )
     (tmp_path / "own.yaml").write_text(
         f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\n"
         "doc_to_target: '0'\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\n"
     )
-    config = EvalConfig(checkpoint=DEMO, tasks="own", include_path=str(tmp_path), json=str(tmp_path / "out.json"))
+    config = EvalConfig(
+        checkpoint=DEMO, tasks="own", include_path=str(tmp_path), json=str(tmp_path / "out.json")
+    )
     assert lm_eval_adapter.run(config)["own"]["acc,none"] == 1.0
     assert json.loads((tmp_path / "out.json").read_text())["results"]["own"]["acc,none"] == 1.0
     capsys.readouterr()
-    assert "lm_eval has no task nothing" in told(monkeypatch, capsys, "--checkpoint", DEMO, "--tasks", "nothing")
+    assert "lm_eval has no task nothing" in told(
+        monkeypatch, capsys, "--checkpoint", DEMO, "--tasks", "nothing"
+    )

@@ -16,7 +16,9 @@ CUDA = torch.autograd.DeviceType.CUDA
 
 def event(name, start, end, *children, device=torch.autograd.DeviceType.CPU):
     span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-    made = SimpleNamespace(name=name, time_range=span, cpu_children=children, cpu_parent=None, device_type=device)
+    made = SimpleNamespace(
+        name=name, time_range=span, cpu_children=children, cpu_parent=None, device_type=device
+    )
     for child in children:
         child.cpu_parent = made
     return made
@@ -41,7 +43,10 @@ def test_products_belong_to_the_step_they_run_in_and_wrappers_to_nobody():
 
 
 def test_an_operator_that_was_interrupted_once_does_not_count():
-    cycles = [event(CYCLE, 0, 999, event("aten::mm", 0, 5), event("aten::mm", 5, 5 + us)) for us in (20, 900, 22)]
+    cycles = [
+        event(CYCLE, 0, 999, event("aten::mm", 0, 5), event("aten::mm", 5, 5 + us))
+        for us in (20, 900, 22)
+    ]
     parts = profile_cycle.host_parts(cycles + [event(CYCLE, 0, 9) for _ in range(3)])
     assert round(1e6 * parts["products"], 1) == (5 + 22) / 2
 
@@ -58,7 +63,10 @@ def test_an_operator_that_was_interrupted_once_does_not_count():
         ("gpt_eagle::gumbel", "noise"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_7", "norms, rotary, SiLU, cache writes"),
         ("triton_poi_fused_mul_silu_split_w4a8_3", "norms, rotary, SiLU, cache writes"),
-        ("triton_poi_fused_add_cat_cos_index_put_mul_sin_tree_attention_1", "norms, rotary, SiLU, cache writes"),
+        (
+            "triton_poi_fused_add_cat_cos_index_put_mul_sin_tree_attention_1",
+            "norms, rotary, SiLU, cache writes",
+        ),
         ("gpt_eagle::rotary", "norms, rotary, SiLU, cache writes"),
         ("add_norm_kernel", "norms, rotary, SiLU, cache writes"),
         ("gpt_eagle::norm", "norms, rotary, SiLU, cache writes"),
@@ -79,31 +87,63 @@ def test_names(name, part):
 
 def test_kernels_of_a_device_overlap_and_leave_gaps():
     spans = [(0, 10), (8, 12), (9, 11), (20, 25), (25, 26)]
-    found = profile_cycle.device_kernels([event("matmul_kernel", *span, device=CUDA) for span in spans])
+    found = profile_cycle.device_kernels(
+        [event("matmul_kernel", *span, device=CUDA) for span in spans]
+    )
     assert found.count == 5 and [round(1e6 * gap) for gap in found.gaps_s] == [8]
     assert round(1e6 * found.busy_s) == 18 and round(1e6 * found.parts["products"]) == 22
 
 
 def test_kernels_in_their_order_with_the_gaps_before_them():
     spans = {"mm": (30, 40), "late": (41, 42), "early": (35, 39), f"{CYCLE} 1": (0, 99)}
-    events = [event(name, *span, device=CUDA) for name, span in spans.items()] + [event("aten::mm", 0, 9)]
+    events = [event(name, *span, device=CUDA) for name, span in spans.items()] + [
+        event("aten::mm", 0, 9)
+    ]
     ran = profile_cycle.spans(events, "cuda:0")
-    assert ran == [("mm", 10, 0.0), ("early", 4, -5), ("late", 1, 1)]  # the second began 5 us before the first ended
+    assert ran == [
+        ("mm", 10, 0.0),
+        ("early", 4, -5),
+        ("late", 1, 1),
+    ]  # the second began 5 us before the first ended
     assert profile_cycle.busy_us(ran) == 11
     table = profile_cycle.replay_table([*ran, profile_cycle.Span("late", 3, 2)])
-    assert "| late | 2 | 4.0 | 2.00 | 3.0 |\n" in table and table.endswith("    2.00     3.00  late")
-    on_cpu = event(CYCLE, 0, 9, event("gpt_eagle::model", 0, 9, event("aten::mm", 1, 3, event("aten::empty", 2, 3))))
+    assert "| late | 2 | 4.0 | 2.00 | 3.0 |\n" in table and table.endswith(
+        "    2.00     3.00  late"
+    )
+    on_cpu = event(
+        CYCLE,
+        0,
+        9,
+        event("gpt_eagle::model", 0, 9, event("aten::mm", 1, 3, event("aten::empty", 2, 3))),
+    )
     assert profile_cycle.spans([on_cpu], "cpu") == [("aten::mm", 2, 0.0)]
 
 
 def test_the_parts_add_up(tmp_path, capsys):
     out = tmp_path / "where.json"
     profile_cycle.run(
-        ProfileConfig(cycles=3, rounds=2, tree="dynamic", tree_size=16, temperature=1.0, device="cpu", json=str(out))
+        ProfileConfig(
+            cycles=3,
+            rounds=2,
+            tree="dynamic",
+            tree_size=16,
+            temperature=1.0,
+            device="cpu",
+            json=str(out),
+        )
     )
     found = json.loads(out.read_text())
-    assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0]) and found["parts_ms"][PYTHON] >= 0
-    lines = (profile_cycle.TARGET, profile_cycle.DRAFT, "attention", profile_cycle.NOISE, profile_cycle.TREE)
+    assert (
+        sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"][0])
+        and found["parts_ms"][PYTHON] >= 0
+    )
+    lines = (
+        profile_cycle.TARGET,
+        profile_cycle.DRAFT,
+        "attention",
+        profile_cycle.NOISE,
+        profile_cycle.TREE,
+    )
     assert all(found["parts_ms"][line] > 0 for line in lines)
     assert found["config"]["tree"] == "dynamic" and found["tokens_per_cycle"] > 1
     assert f"| cycle | {found['wall_ms'][0]:.3f} | 100.0 |" in capsys.readouterr().out

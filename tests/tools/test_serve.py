@@ -28,7 +28,19 @@ from scripts.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
-ARGV = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--chat", "vicuna", "--max_body", "20000", *TREE]
+ARGV = [
+    "--checkpoint",
+    DEMO,
+    "--device",
+    "cpu",
+    "--temperature",
+    "1",
+    "--chat",
+    "vicuna",
+    "--max_body",
+    "20000",
+    *TREE,
+]
 ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--port", "0"]
 
 
@@ -40,12 +52,18 @@ class Running:
         config.check()
         self.socket = serve.listen(config)
         self.server = serve.Server(serve.load_engine(config), config)
-        self.engine, self.rows, self.port = self.server.engine, self.server.rows, self.socket.getsockname()[1]
+        self.engine, self.rows, self.port = (
+            self.server.engine,
+            self.server.rows,
+            self.socket.getsockname()[1],
+        )
         self.uvicorn = serve.Listener(self.server)
         self.status = None  # what the process would exit with
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0
+        )
         wait_for(lambda: self.uvicorn.started)
 
     def run(self):
@@ -55,11 +73,15 @@ class Running:
             self.status = error.code
 
     def complete(self, prompt=PROMPT, **options):
-        return self.client.completions.create(model="demo", prompt=prompt, **{"max_tokens": 24, **options})
+        return self.client.completions.create(
+            model="demo", prompt=prompt, **{"max_tokens": 24, **options}
+        )
 
     def own(self, prompts, seed: int, **options):
         """What `generate` makes of it."""
-        engine = replace(self.engine, template=None, pool=[], config=replace(self.engine.config, batch_size=1))
+        engine = replace(
+            self.engine, template=None, pool=[], config=replace(self.engine.config, batch_size=1)
+        )
         return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
 
     def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
@@ -99,9 +121,15 @@ def test_models(running):
 def test_a_completion_is_what_generate_makes_of_it(running):
     found, want = running.complete(seed=2**40 + 3), running.own([PROMPT], 2**40 + 3)
     assert found.object == "text_completion" and found.model == "demo"
-    assert found.choices[0].text == want.text[0] and found.choices[0].finish_reason == want.finish_reason[0]
+    assert (
+        found.choices[0].text == want.text[0]
+        and found.choices[0].finish_reason == want.finish_reason[0]
+    )
     usage = found.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (want.prompt_tokens[0], len(want.tokens[0]))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        want.prompt_tokens[0],
+        len(want.tokens[0]),
+    )
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     texts = {running.complete().choices[0].text for _ in range(4)}
     assert len(texts) > 1, "without a seed one is drawn"
@@ -111,7 +139,9 @@ def test_several_prompts_and_choices(running):
     prompts = [PROMPT, "import "]
     want = running.own(prompts, 7, num_samples=2).text
     found = running.complete(prompts, seed=7, n=2).choices
-    assert [choice.index for choice in found] == [0, 1, 2, 3] and [choice.text for choice in found] == want
+    assert [choice.index for choice in found] == [0, 1, 2, 3] and [
+        choice.text for choice in found
+    ] == want
     ids = [running.engine.tokenizer.encode(text, bos=True) for text in prompts]
     assert [choice.text for choice in running.complete(ids, seed=7).choices] == want[::2]
     assert running.complete(ids[0], seed=7).choices[0].text == want[0]
@@ -120,11 +150,21 @@ def test_several_prompts_and_choices(running):
 def test_a_stream_is_the_whole_in_parts(running):
     whole = running.complete(seed=5)
     events = list(running.complete(seed=5, stream=True, stream_options={"include_usage": True}))
-    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text and len(events) > 3
-    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason and not events[-1].choices
+    assert (
+        "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
+        and len(events) > 3
+    )
+    assert (
+        events[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        and not events[-1].choices
+    )
     assert events[-1].usage == whole.usage and events[0].usage is None
     assert len({event.id for event in events}) == 1
-    without = list(running.complete(seed=5, stream=True, stream_options={"include_usage": None}, frequency_penalty=0.0))
+    without = list(
+        running.complete(
+            seed=5, stream=True, stream_options={"include_usage": None}, frequency_penalty=0.0
+        )
+    )
     assert without[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
@@ -137,13 +177,21 @@ def test_chat(running):
     ]
     options = {"model": "demo", "messages": messages, "seed": 4, "max_completion_tokens": 20}
     found = running.client.chat.completions.create(**options)
-    template = serve.chat_template(serve.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short.")
+    template = serve.chat_template(
+        serve.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
+    )
     ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
     want = generate(replace(running.engine, pool=[]), [ids], seed=4, max_new_tokens=20)
-    assert found.choices[0].message.content == want.text[0] and found.choices[0].message.role == "assistant"
+    assert (
+        found.choices[0].message.content == want.text[0]
+        and found.choices[0].message.role == "assistant"
+    )
     assert found.usage.prompt_tokens == len(ids) and found.object == "chat.completion"
     events = list(running.client.chat.completions.create(**options, stream=True))
-    assert events[0].choices[0].delta.role == "assistant" and events[0].object == "chat.completion.chunk"
+    assert (
+        events[0].choices[0].delta.role == "assistant"
+        and events[0].object == "chat.completion.chunk"
+    )
     assert "".join(event.choices[0].delta.content for event in events) == want.text[0]
 
 
@@ -152,8 +200,13 @@ def test_stop_strings(running):
     stop = whole[len(whole) // 2 :][:4]
     for stops in (stop, [stop, "never said"]):
         found = running.complete(seed=5, max_tokens=60, stop=stops)
-        assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
-    text = "".join(e.choices[0].text for e in running.complete(seed=5, max_tokens=60, stop=stop, stream=True))
+        assert (
+            found.choices[0].text == whole[: whole.index(stop)]
+            and found.choices[0].finish_reason == "stop"
+        )
+    text = "".join(
+        e.choices[0].text for e in running.complete(seed=5, max_tokens=60, stop=stop, stream=True)
+    )
     assert text == whole[: whole.index(stop)] and found.usage.completion_tokens < 60
 
 
@@ -199,15 +252,23 @@ def crowd(running, size: int) -> None:
     """Requests at once, whole and streamed, each with the text that it would have alone."""
     rng = random.Random(0)
     asked = [
-        (rng.choice([PROMPT, "import ", "class A", "x = [" * 9]), rng.randrange(99), rng.randint(1, 30))
+        (
+            rng.choice([PROMPT, "import ", "class A", "x = [" * 9]),
+            rng.randrange(99),
+            rng.randint(1, 30),
+        )
         for _ in range(size)
     ]
-    alone = {each: running.own([each[0]], each[1], max_new_tokens=each[2]).text[0] for each in set(asked)}
+    alone = {
+        each: running.own([each[0]], each[1], max_new_tokens=each[2]).text[0] for each in set(asked)
+    }
 
     def ask(number: int) -> str:
         prompt, seed, most = asked[number]
         found = running.complete(prompt, seed=seed, max_tokens=most, stream=number % 3 == 0)
-        return "".join(e.choices[0].text for e in found) if number % 3 == 0 else found.choices[0].text
+        return (
+            "".join(e.choices[0].text for e in found) if number % 3 == 0 else found.choices[0].text
+        )
 
     with ThreadPoolExecutor(size) as pool:
         assert list(pool.map(ask, range(size))) == [alone[each] for each in asked]
@@ -223,7 +284,9 @@ def test_who_leaves_frees_the_row(running):
     wait_for(lambda: running.rows.jobs == [None] * 3)
     assert max(map(len, running.rows.session.history)) < 300, "long before the end"
     with pytest.raises(openai.APITimeoutError):
-        running.client.with_options(timeout=0.2).completions.create(model="demo", prompt=PROMPT, max_tokens=400, n=3)
+        running.client.with_options(timeout=0.2).completions.create(
+            model="demo", prompt=PROMPT, max_tokens=400, n=3
+        )
     wait_for(lambda: running.rows.jobs == [None] * 3)
 
 
@@ -273,7 +336,11 @@ def test_garbage(running, body, status, message):
 ])  # fmt: skip
 def test_garbage_of_chats(running, messages, message):
     status, found = running.raw(json.dumps({"messages": messages}).encode(), "/v1/chat/completions")
-    assert status == 400 and message in found["error"]["message"] and found["error"]["param"] == "messages"
+    assert (
+        status == 400
+        and message in found["error"]["message"]
+        and found["error"]["param"] == "messages"
+    )
 
 
 def test_other_paths_methods_and_kinds(running):
@@ -285,7 +352,9 @@ def test_other_paths_methods_and_kinds(running):
 
 def test_without_a_template_a_chat_is_refused(running):
     reader = serve.Reader(
-        replace(running.engine, config=replace(running.engine.config, chat=None)), running.server.config, "demo"
+        replace(running.engine, config=replace(running.engine.config, chat=None)),
+        running.server.config,
+        "demo",
     )
     with pytest.raises(serve.Refusal, match="no chat template; serve it with --chat NAME"):
         reader.read({"messages": [{"role": "user", "content": "a"}]}, True)
@@ -295,7 +364,9 @@ def test_without_a_template_a_chat_is_refused(running):
 def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running = Running()
     monkeypatch.setattr(running.rows.session, part, lambda *_: 1 / 0)
-    with pytest.raises(openai.InternalServerError, match="the decoding thread failed; see the terminal"):
+    with pytest.raises(
+        openai.InternalServerError, match="the decoding thread failed; see the terminal"
+    ):
         running.complete()
     with pytest.raises(serve.Refusal, match="the decoding thread failed") as refused:
         running.rows.submit([])
@@ -307,7 +378,9 @@ def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
 
 def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch):
     logged, left = [], threading.Event()
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda *said, **_: logged.append(said))
+    monkeypatch.setattr(
+        logging.getLogger("uvicorn.error"), "error", lambda *said, **_: logged.append(said)
+    )
     read = serve._at_most
 
     async def at_most(*given):
@@ -318,7 +391,9 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch
 
     monkeypatch.setattr(serve, "_at_most", at_most)
     with socket.create_connection(("127.0.0.1", running.port)) as client:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         client.sendall(head.encode() + b'Content-Length: 99\r\n\r\n{"prompt"')
         time.sleep(0.2)
     assert left.wait(30) and running.complete(max_tokens=1).usage.completion_tokens == 1
@@ -329,11 +404,17 @@ def test_who_does_not_go_on_is_dropped(running, monkeypatch):
     """One that sends nothing, half a head, or half a body."""
     monkeypatch.setattr(serve, "READ_S", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    for sent, answer in ((b"", b""), (head, b""), (head + b"Content-Length: 99\r\n\r\n{", b"HTTP/1.1 408")):
+    for sent, answer in (
+        (b"", b""),
+        (head, b""),
+        (head + b"Content-Length: 99\r\n\r\n{", b"HTTP/1.1 408"),
+    ):
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
             client.sendall(sent)
             assert client.recv(12) == answer
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:  # half of a second head
+    with socket.create_connection(
+        ("127.0.0.1", running.port), timeout=20
+    ) as client:  # half of a second head
         client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" + head)
         assert client.recv(99999).startswith(b"HTTP/1.1 200")
         client.sendall(b"Content-Length: 99\r\n")
@@ -356,7 +437,12 @@ def test_without_its_packages_it_says_what_is_missing(tmp_path):
 
 def test_names_of_other_machines_are_refused(running):
     """At a loopback address, against pages whose name is resolved to it."""
-    for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:1", 200), ("example.org", 400)):
+    for host, status in (
+        ("localhost", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:1", 200),
+        ("example.org", 400),
+    ):
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("GET", "/v1/models", headers={"Host": host})
         assert connection.getresponse().status == status
@@ -384,16 +470,22 @@ def test_another_machines_address_is_one_line(host, remedy, capsys):
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_ipv6():
-    with serve.listen(parse(serve.ServeConfig, "serve.py", "", ["--host", "::1", "--port", "0"])) as found:
+    with serve.listen(
+        parse(serve.ServeConfig, "serve.py", "", ["--host", "::1", "--port", "0"])
+    ) as found:
         assert found.family == socket.AF_INET6
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    server = subprocess.Popen([sys.executable, serve.__file__, *ARGV], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, serve.__file__, *ARGV], stderr=subprocess.PIPE, text=True
+    )
     line = next(line for line in server.stderr if "http" in line)  # or it has ended
     port = int(line.partition("/v1")[0].rpartition(":")[2])
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    events = iter(client.completions.create(model="demo", prompt=PROMPT, max_tokens=400, stream=True))
+    events = iter(
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=400, stream=True)
+    )
     next(events)
     server.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="the server is shutting down"):

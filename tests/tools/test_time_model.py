@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton", reason="the plans of the kernels need Triton, which is to be had for Linux")
+pytest.importorskip(
+    "triton", reason="the plans of the kernels need Triton, which is to be had for Linux"
+)
 
 from options import DEMO  # noqa: E402
 from scripts.gpu import time_model as gpu_model
@@ -38,7 +40,9 @@ def test_the_studys_table(form, tree):
     case = one(form, tree, design="before")
     parts = times_ms(case)
     near = 0.01 if form == "bf16" else 0.04
-    assert sum(k.count for found in cycle(case).values() for k in found) == pytest.approx(launches, rel=0.015)
+    assert sum(k.count for found in cycle(case).values() for k in found) == pytest.approx(
+        launches, rel=0.015
+    )
     assert parts["verify"] == pytest.approx(verify, rel=near)
     assert [parts["draft"], parts["extend"]] == pytest.approx([draft, extend], rel=0.04, abs=0.006)
     assert tokens_per_s(case, 4.65) == pytest.approx(speed, rel=near)
@@ -49,13 +53,20 @@ def test_launches_follow_the_plans():
         return sum(k.count for k in gpu_model.layer(one(form, design=design), rows, form, 1))
 
     assert [per_layer("bf16", 60), per_layer("bf16", 1), per_layer("int4", 60)] == [11, 12, 13]
-    assert [per_layer(form, 60, "8 or 9 launches a layer") for form in ("bf16", "int8", "int4")] == [9, 8, 8]
+    assert [
+        per_layer(form, 60, "8 or 9 launches a layer") for form in ("bf16", "int8", "int4")
+    ] == [9, 8, 8]
     splits = {
-        name: gpu_waves.product_us(60, *size, 4, one().gpu)[1] for name, size in gpu_model.matrices(one().shape).items()
+        name: gpu_waves.product_us(60, *size, 4, one().gpu)[1]
+        for name, size in gpu_model.matrices(one().shape).items()
     }
-    sums = {k.name.split()[1] for k in cycle(one(design="before"))["draft"] if k.name.startswith("sum ")}
+    sums = {
+        k.name.split()[1] for k in cycle(one(design="before"))["draft"] if k.name.startswith("sum ")
+    }
     assert sums == {name for name, n in splits.items() if n > 1} == {"wo", "w2", "fc"}
-    assert not [k for k in cycle(one(slots=100, tree="vanilla"))["verify"] if k.name.startswith("combine")]  # one chunk
+    assert not [
+        k for k in cycle(one(slots=100, tree="vanilla"))["verify"] if k.name.startswith("combine")
+    ]  # one chunk
 
 
 def test_time_grows_with_what_is_read_and_nothing_beats_the_bandwidth():
@@ -65,14 +76,16 @@ def test_time_grows_with_what_is_read_and_nothing_beats_the_bandwidth():
                 us, _ = gpu_waves.product_us(rows, 22016, 4096, bits, gpu)
                 assert us > 22016 * 4096 * byte / gpu.constants.bandwidth_tb_s / 1e6
     attention = [
-        gpu_waves.attention_us(32, slots, one().shape, one().gpu)[0] for slots in (128, 512, 2048, 4096, 16384)
+        gpu_waves.attention_us(32, slots, one().shape, one().gpu)[0]
+        for slots in (128, 512, 2048, 4096, 16384)
     ]
     assert attention == sorted(attention) and attention[-1] > 2 * 2 * 4096 * 16384 / 3.0e6
 
 
 def test_dependent_launch_needs_sm_90():
     old, new = (
-        tokens_per_s(one(gpu="a100", design=d), 4.65) for d in ("8 or 9 launches a layer", "+ dependent launch")
+        tokens_per_s(one(gpu="a100", design=d), 4.65)
+        for d in ("8 or 9 launches a layer", "+ dependent launch")
     )
     assert old == new
 
@@ -82,13 +95,24 @@ def test_measured_numbers_replace_estimates(tmp_path, capsys):
     w13 = next(k.us for k in cycle(one(design="before"))["verify"] if k.name == "w13 int4 64")
     file = tmp_path / "measured.json"
     file.write_text(
-        json.dumps({"constants": {"boundary_us": 2.2}, "kernels_us": {"w13 int4 64": w13 + 10, "w13 int4 32": 1}})
+        json.dumps(
+            {
+                "constants": {"boundary_us": 2.2},
+                "kernels_us": {"w13 int4 64": w13 + 10, "w13 int4 32": 1},
+            }
+        )
     )
     case = one(measured=str(file), design="before")
     launches = sum(k.count for k in cycle(case)["verify"])
     assert times_ms(case)["verify"] == pytest.approx(before + launches * 1e-3 + 32 * 10e-3)
     gpu_model.run(
-        ModelOptions(formats="int4", trees="dynamic 6/10/60", measured=str(file), kernels=True, design="before")
+        ModelOptions(
+            formats="int4",
+            trees="dynamic 6/10/60",
+            measured=str(file),
+            kernels=True,
+            design="before",
+        )
     )
     out = capsys.readouterr().out
     assert f"| verify | w13 int4 64 | 32 | {w13 + 10:.2f} |" in out
@@ -99,7 +123,10 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     gpu_model.run(ModelOptions(formats="bf16", trees="vanilla,chain 5"))
     first, *_, vanilla, chain = capsys.readouterr().out.splitlines()
     assert first.startswith("A model's times, nothing measured here: llama2-7b, h100")
-    assert vanilla == "| bf16 vanilla | 167 | 174 | 177 | 177 | 190: + a kernel per level reaches 93% |"
+    assert (
+        vanilla
+        == "| bf16 vanilla | 167 | 174 | 177 | 177 | 190: + a kernel per level reaches 93% |"
+    )
     assert chain.endswith("|  |")
     gpu_model.run(ModelOptions(shape=DEMO, formats="int8", trees="vanilla"))
     assert capsys.readouterr().out.endswith("|  |\n")  # no aim for another shape
@@ -123,15 +150,29 @@ def test_ranks_share_the_target_and_each_has_the_head(capsys, tmp_path):
     scores = {p: k.received for p, ks in cycle(split).items() for k in ks if k.name == "gather 32"}
     assert scores["verify"] == 32 * 16 * 3, "a token and its score, of three others"
     assert times_ms(split)["verify"] < times_ms(whole)["verify"] / 2
-    gpu_model.run(ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla"))
+    gpu_model.run(
+        ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla")
+    )
     out = capsys.readouterr().out
-    assert "llama2-70b, 4 x a100, 512 slots" in out and "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | " in out
+    assert (
+        "llama2-70b, 4 x a100, 512 slots" in out
+        and "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | " in out
+    )
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"kernels_us": {"all-reduce 1": 500}}))
     gpu_model.run(
-        ModelOptions(shape="llama2-70b", gpu="a100", tp=4, formats="int4", trees="vanilla", measured=str(file))
+        ModelOptions(
+            shape="llama2-70b",
+            gpu="a100",
+            tp=4,
+            formats="int4",
+            trees="vanilla",
+            measured=str(file),
+        )
     )
-    assert "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | 80." in capsys.readouterr().out, "as many bytes as before"
+    assert "| int4 vanilla | 8.86 | 0.00 | 42 | 161 | 4 | 80." in capsys.readouterr().out, (
+        "as many bytes as before"
+    )
 
 
 @pytest.mark.parametrize("argv,says", [
@@ -171,4 +212,6 @@ def test_without_triton_it_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         pass
     assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith("need Triton, which is not installed; pip install triton\n")
+    assert capsys.readouterr().err.endswith(
+        "need Triton, which is not installed; pip install triton\n"
+    )

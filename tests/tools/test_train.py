@@ -42,7 +42,10 @@ def official_losses(head, kind=INPUTS[0]):
 
 
 def test_official_loss_and_gradients():
-    case, tensors = golden_case("train_eagle12"), load_file(GOLDEN / "train_eagle12" / "tensors.safetensors")
+    case, tensors = (
+        golden_case("train_eagle12"),
+        load_file(GOLDEN / "train_eagle12" / "tensors.safetensors"),
+    )
     head = golden_head().requires_grad_(True)
     regression, entropy = official_losses(head)
     assert float(regression) == pytest.approx(case["vloss"], abs=1e-5)
@@ -65,7 +68,9 @@ def test_chains_from_every_start_agree_with_the_loop():
     """The vectorised evaluator and the decode loop draft the same tokens and accept the same lengths."""
     target, head = golden_target(), golden_head()
     prompt = [5, 17, 3, 40, 8]
-    drafter = EagleDrafter(head, target, StaticTree.chain(train_eagle.ALPHAS), Sampling(), sharpness=1.0)
+    drafter = EagleDrafter(
+        head, target, StaticTree.chain(train_eagle.ALPHAS), Sampling(), sharpness=1.0
+    )
     session = decode(engine_for(target, drafter, max_new_tokens=60, ignore_eos=True), prompt)
     ok, _ = Chains(head, target, torch.tensor([session.history[0]]), INPUTS[0]).run()
     lengths = ok.long().cumprod(1).sum(1).tolist()
@@ -95,7 +100,10 @@ def test_answers_are_marked_and_nothing_else(kind):
         assert template.reply == " "
     turns, answers = ["What is 2 + 2?", "And 3 + 3?"], ["It is four.", "It is six."]
     example = to_example(Dialogue(turns, answers), tokenizer, template)
-    assert to_example(Dialogue(turns, answers, ended=False), tokenizer, template).ids == example.ids[:-1]
+    assert (
+        to_example(Dialogue(turns, answers, ended=False), tokenizer, template).ids
+        == example.ids[:-1]
+    )
     marked, text = [], ""
     for i, m in zip(example.ids, example.mask):
         text += tokenizer.decode([i]) if m else "|" if text[-1:] not in ("", "|") else ""
@@ -117,7 +125,9 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
     (tmp_path / "d.jsonl").write_text(
         "".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced))
     )
-    one, other = (to_example(d, tokenizer, template) for d in train_eagle.read_dialogues(tmp_path / "d.jsonl"))
+    one, other = (
+        to_example(d, tokenizer, template) for d in train_eagle.read_dialogues(tmp_path / "d.jsonl")
+    )
     assert one == other
     spans = "".join(tokenizer.decode([i]) if m else "|" for i, m in zip(*other))
     assert [s for s in spans.split("|") if s.strip()] and all(answer in spans for answer in plain)
@@ -147,9 +157,14 @@ def test_batches_resume_where_they_were():
 def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatch):
     """Killed after a saved step and resumed, training ends where an unbroken run ends."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    python, sums = train_demo.read_python(), train_demo.read_sums(train_eagle.ROOT / train_demo.TrainConfig.sums)
+    python, sums = (
+        train_demo.read_python(),
+        train_demo.read_sums(train_eagle.ROOT / train_demo.TrainConfig.sums),
+    )
     python, sums = ({part: texts[:40] for part, texts in data.items()} for data in (python, sums))
-    monkeypatch.setattr(train_demo, "read_python", lambda: python)  # all of them take 12 s to encode and lay out
+    monkeypatch.setattr(
+        train_demo, "read_python", lambda: python
+    )  # all of them take 12 s to encode and lay out
     monkeypatch.setattr(train_demo, "read_sums", lambda file: sums)
     monkeypatch.setattr(train_eagle, "OWN_TOKENS", 40)
     common = {
@@ -180,12 +195,16 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
         torch.testing.assert_close(a[name], b[name])
     curve = json.loads((tmp_path / "cut" / "training.json").read_text())["curve"]
     assert [row["step"] for row in curve] == [2, 4]
-    assert (tmp_path / "cut" / "curve.png").is_file() and not (tmp_path / "cut" / "resume.pt").exists()
+    assert (tmp_path / "cut" / "curve.png").is_file() and not (
+        tmp_path / "cut" / "resume.pt"
+    ).exists()
     target = train_eagle.load_model(train_eagle.Path(DEMO), torch.float32)
     head = load_head(tmp_path / "cut", target)
     drafter = EagleDrafter(head, target, StaticTree.chain(3), Sampling())
     options = {"max_new_tokens": 20, "ignore_eos": True}
-    drafted, plain = (decode(engine_for(target, d, **options), [1, 50, 60]) for d in (drafter, RootOnly()))
+    drafted, plain = (
+        decode(engine_for(target, d, **options), [1, 50, 60]) for d in (drafter, RootOnly())
+    )
     assert drafted.history == plain.history
 
 
@@ -195,7 +214,11 @@ def test_a_saved_head_says_what_it_is(changes, tmp_path):
     target, config = golden_target(), golden_head().config
     fc_bias = changes.pop("fc_bias", True)
     head = EagleHead(EagleConfig(replace(config.model, **changes), fc_bias=fc_bias))
-    info = {"curve": [{"step": 1, "regression 0": 1.0, "entropy 0": 1.0, "alpha": [0.5] * 5, "tau": 1.5}]}
+    info = {
+        "curve": [
+            {"step": 1, "regression 0": 1.0, "entropy 0": 1.0, "alpha": [0.5] * 5, "tau": 1.5}
+        ]
+    }
     train_eagle.save_head(head, TrainConfig(out=str(tmp_path), dtype="float32"), info)
     loaded = load_head(tmp_path, target)
     assert loaded.config.fc_bias == fc_bias
@@ -239,7 +262,9 @@ def test_chains_with_a_target_of_another_dtype():
     """On CUDA the target stays in bf16 while the head is trained in fp32."""
     target = copy.deepcopy(golden_target()).bfloat16()
     target.rope_freq = golden_target().rope_freq
-    ok, logits = Chains(golden_head(), target, torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]]), INPUTS[0]).run()
+    ok, logits = Chains(
+        golden_head(), target, torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]]), INPUTS[0]
+    ).run()
     assert ok.shape[1] == train_eagle.ALPHAS and logits[0].dtype == torch.float32
 
 

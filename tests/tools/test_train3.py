@@ -26,7 +26,14 @@ from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
 from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate
-from scripts.train.losses import DECAY, STEPS, Recipe, default_aux_layers, frequent_tokens, unrolled_losses
+from scripts.train.losses import (
+    DECAY,
+    STEPS,
+    Recipe,
+    default_aux_layers,
+    frequent_tokens,
+    unrolled_losses,
+)
 from scripts.train.train_eagle import Example, TrainConfig
 
 UNROLLED = STEPS[3]
@@ -77,24 +84,37 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
         head.vocab = DraftVocab(V, torch.arange(3, V, 2))
     drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
     lm_head = head.lm_head or rows_of(target.lm_head, head.vocab.ids)
-    losses = unrolled_losses(head, target, (tokens, mask, features), Recipe(target.embedding, lm_head, UNROLLED), 0)
+    losses = unrolled_losses(
+        head, target, (tokens, mask, features), Recipe(target.embedding, lm_head, UNROLLED), 0
+    )
     expected, counts = [0.0] * UNROLLED, [0] * UNROLLED
     for b in range(2):
         z = target.logits(features[b])  # [T, V]
         for t in range(T - 1):
-            for s, out in enumerate(chain_outputs(head, target, features[b : b + 1], tokens[b : b + 1], t)):
-                p, log_q = z[t + 1 + s, drafted].softmax(-1), lm_head(head.output_norm(out)).log_softmax(-1)
+            for s, out in enumerate(
+                chain_outputs(head, target, features[b : b + 1], tokens[b : b + 1], t)
+            ):
+                p, log_q = (
+                    z[t + 1 + s, drafted].softmax(-1),
+                    lm_head(head.output_norm(out)).log_softmax(-1),
+                )
                 if mask[b, t + s] and (not three or int(z[t + 1 + s].argmax()) in drafted):
                     expected[s] -= float(p @ log_q)
                     far[s] += float(F.smooth_l1_loss(out, features[b, t + 1 + s, : len(out)]))
                     counts[s] += 1
-    assert 0 < sum(counts) < 2 * sum(T - 1 - s for s in range(UNROLLED)), "some rows count and some do not"
+    assert 0 < sum(counts) < 2 * sum(T - 1 - s for s in range(UNROLLED)), (
+        "some rows count and some do not"
+    )
     totals = [2 * T] * UNROLLED if three else counts
-    expected = [e / total for e, total in zip(expected, totals)] + [f / c for f, c in zip(far, counts) if not three]
+    expected = [e / total for e, total in zip(expected, totals)] + [
+        f / c for f, c in zip(far, counts) if not three
+    ]
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
     assert UNROLLED == 7 and DECAY == 0.8
     if normed:
-        assert all(grad.all() for grad in torch.autograd.grad(sum(losses), attention.head_norms[:2]))
+        assert all(
+            grad.all() for grad in torch.autograd.grad(sum(losses), attention.head_norms[:2])
+        )
 
 
 def test_the_draft_vocabulary_is_what_is_trained_on_most():
@@ -107,13 +127,18 @@ def test_the_draft_vocabulary_is_what_is_trained_on_most():
     )
     keys, mapping = head_training.keys_of(head), head_training.vocab_layout(head)
     assert keys == {"draft_vocab_size": 2, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
-    assert mapping["d2t"].tolist() == [2, 8] and mapping["t2d"].nonzero().flatten().tolist() == [2, 9]
+    assert mapping["d2t"].tolist() == [2, 8] and mapping["t2d"].nonzero().flatten().tolist() == [
+        2,
+        9,
+    ]
     assert torch.equal(head.lm_head.weight, target().lm_head.weight[[2, 9]])
 
 
 def test_taps_of_a_new_head():
     assert default_aux_layers(32) == (2, 16, 29) and default_aux_layers(8) == (2, 4, 5)
-    assert default_aux_layers(6) == (2, 3) and default_aux_layers(2) == (1, 2), "a small target has fewer"
+    assert default_aux_layers(6) == (2, 3) and default_aux_layers(2) == (1, 2), (
+        "a small target has fewer"
+    )
 
 
 # -------------------------------------------------------------------------------------------- training
@@ -129,7 +154,10 @@ COMMON = {
 def written() -> tuple[list[Example], list[tuple[int, list[int]]]]:
     """What the target has written itself: examples at T = 1, sequences to evaluate with at T = 0."""
     prompts = [[5 + i, 17, 3] for i in range(16)]
-    sampled = decode(engine_for(target(), RootOnly(), batch_size=16, temperature=1.0, max_new_tokens=60), *prompts)
+    sampled = decode(
+        engine_for(target(), RootOnly(), batch_size=16, temperature=1.0, max_new_tokens=60),
+        *prompts,
+    )
     greedy = decode(engine_for(target(), RootOnly(), batch_size=2, max_new_tokens=40), *prompts[:2])
     examples = [Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled.history]
     return examples, [(3, ids) for ids in greedy.history]
@@ -153,7 +181,9 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     fresh = train_eagle.make_head(config, target(), written()[0])
     before = evaluate(fresh, target(), written()[1], config.inputs)["tau"]
     train_eagle.train(config)
-    info, raw = (json.loads((tmp_path / name).read_text()) for name in ("training.json", "config.json"))
+    info, raw = (
+        json.loads((tmp_path / name).read_text()) for name in ("training.json", "config.json")
+    )
     assert [row["step"] for row in info["curve"]] == [40, 80]
     first, last = info["curve"]
     assert all(last[f"entropy {s}"] < first[f"entropy {s}"] for s in range(UNROLLED))
@@ -168,11 +198,17 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     tau = evaluate(head, target(), written()[1], config.inputs)["tau"]
     assert tau == pytest.approx(last["tau"], abs=1e-3)
     drafter = EagleDrafter(head, target(), StaticTree.chain(5), Sampling())
-    drafted, plain = (decode(engine_for(target(), d, max_new_tokens=40), [5, 17, 3]) for d in (drafter, RootOnly()))
+    drafted, plain = (
+        decode(engine_for(target(), d, max_new_tokens=40), [5, 17, 3])
+        for d in (drafter, RootOnly())
+    )
     assert drafted.history == plain.history
     again = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
     for name, value in head.named_parameters():
-        assert torch.equal(again.get_parameter(name), value) and again.get_parameter(name).requires_grad, name
+        assert (
+            torch.equal(again.get_parameter(name), value)
+            and again.get_parameter(name).requires_grad
+        ), name
 
 
 def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
@@ -181,13 +217,16 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
     head = train_eagle.make_head(config, target(), written()[0])
     monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     train_eagle.save_head(head, config, {"curve": []})
-    options = GenerateConfig(checkpoint=config.checkpoint, eagle=str(tmp_path), draft="eagle", quant_draft="none")
+    options = GenerateConfig(
+        checkpoint=config.checkpoint, eagle=str(tmp_path), draft="eagle", quant_draft="none"
+    )
     drafter = load_drafter(target(), options)
     kept = drafter.vocab.ids
     assert torch.equal(kept, head.vocab.ids) and len(kept) == 100
     assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[kept])
     drafted, plain = (
-        decode(engine_for(target(), d, max_new_tokens=40, trace="t"), [5, 17, 3]) for d in (drafter, RootOnly())
+        decode(engine_for(target(), d, max_new_tokens=40, trace="t"), [5, 17, 3])
+        for d in (drafter, RootOnly())
     )
     assert drafted.history == plain.history
     assert {i for row in drafted.trace for i in row["draft_tokens"]} <= set(kept.tolist())
@@ -203,8 +242,12 @@ def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monke
         return of(self, tokens, number)
 
     monkeypatch.setattr(features.Features, "of", counted)
-    train_eagle.train(TrainConfig(out=str(tmp_path / "whole"), features=str(tmp_path / "kept"), **common))
-    assert looks == [False, True] + [False] * 7 + [True] * 6, "the first batch, for the scales, and again"
+    train_eagle.train(
+        TrainConfig(out=str(tmp_path / "whole"), features=str(tmp_path / "kept"), **common)
+    )
+    assert looks == [False, True] + [False] * 7 + [True] * 6, (
+        "the first batch, for the scales, and again"
+    )
     save_head = train_eagle.save_head
     for name, kept in (("cut", str(tmp_path / "cut.bin")), ("none", "")):
 
@@ -216,11 +259,17 @@ def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monke
             train_eagle.train(TrainConfig(out=str(tmp_path / name), features=kept, **common))
         monkeypatch.setattr(train_eagle, "save_head", save_head)
         looks.clear()
-        train_eagle.train(TrainConfig(out=str(tmp_path / name), features=kept, resume=True, **common))
+        train_eagle.train(
+            TrainConfig(out=str(tmp_path / name), features=kept, resume=True, **common)
+        )
         assert looks == [bool(kept)] * 4
-    train_eagle.train(TrainConfig(out=str(tmp_path / "again"), features=str(tmp_path / "kept"), **common))
+    train_eagle.train(
+        TrainConfig(out=str(tmp_path / "again"), features=str(tmp_path / "kept"), **common)
+    )
     assert looks[4:] == [True] * 15, "a later run reads what the first one wrote"
-    whole, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut", "again"))
+    whole, *others = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut", "again")
+    )
     for tensors in others:
         for name, value in whole.items():
             torch.testing.assert_close(tensors[name], value)
@@ -240,10 +289,14 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, monkeypat
     tensors["embed_tokens.weight"] = table
     if embedding == "tied":
         raw |= {"draft_vocab_size": 128, "tie_word_embeddings": True}
-        tensors = {name: t for name, t in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+        tensors = {
+            name: t for name, t in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")
+        }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file(tensors, tmp_path / "model.safetensors")
-    config = TrainConfig(**COMMON | {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 0})
+    config = TrainConfig(
+        **COMMON | {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 0}
+    )
     head = train_eagle.make_head(config, target(), [])
     (tmp_path / "new").mkdir()
     monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
@@ -259,7 +312,10 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
     """Those of both versions, in every epoch and for every seed."""
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
     ids, head = train_eagle.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
-    kept = {aux_layers: features.Features(config, target(), aux_layers, ids) for aux_layers in (head.aux_layers, ())}
+    kept = {
+        aux_layers: features.Features(config, target(), aux_layers, ids)
+        for aux_layers in (head.aux_layers, ())
+    }
     feeds = [train_eagle.batches(written()[0], replace(config, seed=seed), 0) for seed in (0, 1)]
     seen: dict[int, Tensor] = {}
     for feed in feeds:
@@ -271,10 +327,13 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
             computed = target()(tokens, torch.arange(24).expand(4, -1), aux_layers=head.aux_layers)
             assert torch.equal(kept[head.aux_layers].of(tokens, number), computed)
             assert torch.equal(kept[()].of(tokens, number), computed[..., :64])
-    with pytest.raises(ValueError, match="has features of other data, or is cut short; name another file"):
+    with pytest.raises(
+        ValueError, match="has features of other data, or is cut short; name another file"
+    ):
         features.Features(config, target(), (), ids.flip(0))
     with pytest.raises(
-        ValueError, match=r"keeps the inputs of layers \(2, 4, 5\); --init takes those of \(1,\); leave"
+        ValueError,
+        match=r"keeps the inputs of layers \(2, 4, 5\); --init takes those of \(1,\); leave",
     ):
         features.Features(config, target(), (1,), ids)
 
@@ -300,7 +359,9 @@ def test_mistakes_are_one_line(options, message, quick, tmp_path):
 
 
 def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000}))
+    monkeypatch.setattr(
+        features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_100_000})
+    )
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free .* leave it out"):
         train_eagle.train(config)
