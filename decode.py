@@ -28,7 +28,8 @@ from torch import Tensor
 import sampling
 from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, replace_fields
 from drafters import LARGEST, Confirmed, Drafter, Root
-from model import Block, KVCache, Transformer, Window, call, causal_window
+from kv_cache import KVCache, Window, causal_window
+from model import Block, Transformer, call
 from ops.library import has_cpu_operators, on_cpp_device
 from ops.topk import best
 from ops.tree import place_rows

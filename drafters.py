@@ -30,7 +30,8 @@ from draft_tree import (
     replace_fields,
     root_tree,
 )
-from model import Layers, Transformer, Window
+from kv_cache import Window
+from model import Layers, Transformer
 from ops.tree import Children, Scores, Shared, place_rows
 
 LARGEST = 1 << 30  # past the last preset of any drafter

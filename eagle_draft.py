@@ -36,20 +36,18 @@ from hf.heads import (
     tell,
 )
 from hf.weights import Storage, load_weights
+from kv_cache import KVCache, Window, causal_window
 from model import (
     Block,
-    KVCache,
     Layers,
     Linear,
     LMHead,
     NoNorm,
     RMSNorm,
     Transformer,
-    Window,
-    causal_window,
     rope_angles,
     rope_frequencies,
-)  # fmt: skip
+)
 from ops.cpu.layers import FusedHead, fits
 from options import GenerateConfig
 from sampling import Sampling

@@ -28,23 +28,18 @@ if __name__ == "__main__":
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from command_line import one_line_errors, parse
 from files import write_text
-from options import (
-    Conversation,
-    GenerateConfig,
-    check_ids,
-    in_order,
-    one_line_errors,
-    parse,
-    read_prompts,
-)  # fmt: skip
+from options import GenerateConfig
+from prompts import Conversation, check_ids, read_prompts
 
 Command = tuple[GenerateConfig, list[Conversation]]
 
@@ -65,7 +60,7 @@ if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
 
 import torch
 
-import tp
+import ranks
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from hf.tokenizer import Tokenizer
@@ -307,6 +302,18 @@ def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
     yield decoder.flush()
 
 
+def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Returns: what hands (key, thing) to `take` as soon as the things of all keys before it have come."""
+    coming, ready = deque(keys), {}
+
+    def put(key: Any, thing: Any) -> None:
+        ready[key] = thing
+        while coming and coming[0] in ready:
+            take(ready.pop(coming.popleft()))
+
+    return put
+
+
 # -------------------------------------------------------------------------------------------------- main
 
 
@@ -370,9 +377,9 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """The command line. command: what `read_command` has returned already"""
-    config, prompts = command or read_command(argv, tp.check)
+    config, prompts = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
-        engine = load(tp.init_ranks(config, prompts))
+        engine = load(ranks.init_ranks(config, prompts))
         if not config.interactive:
             return run(engine, prompts)
         from extras.chat import chat
@@ -383,7 +390,7 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with tp.ranks("generate.py"):
+        with ranks.report_from_rank_0("generate.py"):
             main(command=COMMAND)
     finally:
         signal.signal(signal.SIGINT, end_quietly)

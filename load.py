@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle_draft
+import ranks
 import tp
 from checkpoint import Quantization, saved_quantization
 from decode import Engine, pick_tokens, with_cycles
@@ -76,7 +77,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         config, target, drafter, context,
         eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
         tokenizer=tokenizer, template=template, load_s=time.perf_counter() - began,
-        pick_tokens=tp.pick_tokens if tp.this_rank().world_size > 1 else pick_tokens, accept_rule=accept_rule(config),
+        pick_tokens=tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens, accept_rule=accept_rule(config),
     )  # fmt: skip
     if config.batch_size > 1:
         print(f"note: {rows_memory(engine)}", file=sys.stderr)
@@ -122,7 +123,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
                 added = head_extras(target, config)
             drafter = eagle_draft.load_drafter(target, config, **added)
-    if config.tree_shape == "auto" and tp.this_rank().world_size > 1:
+    if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
         print(
             "note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ",
             file=sys.stderr,
@@ -140,7 +141,7 @@ def warm_up(engine: Engine) -> Engine:
     On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
     """
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
-    tp.check_same_on_all_ranks(
+    ranks.check_same_on_all_ranks(
         engine.config,
         compile=engine.config.compile and not reason,
         **engine.drafter.resolved_options(),

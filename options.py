@@ -9,31 +9,23 @@ This module and those it imports need no torch, so that a mistake is answered be
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
-from numbers import Integral, Real
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
-from files import TEMPORARY, check_directory, one_line, read_jsonl, read_named
+from command_line import check_ranges, option, require
+from files import TEMPORARY, check_directory
 from tree_shapes import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree, read_tree
 
 ROOT = Path(__file__).resolve().parent
-MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits
 DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(ROOT / "checkpoints" / "demo")
-PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
-
-Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 
 
 class Sampling(NamedTuple):
@@ -88,23 +80,6 @@ ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o
 NOT_CHAT = Need(
     "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
 )
-
-
-def option(
-    default: Any, help: str, choices: tuple[str, ...] | None = None, needs: tuple[Need, ...] = (),
-    least: int | None = None, most: int = MOST, flag: bool = True, **extra: Any,
-) -> Any:  # fmt: skip
-    """A dataclass field that is also a flag, unless `flag` is False. least, most: the range of a number."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "needs": needs,
-        "least": least,
-        "most": most,
-        "flag": flag,
-        **extra,
-    }
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -330,30 +305,30 @@ class GenerateConfig:
         for f in fields(self):
             if getattr(self, f.name) != f.default:
                 for need in f.metadata["needs"]:
-                    _rule(need.met(self), f"--{f.name} {need.text.format(self)}")
+                    require(need.met(self), f"--{f.name} {need.text.format(self)}")
 
     def _check_values(self) -> None:
         size = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
-        _rule(self.tree_size <= MAX_NODES, size)
-        _rule(
+        require(self.tree_size <= MAX_NODES, size)
+        require(
             self.tree_depth < MAX_NODES,
             f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}",
         )
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
-        _rule(device is not None, f"--device must be cpu or cuda; it is {self.device}")
-        _rule(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
+        require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
+        require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         sizes = (0, *GROUP_SIZES)
-        _rule(
+        require(
             self.group_size in sizes,
             f"--group_size must be one of {sizes}; it is {self.group_size}",
         )
         named = self.draft != "model" or self.draft_checkpoint != ""
-        _rule(named, "--draft model needs --draft_checkpoint; name its directory")
+        require(named, "--draft model needs --draft_checkpoint; name its directory")
 
     def _check_names(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, str) and name not in ("prompt", "system"):
-                _rule(
+                require(
                     _can_name(value),
                     f"--{name} has a character that no name can have: {value!a}; drop it",
                 )
@@ -365,11 +340,11 @@ class GenerateConfig:
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
-        _rule(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
-        _rule(
+        require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
+        require(
             self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text"
         )
-        _rule(
+        require(
             self.results != "-", "--results is read again by the next run; name a file instead of -"
         )
         for name in ("json", "results", "trace", "profile"):
@@ -380,36 +355,38 @@ class GenerateConfig:
                 raise ValueError(
                     f"--{name}: cannot write {where}: {error.strerror}; name another file"
                 ) from None
-            _rule(
+            require(
                 where.parent.is_dir(),
                 f"--{name}: cannot write {where}; there is no directory {where.parent}",
             )
             whole = not getattr(self, name) or not where.is_dir()
-            _rule(whole, f"--{name}: {where} is a directory; name a file")
+            require(whole, f"--{name}: {where} is a directory; name a file")
 
     def _check_tree(self) -> None:
-        _rule(
+        require(
             not self.tree_file or self.tree in ("", "static"),
             f"--tree_file is a static tree, not {self.tree}",
         )
         if self.draft == "eagle+ngram":
             whole = self.tree_shape == "dynamic" and not self.no_rerank
-            _rule(
+            require(
                 whole,
                 "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag",
             )
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             _ = self.draft_tree  # a size beyond its candidates is refused
-        _rule(
+        require(
             not grown or self.children != "sampled",
             "--children sampled would make a dynamic tree lossy; use --tree static",
         )
         if self.accept == "residual":
             lossy = "--accept residual needs a draft that does not read the target's noise; use"
-            _rule(self.children != "noise", f"{lossy} --children {'topk' if grown else 'sampled'}")
+            require(
+                self.children != "noise", f"{lossy} --children {'topk' if grown else 'sampled'}"
+            )
             sampled = grown or self.children != "topk"
-            _rule(
+            require(
                 sampled,
                 "--accept residual samples the children of static trees; drop --children topk",
             )
@@ -418,29 +395,10 @@ class GenerateConfig:
                 gap = next(
                     (p for p in sorted(paths) if p[-1] and (*p[:-1], p[-1] - 1) not in paths), None
                 )
-                _rule(
+                require(
                     gap is None,
                     f"--accept residual needs ranks without gaps; before {gap} another is missing: add it",
                 )
-
-
-def check_ranges(options: Any) -> None:
-    """Check the numbers of a dataclass of options. Raises: ValueError for one that is out of its range."""
-    for f in fields(options):
-        value, least, most = getattr(options, f.name), f.metadata["least"], f.metadata["most"]
-        if f.type in ("int", "float"):
-            fits = isinstance(value, Integral if f.type == "int" else Real) and not isinstance(
-                value, bool
-            )
-            _rule(
-                fits,
-                f"--{f.name} must be a {'whole ' if f.type == 'int' else ''}number; it is {value!r}",
-            )
-            _rule(
-                least is None or value == f.default or value >= least,
-                f"--{f.name} must be at least {least}; it is {value}",
-            )
-            _rule(value <= most, f"--{f.name} must be at most {most}; it is {value}")
 
 
 def _can_name(text: str) -> bool:
@@ -449,147 +407,6 @@ def _can_name(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
-
-
-def _rule(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # one line, no usage block
-        fail(self.prog, f"{message}; see --help")
-
-
-def fail(program: str, message: str) -> NoReturn:
-    """End the program on a user's mistake: one line, exit status 2."""
-    print(f"{program}: {one_line(message)}", file=sys.stderr)
-    sys.exit(2)
-
-
-def parse(
-    options: type,
-    program: str,
-    description: str,
-    argv: list[str] | None = None,
-    settings: bool = False,
-) -> Any:
-    """Read the command line into a dataclass whose fields are made by `option`. Exits with status 2 on a mistake.
-
-    settings: take fields with `flag=False` too
-    """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog=program, description=description, allow_abbrev=False, formatter_class=raw)
-    kinds = {"int": int, "float": float}
-    for f in fields(options):
-        assert f.default is not MISSING, f.name
-        if not (f.metadata["flag"] or settings):
-            continue
-        shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
-        extra: dict[str, Any] = {
-            "help": (f.metadata["help"] + shown).replace("%", "%%"),
-            "default": f.default,
-        }
-        if f.type == "bool":
-            extra["action"] = "store_true"
-        else:
-            extra |= {"type": kinds.get(str(f.type), str), "choices": f.metadata["choices"]}
-        if f.metadata.get("optional"):
-            extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
-        if f.metadata.get("positional"):  # may be left out, as every option
-            extra |= {"nargs": "?"}
-        parser.add_argument(f.name if f.metadata.get("positional") else f"--{f.name}", **extra)
-    made = options(**vars(parser.parse_args(argv)))
-    with one_line_errors(program):
-        check_ranges(made)
-    return made
-
-
-@contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
-    """A user's mistake inside becomes one line and exit status 2; Ctrl-C and a closed pipe become no traceback."""
-    try:
-        yield
-    except ValueError as error:
-        fail(program, str(error))
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("extras"):
-            raise
-        fail(
-            program,
-            f"{error.name} is not here; restore the folder extras/, or use --draft none or --tree dynamic",
-        )
-    except KeyboardInterrupt:
-        sys.exit(130)  # as a shell reports it
-
-
-def read_prompts(config: GenerateConfig) -> list[Conversation]:
-    """The conversations to decode. Raises: ValueError for a file that cannot be read or holds no prompt."""
-    if config.prompt_ids is not None:
-        parts = config.prompt_ids.replace(" ", "").split(",")
-        if not all(re.fullmatch(r"-?\d+", p) for p in parts):
-            raise ValueError(
-                f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids!r}"
-            )
-        return [[int(p) for p in parts]]
-    if config.prompt is not None:
-        return [[config.prompt]]
-    if not config.prompt_file:
-        named = os.path.realpath(config.checkpoint)
-        text = next((text for path, text in PROMPTS if os.path.realpath(path) == named), None)
-        _rule(
-            text is not None,
-            "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive",
-        )
-        return [[text]]
-    return _prompts_of_file(Path(config.prompt_file))
-
-
-def _prompts_of_file(path: Path) -> list[Conversation]:
-    if path.suffix == ".jsonl":
-        turns = [row.get("turns") for row in read_jsonl(path, "--prompt_file")]
-        for number, each in enumerate(turns, 1):
-            if (
-                not isinstance(each, list)
-                or not each
-                or not all(isinstance(t, str) and t for t in each)
-            ):
-                form = '{"turns": ["text", ...]}'
-                raise ValueError(
-                    f"--prompt_file: {path} row {number} has no list of texts; write it as {form}"
-                )
-        return turns
-    text = read_named(path, "--prompt_file")
-    if not text.strip():
-        raise ValueError(f"--prompt_file: {path} is empty; give it some text")
-    return [[text]]
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two sequences share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
-    """Raises: ValueError for a prompt that is empty, out of range or does not fit."""
-    if not ids:
-        raise ValueError("the prompt is empty; give it at least one token")
-    bad = next((i for i in ids if not 0 <= i < vocab), None)
-    if bad is not None:
-        raise ValueError(f"token ids must be in 0..{vocab - 1}; the prompt has {bad}")
-    if len(ids) >= context:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens, the context holds {context} with at least one new token; "
-            "shorten it or raise --context"
-        )
-    return ids
 
 
 def pick_device(name: str) -> str:
@@ -602,26 +419,14 @@ def pick_device(name: str) -> str:
         kind = torch.device(name).type
     except RuntimeError:
         kind = ""
-    _rule(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
-    _rule(
+    require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
+    require(
         kind == "cpu" or torch.cuda.is_available(),
         f"--device {name}: this machine or this torch has no CUDA device",
     )
     index, count = torch.device(name).index or 0, torch.cuda.device_count()
-    _rule(
+    require(
         kind == "cpu" or index < count,
         f"--device {name}: there are {count} CUDA devices, counted from 0",
     )
     return name
-
-
-def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
-    """Returns: what hands (key, thing) to `take` as soon as the things of all keys before it have come."""
-    coming, ready = deque(keys), {}
-
-    def put(key: Any, thing: Any) -> None:
-        ready[key] = thing
-        while coming and coming[0] in ready:
-            take(ready.pop(coming.popleft()))
-
-    return put

@@ -34,10 +34,11 @@ from checkpoint import (
     scale_name,
     write_checkpoint,
 )
+from command_line import one_line_errors, option, parse
 from files import read_json
 from ops.norm import add, swiglu
 from ops.quantized import PRODUCTS, join_zeros, split_zeros
-from options import FORMAT_NAMES, GROUP_SIZES, one_line_errors, option, parse, pick_device
+from options import FORMAT_NAMES, GROUP_SIZES, pick_device
 
 AT_ONCE = {
     "cpu": 2**17,

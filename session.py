@@ -24,9 +24,8 @@ import torch
 import sampling
 from decode import PREFILL_CHUNK, DecodeState, Engine, Outcome, Report, prefill_chunk
 from draft_tree import Text
-from model import KVCache
+from kv_cache import KVCache
 from ops.library import single_torch_thread
-from options import common_prefix
 from runtime import HostCopy, Replay, copy_into, sequence_of
 from sampling import NoiseKey
 from stats import Stats, rows_memory, trace_row
@@ -307,3 +306,8 @@ class Session:
         self.engine.tree_policy.observe(
             launched.preset, sum(lengths) / len(live), stats.presets[-1][1], len(live)
         )
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two sequences share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from decode import Engine
-from options import check_ids
+from prompts import check_ids
 from session import Session
 from stats import Stats, stats_line, summary
 

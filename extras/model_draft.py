@@ -28,7 +28,8 @@ from drafters import LARGEST, Confirmed, Root, RootOnly, TreeDrafter
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
-from model import KVCache, Transformer, Window, causal_window
+from kv_cache import KVCache, Window, causal_window
+from model import Transformer
 from options import GenerateConfig
 from sampling import Sampling
 

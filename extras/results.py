@@ -20,7 +20,7 @@ from typing import Any
 
 from decode import Engine
 from files import parse_json, read_text
-from options import Conversation
+from prompts import Conversation
 
 BEGIN = '{"run": "'
 DECIDES = (

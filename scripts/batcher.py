@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from decode import Engine
-from options import common_prefix
 from sampling import MASK32
-from session import Session
+from session import Session, common_prefix
 from stats import Stats
 
 

@@ -35,6 +35,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ranks
+
 try:
     import uvicorn
     from starlette.applications import Starlette
@@ -56,12 +58,13 @@ except ImportError as error:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-import tp
+from command_line import one_line_errors, option, parse
 from decode import Engine
 from generate import load
 from hf.chat import chat_template, template_text
 from hf.fetch import fetched
-from options import GenerateConfig, check_ids, one_line_errors, option, parse
+from options import GenerateConfig
+from prompts import check_ids
 from scripts.batcher import Answer, Job, Piece, Refusal, Rows
 
 READ_S = 30  # seconds for the head of a request, and for its body
@@ -597,7 +600,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(ServeConfig, "serve.py", "Serve a model to OpenAI clients.", argv)
     with one_line_errors("serve.py"):
         config.check()
-        tp.refuse_torchrun()
+        ranks.refuse_torchrun()
         with listen(config) as found:  # before the model is loaded
             server = Server(load_engine(config), config)
             host, port = found.getsockname()[:2]

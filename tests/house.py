@@ -139,8 +139,9 @@ def code_lines(source: str, tree: ast.Module) -> list[str]:
     docstrings: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
             if ast.get_docstring(node):
-                docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+                docstrings |= set(range(first.lineno, first.end_lineno + 1))
     numbered = enumerate(source.splitlines(), 1)
     return [
         x

@@ -28,10 +28,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from checkpoint import SHARD_BYTES, check_out, write_checkpoint
+from command_line import one_line_errors, option, parse
 from extras.stand_in import SHAPES, InflatedFiles, Shape, head_config, inflate_head, inflate_target
 from files import read_json
 from model import DTYPES
-from options import DEMO, one_line_errors, option, parse
+from options import DEMO
 
 SIZES = tuple(f.name for f in fields(Shape) if f.name != "name")
 

@@ -37,10 +37,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from files import write_text
 from ops.cpu import build
 from ops.quantized import PRODUCTS
-from options import one_line_errors, option, parse
 from quantize import FORMATS
 from scripts.bench.measure import Series, environment, read_bandwidth
 

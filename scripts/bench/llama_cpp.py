@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from hf.config import open_source, read_config
 from hf.weights import weight_names
-from options import common_prefix
+from session import common_prefix
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 LOOKUPS = {

@@ -29,21 +29,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from decode import PREFILL_CHUNK, Engine
 from files import write_text
 from generate import load
-from model import KVCache, causal_window
-from options import (
-    DEFAULT,
-    GenerateConfig,
-    check_ids,
-    common_prefix,
-    one_line_errors,
-    option,
-    parse,
-)
+from kv_cache import KVCache, causal_window
+from options import DEFAULT, GenerateConfig
+from prompts import check_ids
 from scripts.bench.measure import environment, shown_path
-from session import Session
+from session import Session, common_prefix
 
 GENERATION = {"until", "max_gen_toks", "do_sample"}  # what a task may say about a text
 OF_SAMPLING = {

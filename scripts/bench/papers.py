@@ -35,10 +35,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from decode import Engine
 from files import read_jsonl
 from generate import Batch, Turn, encode, load
-from options import DEMO, ROOT, GenerateConfig, one_line_errors, option, parse, pick_device
+from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Log,
     Series,

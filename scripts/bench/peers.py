@@ -40,11 +40,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from decode import Engine
 from files import is_gguf, write_text
 from generate import encode, load
-from model import DTYPES, KVCache, causal_window
-from options import DEMO, common_prefix, one_line_errors, option, parse, pick_device
+from kv_cache import KVCache, causal_window
+from model import DTYPES
+from options import DEMO, pick_device
 from runtime import compiled
 from scripts.bench.llama_cpp import (
     FORMATS,
@@ -68,7 +70,7 @@ from scripts.bench.measure import (
     with_config,
 )
 from scripts.bench.papers import Setting, method_config, read_tasks
-from session import Session
+from session import Session, common_prefix
 from stats import peak_memory_bytes
 
 PEERS = (

@@ -25,9 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from files import read_jsonl, write_text
 from hf.tokenizer import Tokenizer
-from options import DEMO, one_line_errors, option, parse
+from options import DEMO
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACEHOLDER = "{{data}}"

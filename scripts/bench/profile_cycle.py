@@ -41,10 +41,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from decode import Engine
 from files import write_text
 from generate import first_ids, load
-from options import DEMO, GenerateConfig, one_line_errors, option, parse, read_prompts
+from options import DEMO, GenerateConfig
+from prompts import read_prompts
 from runtime import WARM_UPS
 from scripts.bench.measure import Series, environment, shown_path
 from session import Session

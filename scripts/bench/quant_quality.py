@@ -31,12 +31,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from checkpoint import Quantization, saved_quantization
+from command_line import one_line_errors, option, parse
 from files import write_text
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from model import ExpertLinear, Linear, LMHead, Transformer
-from options import DEMO, GROUP_SIZES, ROOT, one_line_errors, option, parse
+from options import DEMO, GROUP_SIZES, ROOT
 from quantize import FORMATS, QuantExperts, QuantLinear
 from scripts.bench.measure import environment, shown_path
 

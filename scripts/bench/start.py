@@ -30,8 +30,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from options import DEFAULT, common_prefix, one_line_errors, option, parse
+from command_line import one_line_errors, option, parse
+from options import DEFAULT
 from scripts.bench.measure import Series, environment
+from session import common_prefix
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Write a long story about a lighthouse keeper."

@@ -37,11 +37,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import check_ranges, one_line_errors, option, parse
 from decode import Engine
 from files import read_jsonl
 from generate import Batch, load
 from hf.config import resolve_draft
-from options import DEMO, ROOT, check_ranges, one_line_errors, option, parse, pick_device
+from options import DEMO, ROOT, pick_device
 from runtime import WARM_UPS, tree_leaves
 from scripts.bench import measure
 from scripts.bench.profile_cycle import busy_us, one_replay, replay_table

@@ -44,7 +44,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from options import ROOT, one_line_errors, option, parse
+from command_line import one_line_errors, option, parse
+from options import ROOT
 from scripts.bench import measure
 from scripts.gpu import kernels as kernel_bench
 

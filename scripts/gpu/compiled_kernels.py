@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from options import fail, one_line_errors, option, parse
+from command_line import fail, one_line_errors, option, parse
 
 try:
     import triton

@@ -49,8 +49,9 @@ import ops.attention
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
-from model import KVCache, ModelConfig
-from options import one_line_errors, option, parse
+from command_line import one_line_errors, option, parse
+from kv_cache import KVCache
+from model import ModelConfig
 
 FORMATS = ("bf16", "tinygemm", "int8", "int4")
 LAYERS = {

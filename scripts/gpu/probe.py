@@ -33,8 +33,9 @@ import ops.norm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from draft_tree import replace_fields
-from options import one_line_errors, option, parse, pick_device
+from options import pick_device
 from runtime import WARM_UPS, Replay, compiled, device_time, store
 from scripts.bench import measure
 from scripts.gpu import kernels as kernel_bench

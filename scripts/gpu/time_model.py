@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from draft_tree import DynamicTree
 from extras.stand_in import Shape
 from files import read_json
 from hf.config import read_config
 from model import ModelConfig
-from options import one_line_errors, option, parse
 from scripts.gpu.waves import GPUS, Constants, Gpu, attention_us, product_us
 from tp import check_parts
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from command_line import fail
 from extras.stand_in import Shape
 from model import ModelConfig
-from options import fail
 
 try:
     from ops.cuda.attention import CHUNK, SPLITS, plan_attention, splits_of

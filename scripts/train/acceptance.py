@@ -17,7 +17,8 @@ from torch import Tensor
 from drafters import DraftVocab
 from eagle_draft import EagleHead
 from hf.heads import DRAFT_INPUTS
-from model import KVCache, Transformer, Window
+from kv_cache import KVCache, Window
+from model import Transformer
 
 INPUTS = (
     DRAFT_INPUTS,

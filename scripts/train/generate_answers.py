@@ -38,13 +38,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from decode import Engine, with_cycles
 from files import read_jsonl, write_text
 from generate import finish_reason, load, text_of
 from hf.chat import PROBE
 from load import warm_up
 from ops.cpu.build import alone
-from options import DEFAULT, ROOT, GenerateConfig, one_line_errors, option, parse
+from options import DEFAULT, ROOT, GenerateConfig
 from scripts.train import train_demo
 from session import Session
 

@@ -29,11 +29,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from extras.draft_vocab import RANKS
 from files import write_text
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
-from options import DEMO, ROOT, one_line_errors, option, parse
+from options import DEMO, ROOT
 from scripts.train.train_demo import TrainConfig, read_python, read_sums
 from scripts.train.train_eagle import read_dialogues
 

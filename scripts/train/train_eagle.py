@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
@@ -46,21 +47,12 @@ from hf.heads import EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
-from options import (
-    DEMO,
-    ROOT,
-    GenerateConfig,
-    common_prefix,
-    one_line_errors,
-    option,
-    parse,
-    pick_device,
-)
+from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.train import losses as head_training
 from scripts.train import train_demo
 from scripts.train.acceptance import ALPHAS, INPUTS, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
-from session import Session
+from session import Session, common_prefix
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}

@@ -17,7 +17,8 @@ import ops.cuda.topk
 import ops.cuda.tree
 import ops.rotary
 from helpers import share_that_differs, slow, with_head_norms
-from model import KVCache, ModelConfig, rope_angles
+from kv_cache import KVCache
+from model import ModelConfig, rope_angles
 from ops.cuda.launch import Device
 from ops.tree import (
     Children,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import decode
 import extras.ngram_draft  # noqa: F401  (before the ranks are forked)
-import tp
+import ranks
 from generate import generate, load
 from options import GenerateConfig
 
@@ -42,8 +42,8 @@ def case(options: dict[str, Any]) -> dict[str, Any]:
     """Decode, and tell what rank 0 has, and whether all have the same."""
     prompts, own = options.pop("prompts"), options.pop("rank 1", {})
     config = GenerateConfig(**options, device="cpu")
-    tp.check(config)
-    config = tp.init_ranks(config, prompts)
+    ranks.check(config)
+    config = ranks.init_ranks(config, prompts)
     config = replace(config, **own) if dist.get_rank() == 1 else config
     engine, gathered = load(config), []
     engine.target.lm_head.register_forward_hook(lambda *_: gathered.append(1))

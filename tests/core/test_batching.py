@@ -29,10 +29,10 @@ from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.results import Results
-from generate import Result, generate, load, main
+from generate import Result, generate, in_order, load, main
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
 from load import time_cycles
-from options import DEMO, GenerateConfig, in_order
+from options import DEMO, GenerateConfig
 from runtime import LargestTree, tree_leaves
 from sampling import Sampling
 from session import Session
@@ -83,7 +83,7 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
 ])  # fmt: skip
 def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
     """The prompts in chunks of 8 tokens, so that they are cached while other rows decode."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr("session.PREFILL_CHUNK", 8)
     check_rows(
         [text[-30 - 6 * i :] for i, text in enumerate(held_out_prompts()[14:26])],
         4,
@@ -107,7 +107,7 @@ def test_forty_prompts_through_eight_rows(draft, temperature):
 ])  # fmt: skip
 def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr("session.PREFILL_CHUNK", 16)
     monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
     target, rule, tree = golden_target(), Sampling(1.0), DynamicTree(depth=3, topk=4, size=12)
@@ -205,7 +205,7 @@ class Random(LargestTree):
 ])  # fmt: skip
 def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag, monkeypatch):
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr("session.PREFILL_CHUNK", 16)
     monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     target, rule = golden_target(), Sampling(1.0)
     made = (
@@ -245,7 +245,7 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
 
 def test_long_prompts_let_the_others_decode(monkeypatch):
     """At most about a chunk of prompts runs in a step, also where no row decodes."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr("session.PREFILL_CHUNK", 8)
     session = Session(
         engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True, batch_size=3)
     )

@@ -22,7 +22,8 @@ from draft_tree import (
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
 from helpers import golden_case, golden_head, golden_target, order_of, text_with
-from model import KVCache, ModelConfig
+from kv_cache import KVCache
+from model import ModelConfig
 from ops.library import has_cpu_operators
 from ops.tree import Candidates, Children, rerank
 from sampling import Sampling

@@ -18,7 +18,8 @@ import runtime
 from generate import generate, load, main, stream
 from helpers import GOLDEN
 from hf.config import resolve_draft
-from options import DEMO, GenerateConfig, read_prompts
+from options import DEMO, GenerateConfig
+from prompts import read_prompts
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 IDS = [

@@ -21,7 +21,8 @@ import ops.cpu.pages
 from checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
-from model import KVCache, Window, causal_window, rope_frequencies
+from kv_cache import KVCache, Window, causal_window
+from model import rope_frequencies
 from ops.cpu.pages import HUGE_PAGE, HugePages
 from options import DEMO
 from scripts.bench.measure import block_inputs

@@ -15,7 +15,8 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from files import replace_file, write_text
 from helpers import engine_for, golden_head, golden_target
-from options import DEMO, GenerateConfig, read_prompts
+from options import DEMO, GenerateConfig
+from prompts import read_prompts
 from sampling import Sampling
 
 FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]

@@ -21,15 +21,14 @@ from options import DEMO
 from session import Session
 
 ROOT = Path(generate.__file__).parent
-LONG = ("options",)  # files that are to be split
 # from the ground up; a module may import those of lower floors, and its own folder's
 FLOORS = (
     ("files", "stats", "ops"),
-    ("tree_shapes",),
+    ("tree_shapes", "command_line"),
     ("options",),
-    ("checkpoint", "draft_tree"),
-    ("sampling", "runtime"),
-    ("model",),
+    ("prompts", "checkpoint", "draft_tree"),
+    ("sampling", "runtime", "kv_cache"),
+    ("model", "ranks"),
     ("drafters", "quantize"),
     ("hf",),
     ("decode", "eagle_draft", "tp"),
@@ -107,7 +106,7 @@ def test_files_at_the_top_are_short():
     lines = {
         file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in ROOT.glob("*.py")
     }
-    assert {name for name, count in lines.items() if count > 450} <= set(LONG), lines
+    assert not {name for name, count in lines.items() if count > 450}, lines
 
 
 def test_functions_are_short():
@@ -159,11 +158,15 @@ def test_at_most_ten_frames_to_accept(tree, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "options", [{"draft": "none"}, {"tree": "chain"}, {"tree": "dynamic"}], ids=str
 )
-def test_a_cycle_visits_at_most_twelve_files(options):
-    """Greedy; sampling adds sampling.py, `--tree auto` two files of extras/, int8 and int4 two files."""
+def test_a_cycle_visits_at_most_twelve_files_beside_its_operators(options):
+    """Greedy; sampling adds sampling.py, `--tree auto` two files of extras/, int8 and int4 one file.
+
+    Files of ops/ do not count: each is one operator.
+    """
     head = {"quant_draft": "none"} if "tree" in options else {}
     engine = generate.load(checkpoint=DEMO, max_new_tokens=64, device="cpu", **options, **head)
-    session, files, own = Session(engine, [(0, 0)]), set(), {str(f) for f in sources()}
+    own = {str(file) for file in sources() if "ops" not in file.parts}
+    session, files = Session(engine, [(0, 0)]), set()
     decoding = session.run([[5, 17, 3]])
     next(decoding), next(decoding)
 
@@ -229,7 +232,7 @@ def test_steps_change_records_as_every_torch_compiles_it():
     steps = [
         file
         for file in sources()
-        if file.suffix == ".py" and file.parent.name not in ("hf", "scripts")
+        if file.suffix == ".py" and not {"hf", "scripts"} & set(file.parts)
     ]
     assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
 

@@ -22,18 +22,21 @@ from test_quantized_files import write_random_model as write_of_others
 
 import decode
 import generate
+import ranks
 import stats
 import tp
 from checkpoint import Codes, Quantization, scale_name
+from command_line import one_line_errors
 from decode import Engine
 from helpers import GOLDEN
 from hf.config import config_from, open_source
 from hf.weights import export_weights, load_model, weight_names
 from model import Transformer
-from options import DEMO, GenerateConfig, one_line_errors
+from options import DEMO, GenerateConfig
 from quantize import quantize_directory
+from ranks import Rank
 from sampling import Sampling
-from tp import Rank, ShardedFiles
+from tp import ShardedFiles
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parent
@@ -361,7 +364,8 @@ def test_ranks_that_do_not_divide(tmp_path, raw, world, rule):
 @pytest.fixture
 def joined(monkeypatch):
     """This process is rank 0 of 2, which have joined."""
-    monkeypatch.setattr(tp, "this_rank", lambda: Rank(0, 2, 0))
+    for module in (ranks, tp):
+        monkeypatch.setattr(module, "this_rank", lambda: Rank(0, 2, 0))
     monkeypatch.setattr(tp.dist, "is_initialized", lambda: True)
 
 
@@ -397,8 +401,8 @@ def test_ranks_that_are_not_alike(monkeypatch, joined):
     asked = []
     monkeypatch.setattr(tp.dist, "all_gather_object", lambda out, mine: (asked.append(mine), out.__setitem__(0, asked[0]),
                                                                          out.__setitem__(1, mine)))  # fmt: skip
-    tp.check_same_on_all_ranks(GenerateConfig(json="out.json"), compile=True)
-    tp.check_same_on_all_ranks(GenerateConfig(device="cuda:1"), compile=True)
+    ranks.check_same_on_all_ranks(GenerateConfig(json="out.json"), compile=True)
+    ranks.check_same_on_all_ranks(GenerateConfig(device="cuda:1"), compile=True)
     for facts, rule in (
         ({"compile": False}, "compile; it is True on rank 0 and False on rank 1: start them alike"),
         (
@@ -407,26 +411,26 @@ def test_ranks_that_are_not_alike(monkeypatch, joined):
         ),
     ):
         with pytest.raises(ValueError, match=f"^all ranks need the same {rule}"):
-            tp.check_same_on_all_ranks(GenerateConfig(), **facts)
+            ranks.check_same_on_all_ranks(GenerateConfig(), **facts)
 
 
 def test_ranks_on_different_devices():
     """Found before they could talk."""
     store = dist.HashStore()
-    tp.check_devices(store, "cpu", Rank())
+    ranks.check_devices(store, "cpu", Rank())
     store.set("gpt_eagle/device of 1", "cuda")
     with pytest.raises(
         ValueError,
         match="^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: st",
     ):
-        tp.check_devices(store, "cpu", Rank(0, 2, 0))
+        ranks.check_devices(store, "cpu", Rank(0, 2, 0))
 
 
 def test_a_lost_rank_is_told_from_a_full_memory():
     ended = "^a collective failed; another rank has probably ended: closed$"
-    with pytest.raises(tp.RankLost, match=ended), tp._with_the_others():
+    with pytest.raises(ranks.RankLost, match=ended), ranks.collective_errors():
         raise RuntimeError("closed. At a line")
-    with pytest.raises(torch.OutOfMemoryError), tp._with_the_others():
+    with pytest.raises(torch.OutOfMemoryError), ranks.collective_errors():
         raise torch.OutOfMemoryError("full")
 
 
@@ -462,7 +466,7 @@ def rank_1(monkeypatch):
 
 def test_an_environment_in_part(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as end, tp.ranks("generate.py"):
+    with pytest.raises(SystemExit) as end, ranks.report_from_rank_0("generate.py"):
         pytest.fail("it must not begin")
     assert end.value.code == 2
     said = capsys.readouterr().err
@@ -479,7 +483,7 @@ def test_other_programs_refuse_torchrun(rank_1, monkeypatch):
         generate.load(checkpoint=DEMO, device="cpu")
     assert end.value.code == 2
     monkeypatch.setenv("RANK", "0")
-    for refused in (lambda: generate.load(checkpoint=DEMO, device="cpu"), tp.refuse_torchrun):
+    for refused in (lambda: generate.load(checkpoint=DEMO, device="cpu"), ranks.refuse_torchrun):
         with pytest.raises(ValueError, match="start this program without it"):
             refused()
 
@@ -487,34 +491,34 @@ def test_other_programs_refuse_torchrun(rank_1, monkeypatch):
 def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert tp._device(GenerateConfig(device="cuda"), Rank(1, 2, 1)) == "cuda:1"
+    assert ranks._device(GenerateConfig(device="cuda"), Rank(1, 2, 1)) == "cuda:1"
     with pytest.raises(
         ValueError, match="--device cuda:2: there are 2 CUDA devices, counted from 0"
     ):
-        tp._device(GenerateConfig(), Rank(2, 3, 2))
+        ranks._device(GenerateConfig(), Rank(2, 3, 2))
     with pytest.raises(
         ValueError,
         match="--device cuda:1 is one GPU, and every rank needs its own; use --device cuda",
     ):
-        tp._device(GenerateConfig(device="cuda:1"), Rank(1, 2, 1))
+        ranks._device(GenerateConfig(device="cuda:1"), Rank(1, 2, 1))
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
     """A mistake, whichever rank finds it first; what else a silent rank has printed is not shown."""
-    monkeypatch.setattr(tp, "_says_why", lambda here: first)
-    with pytest.raises(SystemExit) as end, tp.ranks("generate.py"):
+    monkeypatch.setattr(ranks, "_says_why", lambda here: first)
+    with pytest.raises(SystemExit) as end, ranks.report_from_rank_0("generate.py"):
         print("a text")
         print("note: a note", file=sys.stderr)
         with one_line_errors("generate.py"):
             raise ValueError("a mistake")
     assert end.value.code == 2
     assert capsys.readouterr() == ("", "generate.py: a mistake\n" if first else "")
-    with pytest.raises(SystemExit) as end, tp.ranks("generate.py"):
-        raise tp.RankLost("another rank has ended")
+    with pytest.raises(SystemExit) as end, ranks.report_from_rank_0("generate.py"):
+        raise ranks.RankLost("another rank has ended")
     assert end.value.code == 1
     assert capsys.readouterr() == ("", "generate.py: another rank has ended\n" if first else "")
-    with pytest.raises(KeyError if first else SystemExit), tp.ranks("generate.py"):
+    with pytest.raises(KeyError if first else SystemExit), ranks.report_from_rank_0("generate.py"):
         raise KeyError("a bug, whose traceback only one rank shows")
 
 
@@ -652,7 +656,7 @@ if how == "seed":
     sys.argv += ["--seed", os.environ["RANK"]]
 if os.environ["RANK"] == "1" and how == "device":
     import tp
-    tp._device = lambda *_: "cuda:1"
+    ranks._device = lambda *_: "cuda:1"
 if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]
 if os.environ["RANK"] == "1" and how in ("kill", "bug"):

@@ -17,19 +17,17 @@ from drafters import Confirmed, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
+from kv_cache import KVCache, Window, causal_window
 from model import (
     ExpertLinear,
-    KVCache,
     Layers,
     Linear,
     ModelConfig,
     NoNorm,
     Router,
     Transformer,
-    Window,
-    causal_window,
     rope_angles,
-)  # fmt: skip
+)
 from ops.cpu.layers import FusedHead, FusedModel, fits
 from quantize import FORMATS, Int4Linear, QuantExperts
 from sampling import Sampling

@@ -20,7 +20,7 @@ from drafters import Confirmed
 from extras.deferred import ROOM, Idle, Waiting
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import not_refused
-from model import causal_window
+from kv_cache import causal_window
 from ops.library import has_cpu_operators
 from ops.tree import (
     Candidates,

@@ -40,8 +40,9 @@ from helpers import (
     with_head_norms,
 )
 from hf.weights import load_model
+from kv_cache import KVCache
 from load import warm_up
-from model import KVCache, ModelConfig, MoEFeedForward
+from model import ModelConfig, MoEFeedForward
 from ops.library import triton_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS

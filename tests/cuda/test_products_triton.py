@@ -16,7 +16,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 import ops.cuda.layout  # noqa: E402
 from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
-from ops.cuda.quantized import (
+from ops.cuda.quantized import (  # noqa: E402
     MAX_SPLITS,
     choose_splits,
     minus_zero,

@@ -29,7 +29,7 @@ from helpers import GOLDEN, decode, engine_for, golden_target, record
 from hf.config import resolve_draft
 from hf.heads import Eagle3, Eagle3Said, EagleConfig, Nested, head_names
 from hf.weights import load_model
-from model import KVCache, causal_window
+from kv_cache import KVCache, causal_window
 from options import DEMO, GenerateConfig
 from quantize import quantize_directory
 from sampling import Sampling

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import command_line
 import generate
 import model
 import ops.experts
@@ -316,7 +317,7 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
         if program == "-m":
             assert flags[:3] == ["torch.distributed.run", "--nproc_per_node", "2"]
             program, *flags = flags[3:]
-        config = options.parse(CONFIGS[Path(program).name], program, "", flags)
+        config = command_line.parse(CONFIGS[Path(program).name], program, "", flags)
         if hasattr(config, "check"):
             config.check()
         if program.endswith("peers.py"):

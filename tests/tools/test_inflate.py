@@ -40,7 +40,8 @@ from helpers import GOLDEN, record, slow
 from hf.config import read_config
 from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
-from model import KVCache, ModelConfig, Router, Transformer, causal_window
+from kv_cache import KVCache, causal_window
+from model import ModelConfig, Router, Transformer
 from ops.cpu.build import load_operators
 from options import DEMO
 from scripts.bench import inflate as script

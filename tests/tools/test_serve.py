@@ -21,8 +21,9 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
+from command_line import parse  # noqa: E402
 from generate import encode, generate  # noqa: E402
-from options import DEMO, parse  # noqa: E402
+from options import DEMO  # noqa: E402
 from scripts import serve  # noqa: E402
 from scripts.batcher import Answer  # noqa: E402
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from command_line import one_line_errors
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, EagleHead, load_head
@@ -19,7 +20,7 @@ from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
-from options import DEMO, one_line_errors
+from options import DEMO
 from sampling import Sampling
 from scripts.train import train_demo, train_eagle
 from scripts.train.acceptance import INPUTS, Chains, evaluate

@@ -19,7 +19,8 @@ from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleDrafter, load_drafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.heads import rows_of
-from model import KVCache, RMSNorm, causal_window
+from kv_cache import KVCache, causal_window
+from model import RMSNorm
 from options import GenerateConfig
 from sampling import Sampling
 from scripts.train import feature_cache as features

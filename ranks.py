@@ -1,0 +1,220 @@
+"""The processes that torchrun starts: which one this is, what they must have in common, and who prints.
+
+1. `init_ranks` meets the other ranks; `check_same_on_all_ranks` compares their options, prompts and software.
+2. `report_from_rank_0` lets rank 0 alone print, and ends all ranks with one line when one fails.
+
+Not here: which part of the model a rank has (tp.py).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import reprlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from command_line import one_line_errors
+from files import one_line
+from ops.library import has_cpu_operators
+from options import GenerateConfig, pick_device
+from runtime import use
+
+TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
+WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure
+FILES = ("json", "trace", "profile")  # options that only rank 0 obeys
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, or cannot be reached."""
+
+
+class Rank(NamedTuple):
+    """Which of the processes this is."""
+
+    rank: int = 0
+    world_size: int = 1  # processes
+    local: int = 0  # the rank on this machine
+
+
+def this_rank() -> Rank:
+    """Where torchrun has put this process. Raises: ValueError where it has set a part of the environment only."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return Rank()
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+            rule = f"WORLD_SIZE is set in the environment, and {name} is {value!r}"
+            raise ValueError(
+                f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE"
+            )
+    return Rank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+
+
+def refuse_torchrun() -> None:
+    """Check that torchrun has not started several of a program that splits nothing. Raises: ValueError, on rank 0."""
+    here = this_rank()
+    if here.rank:
+        sys.exit(2)
+    if here.world_size > 1:
+        raise ValueError(
+            "torchrun splits what generate.py loads, and nothing else; start this program without it"
+        )
+
+
+@contextmanager
+def report_from_rank_0(program: str) -> Iterator[None]:
+    """Let rank 0 alone print, and one rank say why all end. Without torchrun it does nothing."""
+    with one_line_errors(program):
+        here = this_rank()
+    if here.world_size == 1:
+        yield
+        return
+    said, silent = io.StringIO(), here.rank > 0
+    try:
+        with (
+            redirect_stdout(io.StringIO() if silent else sys.stdout),
+            redirect_stderr(said if silent else sys.stderr),
+        ):
+            yield
+    except BaseException as error:
+        status = error.code if isinstance(error, SystemExit) else 1
+        if status and not _says_why(here):
+            raise SystemExit(status) from None
+        if isinstance(error, RankLost):
+            print(f"{program}: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        if silent and status == 2:  # a user's mistake, which was said last
+            print(said.getvalue().splitlines()[-1], file=sys.stderr)
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _says_why(here: Rank) -> bool:
+    """Whether this rank, which fails, is to say why: rank 0 is where it fails soon too, else the first that asks."""
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
+        )
+        if here.rank == 0:
+            store.set("gpt_eagle/rank 0", "failed")
+        for _ in range(10 * WAIT_FOR_RANK_0_S if here.rank else 0):
+            if store.check(["gpt_eagle/rank 0"]):
+                return False
+            time.sleep(0.1)
+        return store.add("gpt_eagle/failed", 1) == 1
+    except RuntimeError:  # the process that holds the store has ended
+        return here.rank == 0
+
+
+@contextmanager
+def collective_errors() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        why = one_line(error).partition(". ")[0]
+        raise RankLost(f"a collective failed; another rank has probably ended: {why}") from None
+
+
+def check(config: GenerateConfig) -> None:
+    """Check the options, before prompts are read. Raises: ValueError for one that cannot be, or not with torchrun."""
+    config.check()
+    file = config.prompt_file
+    for flag, given, reason in (
+        (
+            "--tree auto",
+            config.tree == "auto",
+            "it goes by the ranks' clocks, which differ: use --tree dynamic",
+        ),
+        ("--results", config.results, "one process may read and write it: use --json"),
+        (
+            "--interactive",
+            config.interactive,
+            "there is one keyboard: use --prompt_file with turns",
+        ),
+        (
+            f"--prompt_file {file}",
+            os.path.exists(file) and not os.path.isfile(file),
+            "all ranks read it: use a file",
+        ),
+    ):
+        if given and this_rank().world_size > 1:
+            raise ValueError(f"{flag} cannot go with torchrun: {reason}")
+
+
+def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
+    """Meet the other ranks, if torchrun has started any.
+
+    Returns: the options of this rank: with its device, and files for rank 0 only.
+    Raises: ValueError where a rank has no device, or where they have different options, prompts or software.
+    """
+    here = this_rank()
+    if here.world_size == 1:
+        return config
+    device, wait = _device(config, here), timedelta(seconds=TIMEOUT_S)
+    with collective_errors():
+        if not dist.is_initialized():
+            store, *_ = next(dist.rendezvous("env://", timeout=wait))
+            check_devices(store, torch.device(device).type, here)
+            backend = "gloo" if device == "cpu" else "nccl"
+            dist.init_process_group(
+                backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait
+            )
+    use(device)
+    kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    kind = kind if device == "cpu" else torch.cuda.get_device_name()
+    software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "processor": kind}
+    check_same_on_all_ranks(config, prompts=prompts, **software)
+    return replace(config, device=device, **(dict.fromkeys(FILES, "") if here.rank else {}))
+
+
+def check_devices(store: dist.Store, kind: str, here: Rank) -> None:
+    """Check that all ranks have the same kind of device, before they need it to talk. Raises: ValueError."""
+    store.set(f"gpt_eagle/device of {here.rank}", kind)
+    kinds = [
+        store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world_size)
+    ]  # waits for each
+    check_same("device", kinds)
+
+
+def check_same_on_all_ranks(config: GenerateConfig, **facts: Any) -> None:
+    """Check that all ranks have the same options, and the same other facts. Raises: ValueError with what differs."""
+    world = this_rank().world_size
+    if world == 1:
+        return
+    mine, theirs = asdict(config) | dict.fromkeys((*FILES, "device")) | facts, [{}] * world
+    with collective_errors():
+        dist.all_gather_object(theirs, mine)
+    for name in {name: None for other in theirs for name in other}:
+        check_same(name, [other.get(name) for other in theirs])
+
+
+def check_same(name: str, values: list) -> None:
+    """Check that a fact is the same on all ranks. Raises: ValueError with what two of them have."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            both = f"{reprlib.repr(values[0])} on rank 0 and {reprlib.repr(value)} on rank {rank}"
+            raise ValueError(f"all ranks need the same {name}; it is {both}: start them alike")
+
+
+def _device(config: GenerateConfig, here: Rank) -> str:
+    """The device of a rank. Raises: ValueError where there is none."""
+    name = pick_device(config.device)
+    if name == "cpu":
+        return name
+    if torch.device(name).index is not None:
+        raise ValueError(
+            f"--device {name} is one GPU, and every rank needs its own; use --device cuda"
+        )
+    return pick_device(f"cuda:{here.local}")
