@@ -1,15 +1,15 @@
-"""Read and write the tensors of a model directory by name, and what others' files hold, whatever they hold.
+"""Read and write the tensors of a model directory by name.
 
-1. `read_fields` takes the keys that a dataclass declares with `key`, each with its rule, of a JSON object.
-   `reading` is the boundary to libraries: whatever one raises inside becomes one line that names the file.
-2. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only the tensors that are
-   used are read. Any other object with named tensors is a `TensorSource` too, and can be loaded like files.
-3. `write_checkpoint` takes one tensor at a time and writes shards, so that at most one shard is in memory. It writes to
-   a temporary directory and renames that at the end, so that a directory under the final name is always complete. The
-   next run removes what a killed run left behind.
-4. `Quantization` is what config.json, or an option, says about quantized weights.
+1. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only
+   tensors that are used are read. Any other object with named tensors is a `TensorSource` too, and
+   can be loaded like files.
+2. `write_checkpoint` writes shards, with at most one shard in memory. It writes to a temporary
+   directory and renames that at the end, so that a directory under the final name is always
+   complete. The next run removes the files that a killed run left behind.
+3. `Quantization` is the format of quantized weights, from config.json or an option.
 
-Not here: text and JSON (files.py); what the names mean (hf/weights.py); rounding (quantize.py).
+Not here: text and JSON (files.py); the keys of config.json (hf/fields.py); the meaning of the
+names (hf/weights.py); rounding (quantize.py).
 """
 
 from __future__ import annotations
@@ -34,33 +34,42 @@ from options import FORMAT_NAMES, GROUP_SIZES
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
 SHARD_BYTES = 2 * 10**9
-COPIED = (  # files of the source that are copied if they exist: tokenizer, end-of-sequence ids, a draft vocabulary
-    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json", "token_ranks.json",
-)  # fmt: skip
+# files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
+# vocabulary
+COPIED = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "token_ranks.json",
+)
 
 
-# --------------------------------------------------------------------------------- what others' files hold
-
-
-# ------------------------------------------------------------------------------------------------ quantized
+# ---------------------------------------------------------------------- quantization
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What `--quant` asks for, or what a checkpoint's config.json says."""
+    """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
     format: str  # one of FORMAT_NAMES
-    group_size: int = 0  # int4: inputs that share a scale; 0: what `fit_group` chooses
+    group_size: int = 0  # int4: inputs that share a scale; 0: `fit_group` chooses it
     saved: bool = False  # the files hold codes already
 
     @staticmethod
     def of(format: str, group_size: int) -> Quantization | None:
-        """The value of `--quant` or `--quant_draft`; `none` gives None."""
+        """Return the value of `--quant` or `--quant_draft`; None for `none`."""
         return None if format == "none" else Quantization(format, group_size)
 
     def check(self, where: str) -> Quantization:
-        """Raises: ValueError for an unknown format or group size. where: who asks, for the message."""
+        """Check the format and the group size.
+
+        where: the flag or key that holds them, for the message
+        Raises: ValueError for an unknown one.
+        """
         if self.format not in FORMAT_NAMES:
             raise ValueError(
                 f"{where}: the format must be one of {', '.join(FORMAT_NAMES)}; it is {self.format}"
@@ -74,49 +83,53 @@ class Quantization:
 
 
 def foreign_quantization(raw: dict) -> Any:
-    """What a config.json says about quantized weights that are not ours, whatever that is; None: nothing."""
-    said = raw.get(
-        "quantization_config", raw.get("compression_config")
-    )  # the older key of compressed-tensors
-    return None if isinstance(said, dict) and said.get("quant_method") == METHOD else said
+    """Return another library's quantization in a config.json, of any type, or None."""
+    older = raw.get("compression_config")  # of compressed-tensors
+    found = raw.get("quantization_config", older)
+    if isinstance(found, dict) and found.get("quant_method") == METHOD:
+        return None
+    return found
 
 
 def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:
-    """Read `quantization_config` of a config.json. Raises: ValueError for one that is not ours.
+    """Read `quantization_config` of a config.json.
 
     path: the directory, for the message
+    Raises: ValueError for another library's quantization.
     """
-    others = foreign_quantization(raw)
-    if others is not None:
-        method = others.get("quant_method") if isinstance(others, dict) else others
+    foreign = foreign_quantization(raw)
+    if foreign is not None:
+        method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
         where = f"{path}: " if path else ""
         raise ValueError(
             f"{where}checkpoints quantized with {method} are not supported here; use the original"
         )
-    said = raw.get("quantization_config")
-    if said is None:
+    own = raw.get("quantization_config")
+    if own is None:
         return None
-    return Quantization(str(said.get("format")), said.get("group_size", 0), saved=True).check(
-        "quantization_config"
-    )
+    quant = Quantization(str(own.get("format")), own.get("group_size", 0), saved=True)
+    return quant.check("quantization_config")
 
 
 def scale_name(weight: str) -> str:
-    """The name of a stored weight's scales."""
+    """Return the name of a stored weight's scales."""
     return weight + "_scale"
 
 
 def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
-    """Choose the largest group size that divides the inputs of every weight, if none was asked for.
+    """Choose the largest group size that divides the inputs of every weight, if none is given.
 
-    inputs: weight -> its number of inputs. Raises: ValueError when one does not fit the format.
+    inputs: weight -> its number of inputs
+    Raises: ValueError for a weight that does not fit the format.
     """
     fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
-    group = quant.group_size or [GROUP_SIZES[0], *fits][-1]
+    largest = fits[-1] if fits else GROUP_SIZES[0]
+    group = quant.group_size or largest
     for weight, n in inputs.items():
         if quant.format == "int4" and n % group:
-            remedy = f"--group_size {fits[-1]}" if fits else "--quant int8"
-            remedy = "another checkpoint" if quant.saved else remedy
+            remedy = f"--group_size {largest}" if fits else "--quant int8"
+            if quant.saved:
+                remedy = "another checkpoint"
             raise ValueError(
                 f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}"
             )
@@ -127,7 +140,7 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     return replace(quant, group_size=group)
 
 
-# ------------------------------------------------------------------------------------------------ tensors
+# ---------------------------------------------------------------------- reading
 
 
 class Codes(NamedTuple):
@@ -135,26 +148,25 @@ class Codes(NamedTuple):
 
     codes: Tensor  # [N, K] int8
     scale: Tensor  # int8: [N] fp32; int4: [N, K / G], 16 bits; G: a multiple of 32
-    zero: Tensor | None = None  # int4: [N, K / G] int8, what is subtracted from the codes
+    zero: Tensor | None = None  # int4: zero points, [N, K / G] int8, subtracted from the codes
 
 
 class TensorSource(Protocol):
     """Tensors by name, and their config.json."""
 
-    path: Path  # where they come from, for error messages
+    path: Path  # the origin of the tensors, for error messages
     config: dict  # the content of config.json
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
-    # weights that others quantized, which are not among the readers, and a function that unpacks one
+    # weights quantized by another library, which have no reader, and functions that unpack them
     quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
-    note: str = ""  # to be said when all is read
-    makes_tensors: bool = (
-        False  # whether every tensor that is read is a new one, and not a view of a file
-    )
+    note: str = ""  # printed when all is read
+    makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor. Raises: ValueError when it is missing.
+        """Read one tensor.
 
-        dtype: what the caller will round it to; a source may do that already, and needs not
+        dtype: the caller will round the tensor to it; a source may do that already
+        Raises: ValueError when it is missing.
         """
         if name not in self.readers:
             raise ValueError(f"{self.path}: the weight {name} is missing; download it again")
@@ -162,37 +174,48 @@ class TensorSource(Protocol):
 
 
 class WeightFiles(TensorSource):
-    """The tensors of a model directory, in memory-mapped files; their memory is the files' until it is copied."""
+    """The tensors of a model directory, in memory-mapped files.
+
+    A tensor's memory is the file's until it is copied.
+    """
 
     def __init__(self, path: Path):
-        """Find the files. Raises: ValueError when the config or the weights are missing, or one is corrupt."""
-        self.path, self.config = path, read_json(path / "config.json")
+        """Open the files of a directory.
+
+        Raises: ValueError when the config or the weights are missing, or a file is corrupt.
+        """
+        self.path = path
+        self.config = read_json(path / "config.json")
         self.readers: dict[str, Callable[[], Tensor]] = {}
-        files = self._shards()
-        for file in files:
+        for file in self._shards():
             if not os.path.isfile(file):  # False too for a name that no file can have
                 raise ValueError(
                     f"{path}: the index names {file.name}, which is missing; download it again"
                 )
-            open_file = self._open_safetensors if file.suffix == ".safetensors" else self._open_bin
-            open_file(file)
+            if file.suffix == ".safetensors":
+                self._open_safetensors(file)
+            else:
+                self._open_bin(file)
 
     def _shards(self) -> list[Path]:
-        for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-            index = self.path / f"{stem}{suffix}.index.json"
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            index = self.path / f"{name}.index.json"
             if index.is_file():
-                names = read_json(index).get("weight_map")
-                if (
-                    not isinstance(names, dict)
-                    or not names
-                    or not all(isinstance(f, str) for f in names.values())
-                ):
-                    raise ValueError(f"{index} has no weight_map; download it again")
-                return [self.path / name for name in sorted(set(names.values()))]
-            if (self.path / f"{stem}{suffix}").is_file():
-                return [self.path / f"{stem}{suffix}"]
+                return self._indexed(index)
+            if (self.path / name).is_file():
+                return [self.path / name]
         names = "model.safetensors nor pytorch_model.bin (single or sharded)"
         raise ValueError(f"{self.path} has neither {names}; add the weights")
+
+    def _indexed(self, index: Path) -> list[Path]:
+        """Return the files that an index names. Raises: ValueError for an index without any."""
+        names = read_json(index).get("weight_map")
+        fault = f"{index} has no weight_map; download it again"
+        if not isinstance(names, dict) or not names:
+            raise ValueError(fault)
+        if not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(fault)
+        return [self.path / name for name in sorted(set(names.values()))]
 
     def _open_safetensors(self, file: Path) -> None:
         with read_untrusted(file):
@@ -210,26 +233,31 @@ class WeightFiles(TensorSource):
         with read_untrusted(file):
             content = load_pickle(file, mmap=True)
         if not isinstance(content, dict) or not all(
-            isinstance(t, Tensor) for t in content.values()
+            isinstance(value, Tensor) for value in content.values()
         ):
             raise ValueError(f"{file} does not hold tensors by name; use a model's own weights")
         for name, tensor in content.items():
-            special = (
-                tensor.layout != torch.strided
-                or tensor.is_nested
-                or tensor.is_quantized
-                or tensor.is_complex()
-            )
-            if type(name) is not str or special or tensor.is_meta:
-                called = one_line(repr(name), 100)
+            if type(name) is not str or not _is_dense(tensor):
+                shown = one_line(repr(name), 100)
                 raise ValueError(
-                    f"{file}: {called} is not the name of a dense tensor; use other weights"
+                    f"{file}: {shown} is not the name of a dense tensor; use other weights"
                 )
             self.readers[name] = tensor.detach  # of a parameter, the tensor
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    special = tensor.is_nested or tensor.is_quantized or tensor.is_complex() or tensor.is_meta
+    return tensor.layout == torch.strided and not special
+
+
+# ---------------------------------------------------------------------- writing
+
+
 def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
-    """Check where to write. Raises: ValueError when `out` may not be replaced, or the disk has too little space."""
+    """Check the directory to write.
+
+    Raises: ValueError when `out` may not be replaced, or the disk has too little space.
+    """
     if out.exists() and not overwrite:
         raise ValueError(
             f"{out} exists; give --overwrite to replace it, or choose another directory"
@@ -238,11 +266,12 @@ def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
         raise ValueError(
             f"--overwrite replaces model directories, and {out} is none; choose another directory"
         )
-    parent = next(p for p in out.resolve().parents if p.is_dir())
-    free = shutil.disk_usage(parent).free
-    if need_bytes > free:
+    parent = next(folder for folder in out.resolve().parents if folder.is_dir())
+    free_bytes = shutil.disk_usage(parent).free
+    if need_bytes > free_bytes:
         raise ValueError(
-            f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; make room"
+            f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free_bytes / 1e9:.1f} GB "
+            "free; make room"
         )
 
 
@@ -254,14 +283,16 @@ def write_checkpoint(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model directory: shards with their index, `config.json`, and the files `COPIED` from `source`.
+    """Write a model directory: shards, their index, config.json, and `COPIED` from `source`.
 
-    tensors: names and tensors, each computed when its turn comes; shard_bytes: no shard grows beyond this, unless one
-    tensor is larger
-    Raises: ValueError when `out` exists and `overwrite` is False, or cannot be written. Writes: `out`.
+    tensors: names and tensors, each computed when its turn comes
+    shard_bytes: no shard grows beyond this, unless one tensor is larger
+    Raises: ValueError when `out` exists and `overwrite` is False, or cannot be written.
+    Writes: `out`.
     """
     check_out(out, overwrite)
-    temporary, old = (out.with_name(f"{out.name}{end}") for end in (".tmp", ".old.tmp"))
+    temporary = out.with_name(f"{out.name}.tmp")
+    old = out.with_name(f"{out.name}.old.tmp")
     try:
         if old.exists() and not out.exists():  # a run was killed between the two renames below
             old.rename(out)
@@ -273,9 +304,7 @@ def write_checkpoint(
         for name in COPIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-        (temporary / "config.json").write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
-        )
+        _write_json(temporary / "config.json", config)
         if out.exists():
             out.rename(old)
         temporary.rename(out)
@@ -305,5 +334,9 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         shard[name] = tensor.contiguous()
         total += tensor.nbytes
     close()
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-    (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+    document = {"metadata": {"total_size": total}, "weight_map": index}
+    _write_json(folder / "model.safetensors.index.json", document)
+
+
+def _write_json(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
-"""The command line: a dataclass field is an option, a flag, a help text and a range.
+"""The command line: a dataclass field is an option with a flag, a help text and a range.
 
-`parse` turns a command line into a dataclass of options, here and in scripts/. `one_line_errors` turns a user's mistake
-into one line and exit status 2. This module imports no torch, so that a mistake is answered before torch is there.
+`parse` reads a command line into a dataclass of options, for generate.py and scripts/.
+`one_line_errors` reports a user's mistake as one line and exit status 2.
+This module imports no torch, so that a mistake is reported before torch is imported.
 Not here: the options of generate.py (options.py).
 """
 
@@ -12,20 +13,29 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from files import one_line
 
-MOST = 2**31 - 1  # of any number, unless its option says otherwise: sums of them fit 64 bits
+MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
 def option(
-    default: Any, help: str, choices: tuple[str, ...] | None = None, needs: tuple[Any, ...] = (),
-    least: int | None = None, most: int = MOST, flag: bool = True, **extra: Any,
-) -> Any:  # fmt: skip
-    """A dataclass field that is also a flag, unless `flag` is False. least, most: the range of a number."""
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    needs: tuple[Any, ...] = (),
+    least: int | None = None,
+    most: int = MOST,
+    flag: bool = True,
+    **extra: Any,
+) -> Any:
+    """Make a dataclass field that is also a flag, unless `flag` is False.
+
+    least, most: the range of a number
+    """
     metadata = {
         "help": help,
         "choices": choices,
@@ -39,31 +49,39 @@ def option(
 
 
 def check_ranges(options: Any) -> None:
-    """Check the numbers of a dataclass of options. Raises: ValueError for one that is out of its range."""
+    """Check the numbers of a dataclass of options.
+
+    Raises: ValueError for a number that is out of its range.
+    """
     for f in fields(options):
-        value, least, most = getattr(options, f.name), f.metadata["least"], f.metadata["most"]
         if f.type in ("int", "float"):
-            fits = isinstance(value, Integral if f.type == "int" else Real) and not isinstance(
-                value, bool
-            )
-            require(
-                fits,
-                f"--{f.name} must be a {'whole ' if f.type == 'int' else ''}number; it is {value!r}",
-            )
-            require(
-                least is None or value == f.default or value >= least,
-                f"--{f.name} must be at least {least}; it is {value}",
-            )
-            require(value <= most, f"--{f.name} must be at most {most}; it is {value}")
+            _check_range(f, getattr(options, f.name))
+
+
+def _check_range(f: Field, value: Any) -> None:
+    least = f.metadata["least"]
+    most = f.metadata["most"]
+    number = Integral if f.type == "int" else Real
+    is_number = isinstance(value, number) and not isinstance(value, bool)
+    kind = "whole number" if f.type == "int" else "number"
+    require(is_number, f"--{f.name} must be a {kind}; it is {value!r}")
+    require(
+        least is None or value == f.default or value >= least,
+        f"--{f.name} must be at least {least}; it is {value}",
+    )
+    require(value <= most, f"--{f.name} must be at most {most}; it is {value}")
 
 
 def require(holds: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds."""
     if not holds:
         raise ValueError(message)
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # one line, no usage block
+    """A parser that reports an error on one line, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message}; see --help")
 
 
@@ -80,40 +98,53 @@ def parse(
     argv: list[str] | None = None,
     settings: bool = False,
 ) -> Any:
-    """Read the command line into a dataclass whose fields are made by `option`. Exits with status 2 on a mistake.
+    """Read the command line into a dataclass with fields made by `option`.
 
+    Exits with status 2 on a mistake.
     settings: take fields with `flag=False` too
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog=program, description=description, allow_abbrev=False, formatter_class=raw)
-    kinds = {"int": int, "float": float}
+    parser = _Parser(
+        prog=program,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for f in fields(options):
         assert f.default is not MISSING, f.name
-        if not (f.metadata["flag"] or settings):
-            continue
-        shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
-        extra: dict[str, Any] = {
-            "help": (f.metadata["help"] + shown).replace("%", "%%"),
-            "default": f.default,
-        }
-        if f.type == "bool":
-            extra["action"] = "store_true"
-        else:
-            extra |= {"type": kinds.get(str(f.type), str), "choices": f.metadata["choices"]}
-        if f.metadata.get("optional"):
-            extra |= {"nargs": "?", "const": "", "metavar": "NAME"}
-        if f.metadata.get("positional"):  # may be left out, as every option
-            extra |= {"nargs": "?"}
-        parser.add_argument(f.name if f.metadata.get("positional") else f"--{f.name}", **extra)
+        if f.metadata["flag"] or settings:
+            _add_argument(parser, f)
     made = options(**vars(parser.parse_args(argv)))
     with one_line_errors(program):
         check_ranges(made)
     return made
 
 
+def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
+    default = "" if f.default in ("", None, False) else f" (default: {f.default})"
+    arguments: dict[str, Any] = {
+        "help": (f.metadata["help"] + default).replace("%", "%%"),
+        "default": f.default,
+    }
+    if f.type == "bool":
+        arguments["action"] = "store_true"
+    else:
+        arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)
+        arguments["choices"] = f.metadata["choices"]
+    if f.metadata.get("optional"):
+        arguments |= {"nargs": "?", "const": "", "metavar": "NAME"}
+    name = f"--{f.name}"
+    if f.metadata.get("positional"):
+        name = f.name
+        arguments["nargs"] = "?"  # a positional argument may be left out, as every option
+    parser.add_argument(name, **arguments)
+
+
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """A user's mistake inside becomes one line and exit status 2; Ctrl-C and a closed pipe become no traceback."""
+    """Report a user's mistake inside as one line and exit status 2.
+
+    Ctrl-C and a closed pipe end the program without a traceback.
+    """
     try:
         yield
     except ValueError as error:
@@ -130,7 +161,8 @@ def one_line_errors(program: str) -> Iterator[None]:
             raise
         fail(
             program,
-            f"{error.name} is not here; restore the folder extras/, or use --draft none or --tree dynamic",
+            f"{error.name} is not here; restore the folder extras/, "
+            "or use --draft none or --tree dynamic",
         )
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports it

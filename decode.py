@@ -1,19 +1,17 @@
-"""The loop: every method proposes a draft tree, and decoding is the verification of a tree.
+"""The decode cycle: every method proposes a draft tree, and decoding is the verification of a tree.
+
+    tokens [B, S] --root--> draft --DraftTree [B, N]--> verify --Accepted [B, D+1]--> extend
+                              |                           |                             |
+                  drafter's scratch slots      target's slots pos .. pos+N-1    drafter's KV cache
 
 A `Cycle` has three steps, each tensors to tensors with static shapes:
 1. draft: the drafter proposes a tree below the root, the token decided last.
-2. verify: the target runs over the whole tree in one pass; the deepest path that is the target's own choice is
-   accepted, with the bonus token after it, and its keys and values move next to the prefix.
-3. extend: the drafter takes in the rows that were accepted, with the target's features.
-Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for each. With --compile
-the steps are compiled `fullgraph=True` on CUDA, and few C++ operators on a CPU.
-
-A `Session` has B rows. `admit` gives one a prompt while the others decode; every `step` launches a cycle, reads a
-report, on CUDA one cycle late, so that the device never waits, and runs chunks of prompts, the last of which decides a
-row's root. Rows that are done change no state. The output is a function of (weights, prompt, seed) alone.
-
-Trade-off: prefill, bound by matrix products, is not compiled; on CUDA it is captured, in two widths per row, between
-two cycles. Not here: compiling and capturing (runtime.py), loading, which prompt is next (generate.py).
+2. verify: the target runs over the whole tree in one pass. The deepest path that agrees with the
+   target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
+3. extend: the drafter reads the accepted tokens with the target's features.
+Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for
+each. With --compile the steps are compiled `fullgraph=True` on CUDA, and C++ operators on a CPU.
+Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from torch import Tensor
 
 import sampling
 from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, replace_fields
-from drafters import LARGEST, Confirmed, Drafter, Root
+from drafters import LARGEST, Confirmed, Drafter, LargestTree, Root
 from kv_cache import KVCache, Window, causal_window
 from model import Block, Transformer, call
 from ops.library import has_cpu_operators, on_cpp_device
 from ops.topk import best
 from ops.tree import place_rows
 from options import GenerateConfig
-from runtime import Clock, LargestTree, compiled, copy_into
+from runtime import Clock, compiled, copy_into
 from sampling import NoiseKey, Sampling
 from tree_shapes import MAX_NODES
 
@@ -43,11 +41,10 @@ PREFILL_CHUNK = 256  # tokens per prefill pass
 
 
 class DecodeState(NamedTuple):
-    """B sequences being decoded. The steps replace it; `tokens` and the caches are written in place."""
+    """B sequences being decoded. Steps replace it; `tokens` and the caches are written in place."""
 
-    tokens: (
-        Tensor  # [B, S + 1] int64; tokens[b, pos[b]] is the root; the last column takes what is cut
-    )
+    # [B, S + 1] int64; tokens[b, pos[b]] is the root; the last column takes tokens that are cut off
+    tokens: Tensor
     pos: Tensor  # [B] int64, index of the root: decided, not yet cached
     draws: Tensor  # [B] int64, tokens drawn in this conversation so far
     done: Tensor  # [B] bool
@@ -57,58 +54,65 @@ class DecodeState(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a verification decided."""
+    """The result of a verification, for the host."""
 
-    facts: Tensor  # [B, D+6] int64, from `Report.pack`
+    report: Tensor  # [B, D+6] int64, from `Report.pack`
     path: Tensor  # [B, D+1] int64, accepted nodes, root first
 
 
 class Report(NamedTuple):
-    """What the host learns of a cycle and row."""
+    """A cycle of one sequence, as the host reads it."""
 
     emitted: list[int]  # D+1 decided tokens (bonus last); entries past `length` are padding
-    count: int  # how many of them are left after cuts; 0: the row was done before
+    count: int  # tokens left of them after cuts; 0: the sequence was done before
     length: int  # accepted nodes
-    done: bool  # whether the row is done now
+    done: bool  # the sequence is finished
     preset: int  # the largest preset that makes sense next
-    pos: int  # of the root that was verified
-    times: list[int]  # ns, between the steps
+    pos: int  # index of the root that was verified
+    times: list[int]  # ns: before, between and behind the steps
 
     @staticmethod
-    def pack(emitted: Tensor, *facts: Tensor) -> Tensor:
-        """One tensor of all but the times. emitted: [B, D+1]; facts: [B] each. Returns: [B, D+6] int64."""
-        return torch.cat((emitted, torch.stack([x.long() for x in facts], 1)), 1)
+    def pack(emitted: Tensor, *fields: Tensor) -> Tensor:
+        """Pack everything but the times into one tensor.
+
+        emitted: [B, D+1]; fields: [B] each, in the order of the record. Returns: [B, D+6] int64.
+        """
+        return torch.cat((emitted, torch.stack([x.long() for x in fields], 1)), 1)
 
     @staticmethod
-    def timed(facts: Tensor, times: list[Any]) -> Tensor:
-        """With the four times of a `Clock`, so that one copy takes all: [B, D+10] int64."""
-        if on_cpp_device(facts):
-            return torch.ops.gpt_eagle.with_times(facts, times)
-        return torch.cat((facts, *(torch.as_tensor(t).expand(len(facts), 1) for t in times)), 1)
+    def timed(report: Tensor, times: list[Any]) -> Tensor:
+        """Append the four times of a `Clock`, so that one copy takes all: [B, D+10] int64."""
+        if on_cpp_device(report):
+            return torch.ops.gpt_eagle.with_times(report, times)
+        columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
+        return torch.cat((report, *columns), 1)
 
     @staticmethod
-    def rows(packed: list[list[int]]) -> list[Report]:
-        """The inverse, a report per row."""
-        return [Report(row[:-9], *row[-9:-4], row[-4:]) for row in packed]
-
-
-def pick_tokens(
-    target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor
-) -> Tensor:
-    """The target's own token after every feature, [B, N] int64.
-
-    features: [B, N, F]; noise: [B, R, V] fp32, None when greedy; row: [B, N] int64, which row of it a feature has
-    """
-    scores = target.logits(features)  # [B, N, V]
-    return best(scores if noise is None else sampling.process(scores, rule), noise, row)
+    def unpack(packed: list[list[int]]) -> list[Report]:
+        """Invert `pack` and `timed`: a report per sequence."""
+        return [Report(values[:-9], *values[-9:-4], values[-4:]) for values in packed]
 
 
 class Outcome(NamedTuple):
-    """What a cycle leaves for the host."""
+    """Everything that a cycle leaves for the host."""
 
     report: Tensor  # from `Report.timed`
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes
+
+
+def pick_tokens(
+    target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, draw: Tensor
+) -> Tensor:
+    """Pick the target's own token after every feature, [B, N] int64.
+
+    features: [B, N, F]; noise: [B, R, V] fp32, None when greedy
+    draw: [B, N] int64, the row of the noise that belongs to each feature
+    """
+    scores = target.logits(features)  # [B, N, V]
+    if noise is not None:
+        scores = sampling.process(scores, rule)
+    return best(scores, noise, draw)
 
 
 @dataclass(frozen=True)
@@ -120,21 +124,13 @@ class Engine:
     drafter: Drafter
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    pick_tokens: Callable[..., Tensor] = (
-        pick_tokens  # what finds the target's own tokens (with ranks, `tp.pick_tokens`)
-    )
-    accept_rule: Callable[..., Accepted] | None = (
-        None  # of acceptance, in place of `accept` (extras/residual.py)
-    )
-    eos_tensor: Tensor | None = (
-        None  # [E] int64, tokens that end a row; -1, which is none, keeps it from being empty
-    )
-    cycles: tuple[
-        Callable, ...
-    ] = ()  # (cache, state) -> (state, outcome), one per preset of the drafter
+    pick_tokens: Callable[..., Tensor] = pick_tokens  # with several ranks, `tp.pick_tokens`
+    accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
+    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
+    cycles: tuple[Callable, ...] = ()  # one per preset: (cache, state) -> (state, outcome)
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     tree_policy: Any = field(default_factory=LargestTree)
-    pool: list[Any] = field(default_factory=list)  # buffers of sessions that are over
+    pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
@@ -142,24 +138,29 @@ class Engine:
 
     @property
     def slots(self) -> int:
-        """Of a row's caches: a tree or a chunk of a prompt may lie behind the context."""
+        """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
 
 
 def with_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every preset, compiled when the config says so.
 
-    With --compile on a CPU, weights are taken as they are now: they may change in place afterwards, not be replaced.
-    Writes: `fused` of the target and of the drafter; engines that share them must agree on --compile.
+    With --compile on a CPU the weights are taken as they are now: later they may change in place,
+    but not be replaced.
+    Writes: `fused` of target and drafter; engines that share them must agree on --compile.
     """
-    assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
-    compile, cuda = engine.config.compile, engine.config.device.startswith("cuda")
-    engine.target.fuse(compile and not cuda)
-    engine.drafter.fuse(compile and not cuda)
-    ends = [-1, *(() if engine.config.ignore_eos else engine.eos_ids)]
-    ends = torch.tensor(ends, device=engine.target.embedding.weight.device)
+    config = engine.config
+    assert (engine.accept_rule is None) == (config.accept == "exact"), config.accept
+    cuda = config.device.startswith("cuda")
+    engine.target.fuse(config.compile and not cuda)
+    engine.drafter.fuse(config.compile and not cuda)
+    eos_ids = () if config.ignore_eos else engine.eos_ids
     engine = replace(
-        engine, eos_tensor=ends, captured=compile and cuda, tree_policy=LargestTree(), pool=[]
+        engine,
+        eos_tensor=torch.tensor([-1, *eos_ids], device=engine.target.embedding.weight.device),
+        captured=config.compile and cuda,
+        tree_policy=LargestTree(),
+        pool=[],
     )
     cycles = [Cycle(engine, preset) for preset in engine.drafter.presets]
     if engine.captured:
@@ -167,56 +168,66 @@ def with_cycles(engine: Engine) -> Engine:
     return replace(engine, cycles=tuple(cycles))
 
 
-# ----------------------------------------------------------------------------------------------- cycle
+# -------------------------------------------------------------------------------------------- cycle
 
 
 class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
     def __init__(self, engine: Engine, drafter: Drafter):
-        self.target, self.drafter, self.rule, self.eos_tensor = (
-            engine.target,
-            drafter,
-            engine.config.sampling,
-            engine.eos_tensor,
-        )
-        self.prefer, self.aux_layers = engine.drafter.prefer, engine.drafter.aux_layers
-        self.pick_tokens, self.accept_rule = engine.pick_tokens, engine.accept_rule
-        device = engine.target.embedding.weight.device
-        self.call, self.in_place = call, False
-        fused = engine.config.compile and device.type == "cpu" and has_cpu_operators()
-        self.accept, self.advance = (accept_fused, advance_fused) if fused else (accept, advance)
+        self.target = engine.target
+        self.drafter = drafter
+        self.rule = engine.config.sampling
+        self.eos_tensor = engine.eos_tensor
+        self.prefer = engine.drafter.prefer
+        self.aux_layers = engine.drafter.aux_layers
+        self.pick_tokens = engine.pick_tokens
+        self.accept_rule = engine.accept_rule
+        self.call = call
+        self.in_place = False
+        self.accept = accept
+        self.advance = advance
+        on_cpu = engine.target.embedding.weight.device.type == "cpu"
+        if engine.config.compile and on_cpu and has_cpu_operators():
+            self.accept = accept_fused
+            self.advance = advance_fused
 
     def compiled_by_layer(self) -> Cycle:
-        """Compile the steps, and one block of the target for all of its kind, instead of one graph of everything.
+        """Compile the steps, and one block of the target for all of its kind.
 
-        It takes a fraction of the time and costs a call per block, which a captured cycle does not pay. As that cycle's
-        state has to be where it was, the steps write it there.
+        One graph of everything would take many times as long to compile. A call per block costs
+        nothing in a captured cycle. The state of a captured cycle has to stay where it was, so the
+        steps write it there.
         """
         for name in ("draft", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
-        begin = compiled(self.target.embed)
-        kinds = {
-            type(block.ffn): compiled(call) for block in self.target.layers
-        }  # no guard would tell them apart
-        self.call = lambda part, *rows: (
-            kinds[type(part.ffn)](part, *rows) if isinstance(part, Block) else begin(*rows)
-        )
+        embed = compiled(self.target.embed)
+        blocks = {}  # by kind: no guard would tell dense blocks and mixtures apart
+        for block in self.target.layers:
+            blocks.setdefault(type(block.ffn), compiled(call))
+
+        def run(part: Callable, *inputs: Any) -> Any:
+            if isinstance(part, Block):
+                return blocks[type(part.ffn)](part, *inputs)
+            return embed(*inputs)
+
+        self.call = run
         self.in_place = True
         return self
 
     def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
-        """Run the steps, and tell the times between them. Writes: both caches, state.tokens; the state, if in place."""
+        """Run the three steps, and read the clock between them.
+
+        Writes: both caches, state.tokens; the state, if in place.
+        """
         clock = Clock(state.pos.device)
-        tree, noise = clock(self.draft, state)  # N nodes below the root
-        state, rows, decision = clock(
-            self.verify, cache, state, tree, noise
-        )  # one pass of the target; its own path
-        state = clock(self.extend, state, rows)  # the drafter takes in what was accepted
-        return state, Outcome(Report.timed(decision.facts, clock.times), tree, decision.path)
+        tree, noise = clock(self.draft, state)
+        state, confirmed, decision = clock(self.verify, cache, state, tree, noise)
+        state = clock(self.extend, state, confirmed)
+        return state, Outcome(Report.timed(decision.report, clock.times), tree, decision.path)
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
-        """The new state. Writes: the old one, if in place."""
+        """Return the new state. Writes: the old one, if in place."""
         if not self.in_place:
             return new
         copy_into(state, new)
@@ -224,27 +235,26 @@ class Cycle:
 
     def draft(self, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
-        noise = fresh = None
+        noise = None
+        fresh = None
         V = self.target.config.vocab_size
         if self.rule.temperature > 0:
             noise = sampling.gumbel(state.key, state.draws, self.drafter.depth + 1, V)
         if self.drafter.fresh_rows:
-            fresh = sampling.gumbel(
-                state.key, state.draws * NODE_STRIDE, self.drafter.fresh_rows, V, sampling.DRAFT
-            )
-        return self.drafter.propose(
-            state.drafter_state, Root(noise, fresh, Text(state.tokens, state.pos))
-        ), noise
+            first = state.draws * NODE_STRIDE
+            fresh = sampling.gumbel(state.key, first, self.drafter.fresh_rows, V, sampling.DRAFT)
+        root = Root(noise, fresh, Text(state.tokens, state.pos))
+        return self.drafter.propose(state.drafter_state, root), noise
 
     def verify(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Confirmed, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        # slots are not positions; what is done costs no attention to its text
-        slots, begin, positions = place_rows(
+        # slots are not positions; finished sequences attend to nothing
+        slots, start, positions = place_rows(
             state.pos, tree.depths, self.drafter.size, done=state.done
         )
-        window = Window(slots, begin, tree.mask)
+        window = Window(slots, start, tree.mask)
         features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
         return self.decide(cache, state, tree, noise, features)
 
@@ -256,37 +266,40 @@ class Cycle:
         noise: Tensor | None,
         features: Tensor,
     ) -> tuple[DecodeState, Confirmed, Decision]:
-        """Accept and compact. features: [B, N, F]. Writes: the cache, state.tokens; the state, if in place."""
+        """Accept a path and compact the cache. features: [B, N, F].
+
+        Writes: the cache, state.tokens; the state, if in place.
+        """
         if self.accept_rule:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
             tokens = self.pick_tokens(self.target, features, self.rule, noise, tree.depths)
             accepted = self.accept(tree, tokens, self.drafter.depth)
-        if self.drafter.width > 1:  # the rows of a chain lie where they belong
+        if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves)
-        new, rows, decision = self.advance(state, tree, accepted, features, self)
-        return self.write_back(state, new), rows, decision
+        new, confirmed, decision = self.advance(state, tree, accepted, features, self)
+        return self.write_back(state, new), confirmed, decision
 
-    def extend(self, state: DecodeState, rows: Confirmed) -> DecodeState:
-        """Hand the confirmed rows to the drafter. Writes: its cache; the state, if in place."""
-        return self.write_back(
-            state,
-            replace_fields(state, drafter_state=self.drafter.extend(state.drafter_state, rows)),
-        )
+    def extend(self, state: DecodeState, confirmed: Confirmed) -> DecodeState:
+        """Hand the confirmed tokens to the drafter. Writes: its cache; the state, if in place."""
+        drafter_state = self.drafter.extend(state.drafter_state, confirmed)
+        return self.write_back(state, replace_fields(state, drafter_state=drafter_state))
 
 
 def advance(
     state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
 ) -> tuple[DecodeState, Confirmed, Decision]:
-    """Cut at the end of sequence and at the limit, write the tokens, move the root. Writes: state.tokens."""
+    """Cut at the end of sequence and at the limit, write the tokens, move the root.
+
+    Writes: state.tokens.
+    """
     emitted = accepted.emitted  # [B, D+1]
-    steps = torch.arange(emitted.shape[1], device=emitted.device)
+    width = emitted.shape[1]
+    steps = torch.arange(width, device=emitted.device)
     inside = steps <= accepted.length[:, None]
     is_end = inside & (emitted[:, :, None] == cycle.eos_tensor).any(-1)
-    before_end = (
-        torch.where(is_end, steps, emitted.shape[1]).amin(1) + 1
-    )  # tokens up to the first end
-    count = torch.minimum(torch.minimum(accepted.length + 1, before_end), state.limit - state.pos)
+    to_end = torch.where(is_end, steps, width).amin(1) + 1  # [B], tokens up to the first end
+    count = torch.minimum(torch.minimum(accepted.length + 1, to_end), state.limit - state.pos)
     count = torch.where(state.done, 0, count)
     pos = state.pos + count
     kept = steps < count[:, None]
@@ -294,74 +307,76 @@ def advance(
     state.tokens.scatter_(1, torch.where(kept, state.pos[:, None] + 1 + steps, trash), emitted)
     done = state.done | (is_end & kept).any(1) | (pos >= state.limit)
     path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
-    slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
-    rows = Confirmed(
-        torch.cat((tree.tokens[:, :1], emitted), 1), features.gather(1, path), count, slots
-    )
+    tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
+    confirmed = Confirmed(tokens, features.gather(1, path), count, slots_of(tree, accepted))
     preset = cycle.prefer(Text(state.tokens, pos))
-    preset = torch.full_like(pos, LARGEST) if preset is None else preset
-    decision = Decision(
-        Report.pack(emitted, count, accepted.length, done, preset, state.pos), accepted.path
-    )
-    return replace_fields(state, pos=pos, draws=state.draws + count, done=done), rows, decision
+    if preset is None:
+        preset = torch.full_like(pos, LARGEST)
+    report = Report.pack(emitted, count, accepted.length, done, preset, state.pos)
+    new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
+    return new, confirmed, Decision(report, accepted.path)
 
 
 def advance_fused(
     state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
 ) -> tuple[DecodeState, Confirmed, Decision]:
-    """`advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
+    """Run `advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
-    pos, draws, done, count, tokens, rows, facts = torch.ops.gpt_eagle.advance(
+    pos, draws, done, count, tokens, rows, report = torch.ops.gpt_eagle.advance(
         *old, tree.tokens, *accepted[:3], cycle.eos_tensor, features, LARGEST
     )
-    slots = tree.slots.gather(1, accepted.path) if tree.slots is not None else None
     preset = cycle.prefer(Text(state.tokens, pos))
     if preset is not None:
-        facts[:, -2] = preset  # as `Report.pack` orders them
+        report[:, -2] = preset  # the order of `Report.pack`
+    confirmed = Confirmed(tokens, rows, count, slots_of(tree, accepted))
     new = replace_fields(state, pos=pos, draws=draws, done=done)
-    return new, Confirmed(tokens, rows, count, slots), Decision(facts, accepted.path)
+    return new, confirmed, Decision(report, accepted.path)
 
 
-# --------------------------------------------------------------------------------------------- prefill
+def slots_of(tree: DraftTree, accepted: Accepted) -> Tensor | None:
+    """Return the accepted path's slots in the drafter's own cache, [B, D+1], if it keeps them."""
+    if tree.slots is None:
+        return None
+    return tree.slots.gather(1, accepted.path)
+
+
+# ------------------------------------------------------------------------------------------ prefill
 
 
 def prefill_chunk(
     engine: Engine, cache: KVCache, state: DecodeState, start: Tensor, width: int
 ) -> DecodeState:
-    """Run the target over `width` prompt tokens of every row and hand their features to the drafter.
+    """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
 
-    start: [B] int64, index of each row's first token in the chunk; rows that end earlier are padded
-    A row whose prompt ends in this chunk gets its root: only that one feature goes through the LM head.
-    Writes: both caches, state.tokens. Returns: the state; a row that got its root is done if nothing may follow.
+    start: [B] int64, index of each sequence's first token in the chunk; shorter ones are padded
+    A sequence whose prompt ends in this chunk gets its root: only that feature meets the LM head.
+    Writes: both caches, state.tokens.
+    Returns: the state; a sequence is done if nothing may follow its root.
     """
     rule = engine.config.sampling
     start = torch.minimum(start, state.pos)
-    count = (state.pos - start).clamp(max=width)  # [B], real rows
+    count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
     window = causal_window(start, width)
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
     features = engine.target(
         tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers
     )
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
-    noise, first = None, torch.zeros_like(state.draws)[:, None]  # [B, 1], which row of the noise
+    draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
+    noise = None
     if rule.temperature > 0:
-        noise = sampling.gumbel(
-            state.key, state.draws, 1, engine.target.config.vocab_size
-        )  # [B, 1, V]
-    root = engine.pick_tokens(engine.target, features.gather(1, last), rule, noise, first)  # [B, 1]
+        vocab = engine.target.config.vocab_size
+        noise = sampling.gumbel(state.key, state.draws, 1, vocab)  # [B, 1, V]
+    root = engine.pick_tokens(engine.target, features.gather(1, last), rule, noise, draw)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
-    taken = count * (ends_here | (engine.drafter.room == 0))  # rows wait behind whole prompts only
-    rows = Confirmed(
-        state.tokens.gather(1, span), features, taken
-    )  # read again: by now the roots are in
-    done = torch.where(
-        ends_here, (root == engine.eos_tensor).any(1) | (state.pos >= state.limit), state.done
-    )
-    draft = engine.drafter.extend(state.drafter_state, rows)
-    return replace_fields(state, draws=state.draws + ends_here, done=done, drafter_state=draft)
-
-
-# --------------------------------------------------------------------------------------------- session
+    # a drafter defers tokens only behind a prompt that this chunk completes
+    taken = count * (ends_here | (engine.drafter.max_deferred == 0))
+    confirmed = Confirmed(state.tokens.gather(1, span), features, taken)  # with the new roots
+    at_end = (root == engine.eos_tensor).any(1) | (state.pos >= state.limit)
+    done = torch.where(ends_here, at_end, state.done)
+    drafter_state = engine.drafter.extend(state.drafter_state, confirmed)
+    draws = state.draws + ends_here
+    return replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)

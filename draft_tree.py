@@ -1,15 +1,15 @@
 """Draft trees, and every tensor step on them: growing, acceptance.
 
-A tree has N nodes with node 0 the root (the token decided last, not cached yet). Parents precede children,
-so every relation follows from `parents` by a few rounds of boolean algebra: ancestors, depths, acceptance and
-the accepted path need no list of leaves, no host and no data-dependent shape.
+A tree has N nodes, node 0 the root (the token decided last, not cached yet). Parents precede
+children, so every relation follows from `parents` by a few rounds of boolean algebra: ancestors,
+depths, acceptance and the accepted path need no list of leaves, no host, no data-dependent shape.
 
-`grow` makes every tree that scores tokens. Level by level it asks for the children of the frontier, adds them to a pool
-of candidates, and runs the next frontier. A shape says which candidates that is, and which become nodes at the end
-(tree_shapes.py).
+`grow` makes every tree that scores tokens. Level by level it scores the children of the frontier,
+adds them to the candidates and runs the next frontier. A shape (tree_shapes.py) gives the frontier
+of each level and the nodes at the end.
 
-Padding is what `valid` says, never a token id. All scores are fp32.
-Not here: who scores a token (drafters.py), and who decides it (sampling.py).
+`valid` marks padding, never a token id. All scores are fp32.
+Not here: scoring tokens (drafters.py), deciding them (sampling.py).
 """
 
 from __future__ import annotations
@@ -21,28 +21,40 @@ import torch
 from torch import Tensor
 
 from ops.library import on_cpp_device
-from ops.tree import Candidates, Children, Expansion, Scores, Shared, ancestors, next_level, rerank
+from ops.tree import (
+    Candidates,
+    Children,
+    Expansion,
+    Next,
+    Scores,
+    Shared,
+    ancestors,
+    next_level,
+    rerank,
+)
 from tree_shapes import DynamicTree, StaticTree
 
 
 def replace_fields(record: Any, **fields: Any) -> Any:
-    """A NamedTuple with other values in some fields. (`_replace` gives an empty one when torch 2.11 compiles it.)"""
+    """Copy a NamedTuple with other values in some fields.
+
+    `_replace` does the same, but torch 2.11 compiles it to an empty tuple.
+    """
     return type(record)(*[fields.get(name, value) for name, value in zip(record._fields, record)])
 
 
 class DraftTree(NamedTuple):
-    """N nodes per row; node 0 is the root."""
+    """N nodes per sequence; node 0 is the root."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64, node numbers; the root is its own parent
     depths: Tensor  # [B, N] int64, root 0
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
-    q: Tensor | None = (
-        None  # [B, N, V] fp32, distribution each node's children were sampled from (residual rule)
-    )
+    # [B, N, V] fp32, distribution that each node's children were sampled from (residual rule)
+    q: Tensor | None = None
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
-    # [B, N] int64, slot of each node's row in the drafter's own cache, counted from the root's; 0: it has none
+    # [B, N] int64, each node's slot in the drafter's own cache, counted from the root's; 0: none
     slots: Tensor | None = None
 
 
@@ -59,11 +71,11 @@ class Text(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a verification decided, padded to the deepest path that the tree allows."""
+    """The accepted path, padded to the deepest one that the tree allows."""
 
-    path: Tensor  # [B, D+1] int64, accepted node of each depth (root first); entries past length are 0
+    path: Tensor  # [B, D+1] int64, accepted node of each depth, root first; 0 past length
     length: Tensor  # [B] int64, accepted nodes without the root
-    emitted: Tensor  # [B, D+1] int64, length + 1 decided tokens (bonus last); entries past length are padding
+    emitted: Tensor  # [B, D+1] int64, length + 1 decided tokens (bonus last), then padding
     moves: Tensor  # [B, D+1] int64, from `compaction`
 
 
@@ -79,7 +91,7 @@ def build_tree(
 
 
 def root_tree(text: Text) -> DraftTree:
-    """The tree that is only its root: vanilla decoding."""
+    """Build the tree that is only its root: vanilla decoding."""
     if on_cpp_device(text.pos):
         return DraftTree(*rerank((), (), 0, 0, text)[:5])
     tokens = text.root[:, None]
@@ -87,37 +99,39 @@ def root_tree(text: Text) -> DraftTree:
     return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
 
 
-# ---------------------------------------------------------------------------------------- acceptance
+# ------------------------------------------------------------------------------------- acceptance
 
 
-def accept(tree: DraftTree, choice: Tensor, depth: int) -> Accepted:
-    """Keep the deepest path on which every token is the target's own choice at its parent.
+def accept(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
+    """Accept the deepest path on which every token is the target's own at its parent.
 
-    choice: [B, N] int64, the target's token after each node
+    target_tokens: [B, N] int64, the target's token after each node
     depth: D, the deepest path the tree can hold
     Of equally deep paths the one with the lowest node numbers wins.
     """
-    matches = tree.valid & (tree.tokens == choice.gather(1, tree.parents))
+    matches = tree.valid & (tree.tokens == target_tokens.gather(1, tree.parents))
     matches[:, 0] = True
-    accepted = ~(tree.mask & ~matches[:, None]).any(
-        -1
-    )  # [B, N]: the node and all its ancestors match
+    # [B, N]: the node and all its ancestors match
+    accepted = ~(tree.mask & ~matches[:, None]).any(-1)
     N = accepted.shape[1]
-    order = tree.depths * N + torch.arange(
-        N - 1, -1, -1, device=choice.device
-    )  # unique keys: no ties
+    lowest_first = torch.arange(N - 1, -1, -1, device=target_tokens.device)
+    order = tree.depths * N + lowest_first  # unique keys: no ties
     node = torch.where(accepted, order, -1).argmax(-1)  # [B]
     path, length = path_to(tree, node, depth)
-    return Accepted(path, length, choice.gather(1, path), compaction(path, length))
+    emitted = target_tokens.gather(1, path)
+    return Accepted(path, length, emitted, compaction(path, length))
 
 
-def accept_fused(tree: DraftTree, choice: Tensor, depth: int) -> Accepted:
-    """`accept` in one C++ call (ops/cpu/tree.cpp), on a CPU."""
-    return Accepted(*torch.ops.gpt_eagle.accept(*tree[:5], choice, depth))
+def accept_fused(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
+    """Run `accept` in one C++ call (ops/cpu/tree.cpp), on a CPU."""
+    return Accepted(*torch.ops.gpt_eagle.accept(*tree[:5], target_tokens, depth))
 
 
 def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The nodes from the root to `node`. node: [B]. Returns: path [B, D+1], zero-padded; length [B]."""
+    """List the nodes from the root to `node`, [B].
+
+    Returns: the path, [B, D+1], padded with 0; its length without the root, [B].
+    """
     length = tree.depths.gather(1, node[:, None]).squeeze(1)  # [B]
     index = node[:, None, None].expand(-1, 1, tree.mask.shape[2])
     on_path = tree.mask.gather(1, index)  # [B, 1, N]: the node's ancestors and itself
@@ -127,29 +141,22 @@ def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def compaction(path: Tensor, length: Tensor) -> Tensor:
-    """Slot offset that each depth's key and value come from: [B, D+1]. Rows past the path stay put."""
+    """Return the slot offset that each depth's key and value come from, [B, D+1].
+
+    Slots past the path keep their content.
+    """
     steps = torch.arange(path.shape[1], device=path.device)
     return torch.where(steps <= length[:, None], path, steps)
 
 
-# ----------------------------------------------------------------------------------------- growing a tree
-
-
-class Level(NamedTuple):
-    """The nodes of a level that run through the drafter, to have children."""
-
-    tokens: Tensor  # [B, R] int64
-    parent: Tensor  # [B, R] int64, which node of the level before is their parent
-    depth: int  # 1 for children of the root
-    slot: int  # scratch slot of the first; the others follow
-    seen: Tensor  # [B, R, W] bool, which scratch slots each one sees: its ancestors' and its own
+# --------------------------------------------------------------------------------- growing a tree
 
 
 class Graft(NamedTuple):
-    """Candidates that were found elsewhere."""
+    """Candidates from another source than the drafter."""
 
-    depth: int  # of the deepest at most
-    add: Callable[[Candidates], Candidates]  # the pool with them
+    depth: int  # a bound on their depth
+    add: Callable[[Candidates], Candidates]  # returns the candidates with them
 
 
 def grow(
@@ -157,38 +164,39 @@ def grow(
     text: Text,
     out: Tensor,
     children: Callable[[Tensor, int, int], tuple[Children | Scores, Shared | None]],
-    run: Callable[[Level, Tensor], Tensor],
+    run: Callable[[Next, int, int, Tensor], Tensor],
     graft: Graft | None = None,
 ) -> tuple[DraftTree, Tensor]:
-    """Grow a tree level by level: score the children of the frontier, choose the next frontier, run it.
+    """Grow a tree level by level: score the frontier's children, pick the next frontier, run it.
 
     shape: on the root's device (`on`)
     out: [B, 1, F], the drafter's output at the root
-    children: of (outputs [B, R, F], level, k), the k best of each node, or their scores, and noise to add to these;
-        level 0 asks for those of the root
-    run: of (level, outputs of the level before), the outputs of the level's nodes, [B, R, F]
-    graft: candidates that were found elsewhere
-    Returns: the tree; each node's place among those that ran, counted from the root's; 0: it did not; [B, N] int64.
+    children: of (outputs [B, R, F], level, k), the k best of each node, or their scores, and noise
+        to add to these; level 0 is the root's
+    run: of (frontier, depth, first scratch slot, outputs of the level before), the outputs of the
+        frontier's nodes, [B, R, F]
+    Returns: the tree; [B, N] int64, each node's number among the nodes that ran, 0: it did not run.
     """
     levels: list[Candidates] = []
-    ran: list[Tensor] = []  # of every level, the flat indices of the nodes that ran
+    ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
     q: list[Tensor] = []
-    front = None  # the root
-    begin = slot = 0
+    frontier = None  # the root
+    first = 0  # flat index of a level's first candidate
+    slot = 0  # scratch slot of a level's first node
     slots = sum(shape.widths)
     for level, width in enumerate((*shape.widths, 0)):
         k = shape.ranks(level)
         found, shared = children(out, level, k)
         places = shape.places_of(level) if width else None
         step = Expansion(k, width, slot, places, shape.by_value)
-        pool, front = next_level(found, shared, front, step, begin, slots)
-        levels.append(pool)
-        begin += pool.tokens.shape[1]
+        candidates, frontier = next_level(found, shared, frontier, step, first, slots)
+        levels.append(candidates)
+        first += candidates.tokens.shape[1]
         if found.q is not None:
             q.append(found.q)
         if width:
-            ran.append(front.index)
-            out = run(Level(front.tokens, front.parent, level + 1, slot, front.front.seen), out)
+            ran.append(frontier.index)
+            out = run(frontier, level + 1, slot, out)
             slot += width
     depth = shape.depth
     if graft:
@@ -196,13 +204,19 @@ def grow(
         depth = max(depth, graft.depth)
     chosen = rerank(levels, ran, shape.nodes, depth, text)
     tree = DraftTree(*chosen[:5], values=chosen.values)
-    return (with_q(tree, q, ran, chosen.number) if q else tree), chosen.places
+    if q:
+        tree = with_q(tree, q, ran, chosen.number)
+    return tree, chosen.places
 
 
 def with_q(tree: DraftTree, q: list[Tensor], ran: list[Tensor], number: Tensor) -> DraftTree:
-    """The tree with what its nodes' children were sampled from. q: per level [B, R, V]; the others as in `grow`."""
+    """Add the distributions that the children of each node were sampled from.
+
+    q: per level [B, R, V]; ran: as in `grow`; number: [B, P+1], the node of each candidate
+    """
     root = torch.full_like(number[:, :1], -1)
-    at = number.gather(1, torch.cat((root, *ran), 1) + 1)[:, :, None]  # [B, sum R, 1]
+    index = torch.cat((root, *ran), 1) + 1  # [B, sum R]; + 1: column 0 of `number` is the root
+    node = number.gather(1, index)[:, :, None]  # [B, sum R, 1]
     every = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
-    none = every.new_zeros(*tree.tokens.shape, every.shape[2])
-    return replace_fields(tree, q=none.scatter(1, at.expand_as(every), every))
+    zeros = every.new_zeros(*tree.tokens.shape, every.shape[2])
+    return replace_fields(tree, q=zeros.scatter(1, node.expand_as(every), every))

@@ -1,16 +1,16 @@
 """The EAGLE draft heads and their drafter.
 
-1. Row j of a head pairs the target's feature f_j with the token x_{j+1} and sits at position j. Its output predicts
-   f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 share their weights, and take the
-   target's LM head. In version 3 the feature fuses inputs of several of the target's layers, the output is a hidden
-   state of its own, and the LM head scores a draft vocabulary.
-2. `extend` feeds the rows that the target has confirmed, padded to a static number; only these stay below the
-   cache's length. The last output is kept: it is the root's prediction.
-3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length, which are thrown away.
+1. A head pairs the target's feature f_j with the token x_{j+1}, at position j. Its output predicts
+   f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 share their
+   weights, and use the target's LM head. Version 3 fuses inputs of several of the target's layers
+   (aux hidden states), outputs a hidden state of its own, and scores a draft vocabulary.
+2. `extend` runs the head over confirmed tokens, padded to a static number; only these stay below
+   the cache's length. The last output is kept: it is the root's prediction.
+3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
-Trade-off: extending and drafting are separate passes, because features may come from a prefill as well.
-Not here: what a head's files say (hf/heads.py).
+Trade-off: extending and drafting are separate passes, because features may come from a prefill too.
+Not here: the files of a head (hf/heads.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
-from draft_tree import DynamicTree, Level, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree, replace_fields
 from drafters import Confirmed, Root, TreeDrafter
 from files import read_json
 from hf.heads import (
@@ -32,8 +32,8 @@ from hf.heads import (
     draft_vocab,
     head_names,
     is_unused,
+    print_notes,
     read_head,
-    tell,
 )
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
@@ -49,6 +49,7 @@ from model import (
     rope_frequencies,
 )
 from ops.cpu.layers import FusedHead, fits
+from ops.tree import Next
 from options import GenerateConfig
 from sampling import Sampling
 
@@ -57,34 +58,35 @@ class EagleHead(nn.Module):
     """Versions 1 and 2: fc(embedding, feature), then the layers."""
 
     aux_layers: tuple[int, ...] = ()  # see `Drafter`
-    fused: FusedHead | None = None  # with --compile on a CPU, what runs in place of `forward`
+    fused: FusedHead | None = None  # with --compile on a CPU, runs in place of `forward`
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        self.config, model = config, config.model
-        self.embedding = self.lm_head = self.vocab = None  # the target's
+        model = config.model
+        self.config = config
+        self.embedding = None  # None: the target's
+        self.lm_head = None
+        self.vocab = None
         self.layers = Layers(Block(model) for _ in range(model.n_layers))
         self.layers[0].attention_norm = NoNorm()
-        self.norm, self.output_norm = (
-            NoNorm(),
-            NoNorm(),
-        )  # of every output; of what the LM head gets
+        self.norm = NoNorm()  # of every output
+        self.output_norm = NoNorm()  # of the LM head's input
         self.register_buffer("rope_freq", rope_frequencies(model), persistent=False)  # [E/2] fp32
         if config.eagle3 is None:
             self.fc = Linear(2 * model.dim, model.dim, bias=config.fc_bias)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features as `forward` takes them: [B, T, (1 + aux_layers) F] -> [B, T, F]."""
+        """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
         return features
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the residual stream begins, [B, T, F], and what the first attention reads besides, if not that."""
+        """Return the residual stream, [B, T, F], and the first attention's input if it differs."""
         return self.fc(torch.cat((embedded, features), dim=-1)), None  # embedding first
 
     def forward(
         self,
         embedded: Tensor,  # [B, T, F], embedding of x_{j+1}
-        features: Tensor,  # [B, T, F], of position j: the target's by way of `fuse`, or an output
+        features: Tensor,  # [B, T, F], of position j: the target's through `fuse`, or an output
         positions: Tensor,  # [B, T] int64, j
         cache: KVCache | None = None,
         window: Window | None = None,
@@ -100,17 +102,23 @@ class Eagle3Head(EagleHead):
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
-        model, eagle3, attention = config.model, config.eagle3, self.layers[0].attention
-        dim, eps, self.aux_layers = model.dim, model.norm_eps, eagle3.aux_layers
+        model = config.model
+        eagle3 = config.eagle3
+        dim = model.dim
+        eps = model.norm_eps
         fused = len(eagle3.aux_layers) * eagle3.target_dim
+        self.aux_layers = eagle3.aux_layers
+        attention = self.layers[0].attention
         attention.wqkv = Linear(2 * dim, attention.wqkv.out_features, bias=model.qkv_bias)
-        self.embedding_norm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
-        if eagle3.last_norm != "none":
-            setattr(self, "norm" if eagle3.last_norm == "fed" else "output_norm", RMSNorm(dim, eps))
+        self.embedding_norm = RMSNorm(dim, eps)
+        self.hidden_norm = RMSNorm(dim, eps)
+        if eagle3.last_norm == "fed":
+            self.norm = RMSNorm(dim, eps)
+        elif eagle3.last_norm != "none":
+            self.output_norm = RMSNorm(dim, eps)
         self.input_norm = RMSNorm(fused, eps) if eagle3.norm_before_fc else NoNorm()
-        self.fc_norm = nn.ModuleList(
-            RMSNorm(eagle3.target_dim, eps) for _ in eagle3.aux_layers if eagle3.fc_norm
-        )
+        normed = eagle3.aux_layers if eagle3.fc_norm else ()
+        self.fc_norm = nn.ModuleList(RMSNorm(eagle3.target_dim, eps) for _ in normed)
         self.fc = Linear(fused, dim, bias=config.fc_bias) if eagle3.aux_layers else NoNorm()
         if eagle3.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
@@ -118,17 +126,11 @@ class Eagle3Head(EagleHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
-        x = self.input_norm(
-            features[..., eagle3.target_dim if eagle3.aux_layers else 0 :]
-        )  # [B, T, aux_layers F], or [B, T, F]
+        first = eagle3.target_dim if eagle3.aux_layers else 0
+        x = self.input_norm(features[..., first:])  # [B, T, aux F], or [B, T, F]
         if eagle3.fc_norm:
-            x = torch.cat(
-                [
-                    norm(part)
-                    for norm, part in zip(self.fc_norm, x.chunk(len(eagle3.aux_layers), -1))
-                ],
-                -1,
-            )
+            parts = x.chunk(len(eagle3.aux_layers), -1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
         return self.fc(x)
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -145,34 +147,35 @@ def load_head(
 ) -> EagleHead:
     """Load a head for `target`, in the target's dtype and on its device.
 
-    quant: quantize while loading, unless the files are quantized already; source: tensors that stand for the files
+    quant: quantize while loading, unless the files are quantized already
+    source: tensors that replace the files
     Raises: ValueError for a head of another target, or broken files.
     """
-    files, weight = HeadFiles(path, source or WeightFiles(path)), target.embedding.weight
+    weight = target.embedding.weight
+    files = HeadFiles(path, source or WeightFiles(path))
     config = read_head(files, target.config)
     with torch.device("meta"):
         head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
     head.vocab = draft_vocab(files, config, weight.device)
-    storage = Storage(
-        weight.dtype, str(weight.device), saved_quantization(files.config, path) or quant
-    )
+    saved = saved_quantization(files.config, path)
+    storage = Storage(weight.dtype, str(weight.device), saved or quant)
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
     head.rope_freq = rope_frequencies(config.model, weight.device)
     if head.embedding is not None and torch.equal(head.embedding.weight, weight):
         head.embedding = None  # one copy is enough
-    tell(files, config)
+    print_notes(files, config)
     return head.eval()
 
 
-# --------------------------------------------------------------------------------------------- drafting
+# ---------------------------------------------------------------------------------------- drafting
 
 
 class EagleState(NamedTuple):
-    """What the head knows. Rows below `length` come from true features only."""
+    """The head's cache and last output. Slots below `length` come from true features only."""
 
     cache: KVCache
-    length: Tensor  # [B] int64, confirmed rows
-    hidden: Tensor  # [B, 1, F], output of the last confirmed row: the root's prediction
+    length: Tensor  # [B] int64, confirmed tokens
+    hidden: Tensor  # [B, 1, F], output of the last confirmed token: the root's prediction
 
 
 class EagleDrafter(TreeDrafter):
@@ -187,59 +190,65 @@ class EagleDrafter(TreeDrafter):
         lm_head: nn.Module | None = None,
         **options: Any,
     ):
-        """lm_head: what turns features into drafted tokens, where it is not the target's own
+        """Attach a head to a target.
 
-        options: children, sharpness and vocab (default: the head's own), and lookup, as for `TreeDrafter`
+        lm_head: default: the head's own, else the target's
+        options: children, sharpness and vocab (default: the head's own), and lookup, as for
+            `TreeDrafter`
         """
-        super().__init__(
-            target,
-            tree,
-            rule,
-            **{"sharpness": head.config.sharpness, "vocab": head.vocab} | options,
-        )
-        self.head, self.layers, self.aux_layers = head, head.layers, head.aux_layers
+        defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
+        super().__init__(target, tree, rule, **defaults | options)
+        self.head = head
+        self.layers = head.layers
+        self.aux_layers = head.aux_layers
         self.embedding = head.embedding or target.embedding
         self.lm_head = lm_head or head.lm_head or target.lm_head
 
     def init(self, batch: int, slots: int) -> EagleState:
-        """An empty state; the cache has room for a draft behind `slots`."""
-        weight, config = self.embedding.weight, self.head.config.model
-        cache = KVCache.empty(config, batch, slots + self.scratch, weight.dtype, str(weight.device))
-        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        hidden = torch.zeros(batch, 1, config.dim, dtype=weight.dtype, device=weight.device)
+        """Make an empty state; the cache has room for a draft behind `slots`."""
+        config = self.head.config.model
+        dtype = self.embedding.weight.dtype
+        device = self.embedding.weight.device
+        cache = KVCache.empty(config, batch, slots + self.scratch, dtype, str(device))
+        length = torch.zeros(batch, dtype=torch.long, device=device)
+        hidden = torch.zeros(batch, 1, config.dim, dtype=dtype, device=device)
         return EagleState(cache, length, hidden)
 
-    def fuse(self, whether: bool) -> None:
-        """Run the head's passes in one C++ call each, where that is served. Writes: `fused` of the head."""
-        whether = whether and fits(self.head.layers)
-        self.head.fused = FusedHead(self.head, self.embedding.weight) if whether else None
+    def fuse(self, enable: bool) -> None:
+        """Run the head's passes in one C++ call each, if it fits. Writes: `fused` of the head."""
+        self.head.fused = None
+        if enable and fits(self.head.layers):
+            self.head.fused = FusedHead(self.head, self.embedding.weight)
 
-    def extend(self, state: EagleState, rows: Confirmed) -> EagleState:
-        """Confirm `rows.count` rows. Writes: cache slots length .. length + R - 1 (padding included)."""
+    def extend(self, state: EagleState, confirmed: Confirmed) -> EagleState:
+        """Read the confirmed tokens. Writes: slots length .. length + R - 1, padding included."""
         if self.head.fused is not None:
-            hidden, length = self.head.fused.extend(state, rows)
+            hidden, length = self.head.fused.extend(state, confirmed)
             return replace_fields(state, length=length, hidden=hidden)
-        window = causal_window(state.length, rows.features.shape[1])
-        embedded = self.embedding(rows.tokens[:, 1:])
-        out = self.head(embedded, self.head.fuse(rows.features), window.slots, state.cache, window)
-        last = (rows.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
-        hidden = torch.where(rows.count[:, None, None] > 0, out.gather(1, last), state.hidden)
-        return replace_fields(state, length=state.length + rows.count, hidden=hidden)
+        count = confirmed.count
+        window = causal_window(state.length, confirmed.features.shape[1])
+        embedded = self.embedding(confirmed.tokens[:, 1:])
+        features = self.head.fuse(confirmed.features)
+        out = self.head(embedded, features, window.slots, state.cache, window)
+        last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
+        hidden = torch.where(count[:, None, None] > 0, out.gather(1, last), state.hidden)
+        return replace_fields(state, length=state.length + count, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
-        """Forget all but the first `length` rows."""
+        """Forget all but the first `length` tokens."""
         return replace_fields(state, length=length)
 
     def root_output(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
         return state.hidden, state.length
 
     def forward_nodes(
-        self, state: EagleState, level: Level, out: Tensor, positions: Tensor, window: Window
+        self, state: EagleState, frontier: Next, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         if self.head.fused is not None:
-            return self.head.fused.step(level, out, positions, state.cache, window)
-        parents = out.gather(1, level.parent[:, :, None].expand(-1, -1, out.shape[2]))  # [B, R, F]
-        return self.head(self.embedding(level.tokens), parents, positions, state.cache, window)
+            return self.head.fused.step(frontier, out, positions, state.cache, window)
+        index = frontier.parent[:, :, None].expand(-1, -1, out.shape[2])
+        parents = out.gather(1, index)  # [B, R, F]
+        return self.head(self.embedding(frontier.tokens), parents, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
         return self.lm_head(self.head.output_norm(out))
@@ -248,23 +257,19 @@ class EagleDrafter(TreeDrafter):
 def load_drafter(
     target: Transformer, config: GenerateConfig, source: TensorSource | None = None, **options: Any
 ) -> EagleDrafter:
-    """`--draft eagle`. Raises: ValueError for a head or a tree that does not fit.
+    """Load `--draft eagle`. Raises: ValueError for a head or a tree that does not fit.
 
-    source: tensors that stand for the head's files; options: vocab and lookup, as for `TreeDrafter`
+    source: tensors that replace the head's files
+    options: vocab and lookup, as for `TreeDrafter`
     """
     path = Path(config.eagle)
-    quant = saved_quantization(source.config if source else read_json(path / "config.json"), path)
+    raw = source.config if source else read_json(path / "config.json")
+    quant = saved_quantization(raw, path)
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
     vocab = options.get("vocab", None if head.lm_head else head.vocab)
     lm_head = draft_lm_head(head if head.lm_head else target, quant, vocab.ids if vocab else None)
-    options |= {"sharpness": config.sharpness} if config.sharpness else {}
-    return EagleDrafter(
-        head,
-        target,
-        config.draft_tree,
-        config.sampling,
-        lm_head,
-        children=config.child_rule,
-        **options,
-    )
+    options["children"] = config.child_rule
+    if config.sharpness:
+        options["sharpness"] = config.sharpness
+    return EagleDrafter(head, target, config.draft_tree, config.sampling, lm_head, **options)

@@ -1,8 +1,10 @@
-"""Files: read with one line about the fault, as text, JSON or by a library; written whole or not at all.
+"""Files: read as text, JSON or by a library, and written completely or not at all.
 
-`read_untrusted` is the boundary to libraries: an error inside becomes one line that names the file.
-This module imports no torch, so that a mistake on the command line is answered before torch is there.
-Not here: which keys a JSON file may have (hf/fields.py); tensors by name (checkpoint.py).
+A file that cannot be read or written is reported as one ValueError on one line with its name.
+`read_untrusted` is the boundary to libraries: an error inside becomes such a ValueError.
+This module imports no torch, so that a mistake on the command line is reported before torch is
+imported.
+Not here: the keys that a JSON file may have (hf/fields.py); tensors by name (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -20,34 +22,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PICKLE_BYTES = 250 * 10**6  # what reading a pickle may take besides its file
-TEMPORARY = ".tmp"  # ends the name of a file while it is written
+PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
+TEMPORARY = ".tmp"  # suffix of a file's name while it is written
+
+# held while standard error, the warnings or a limit of the process is changed
+_process_lock = threading.RLock()
+
+
+# ---------------------------------------------------------------------- text and JSON
 
 
 def one_line(message: Any, most: int = 1000) -> str:
-    """What an error says, on one line that can be printed, its middle left out beyond `most` characters."""
+    """Return an error's message on one printable line.
+
+    most: characters; the middle of a longer message is left out
+    """
     text = str(message)
     if len(text) > most:
         text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
-    return (
-        " ".join("".join(char if char.isprintable() else " " for char in text).split())
-        or type(message).__name__
-    )
-
-
-def _begins_as_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as content:
-            return content.read(4) == b"GGUF"
-    except OSError:
-        return False
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(printable.split()) or type(message).__name__
 
 
 def read_text(path: Path) -> str:
-    """A file's text. Raises: ValueError when it cannot be read, is no UTF-8, or never ends."""
+    """Read a file's text. Raises: ValueError if it cannot be read, is not UTF-8, or never ends."""
     try:
         mode = path.stat().st_mode
-        if stat.S_ISBLK(mode) or stat.S_ISCHR(mode) and not os.path.samefile(path, "/dev/stdin"):
+        is_character_device = stat.S_ISCHR(mode) and not os.path.samefile(path, "/dev/stdin")
+        if stat.S_ISBLK(mode) or is_character_device:
             raise ValueError(f"{path} is a device; name a file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -56,26 +58,23 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
 
 
+def read_named(path: Path, flag: str) -> str:
+    """Read a file's text, as `read_text`. flag: names the file in the message."""
+    try:
+        return read_text(path)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
 def parse_json(text: str, where: Any) -> Any:
-    """Any JSON value. Raises: ValueError for what is none, or one that is nested or written too long to be read."""
+    """Parse any JSON value.
+
+    Raises: ValueError for a text that is not JSON, is nested too deeply or has too long a number.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {one_line(error, 200)}; correct it") from None
-
-
-def check_directory(path: Path) -> None:
-    """Check that a model directory is there. Raises: ValueError when it is not, or is a file."""
-    if path.is_file():
-        if path.suffix.lower() != ".gguf" and _begins_as_gguf(path):
-            raise ValueError(
-                f"{path} is a GGUF file without its suffix; rename it to {path.name}.gguf"
-            )
-        raise ValueError(f"{path} is a file; a Hugging Face model directory is expected here")
-    if not path.is_dir():
-        raise ValueError(
-            f"no such directory: {path}; for a hub model run: python scripts/download.py {path}"
-        )
 
 
 def read_json(path: Path) -> dict:
@@ -93,41 +92,97 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_jsonl(path: Path, what: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
-    """Read one JSON object a line (or a JSON array of them).
+def read_jsonl(path: Path, flag: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
+    """Read one JSON object a line, or a JSON array of objects.
 
-    what: the flag that named the file
-    check: says what is wrong with an object; "" when nothing is
+    flag: names the file in the message
+    check: returns the fault of an object; "" when it has none
     Raises: ValueError that names the file and the line.
     """
-    text, rows = read_named(path, what), []
-    lines = [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), 1)
-    for number, line in lines:
+    text = read_named(path, flag)
+    is_array = text.lstrip().startswith("[")
+    lines = [text] if is_array else text.split("\n")
+    objects: list[dict] = []
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            where = f"{what}: {path} line {number}"
+            where = f"{flag}: {path} line {number}"
             value = parse_json(line, where)
-            found = value if isinstance(value, list) else [value]
-            wrong = next(filter(None, (check(row) for row in found if isinstance(row, dict))), "")
-            if wrong:
-                raise ValueError(f"{where}: {wrong}")
-            rows += found
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{what}: {path} must hold one JSON object a line; correct it")
-    return rows
+            values = value if isinstance(value, list) else [value]
+            for each in values:
+                fault = check(each) if isinstance(each, dict) else ""
+                if fault:
+                    raise ValueError(f"{where}: {fault}")
+            objects += values
+    if not objects or not all(isinstance(each, dict) for each in objects):
+        raise ValueError(f"{flag}: {path} must hold one JSON object a line; correct it")
+    return objects
 
 
-def read_named(path: Path, what: str) -> str:
-    """A file's text, as `read_text`. what: the flag that named it."""
+# ---------------------------------------------------------------------- paths
+
+
+def is_gguf(path: Path) -> bool:
+    """Check that a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def check_directory(path: Path) -> None:
+    """Check that a model directory exists. Raises: ValueError when it does not, or is a file."""
+    if path.is_file():
+        if path.suffix.lower() != ".gguf" and _begins_as_gguf(path):
+            raise ValueError(
+                f"{path} is a GGUF file without its suffix; rename it to {path.name}.gguf"
+            )
+        raise ValueError(f"{path} is a file; a Hugging Face model directory is expected here")
+    if not path.is_dir():
+        raise ValueError(
+            f"no such directory: {path}; for a hub model run: python scripts/download.py {path}"
+        )
+
+
+def _begins_as_gguf(file: Path) -> bool:
     try:
-        return read_text(path)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
+        with file.open("rb") as content:
+            return content.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def can_name_file(text: str) -> bool:
+    """Check that a text can be part of a file's name."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def check_output(path: Path, flag: str) -> None:
+    """Check that a file can be written, before anything is computed for it.
+
+    flag: names the file in the message
+    Raises: ValueError for a name that is too long, a missing folder, or a directory.
+    """
+    try:
+        if path.name:
+            path.with_name(path.name + TEMPORARY).exists()  # the longest name that is written
+    except OSError as error:
+        raise ValueError(
+            f"{flag}: cannot write {path}: {error.strerror}; name another file"
+        ) from None
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag}: cannot write {path}; there is no directory {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{flag}: {path} is a directory; name a file")
+
+
+# ---------------------------------------------------------------------- writing
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write under a temporary name, then rename, so that a kill or a full disk leaves the old file whole.
+    """Write under a temporary name, then rename: a kill or a full disk keeps the old file.
 
-    It keeps its mode. A link stays, and what it names is replaced; a device or a queue is written into.
+    The new file has the old one's mode. A link stays, and the file that it names is replaced. A
+    device or a queue is written into.
     """
     if path.exists() and not path.is_file():
         write(path)
@@ -137,9 +192,9 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         temporary.unlink(missing_ok=True)
         if real.exists():
-            temporary.touch(
-                stat.S_IMODE(real.stat().st_mode) | stat.S_IWUSR
-            )  # who may not read the old may not now
+            # users that may not read the old file may not read the temporary one
+            mode = stat.S_IMODE(real.stat().st_mode)
+            temporary.touch(mode | stat.S_IWUSR)
         write(temporary)
         if real.exists():
             shutil.copymode(real, temporary)
@@ -149,7 +204,10 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_text(where: str, text: str) -> None:
-    """Write a whole file, as `replace_file`, or to standard output for `-`. Raises: ValueError where that fails."""
+    """Write a complete file, as `replace_file`, or to standard output for `-`.
+
+    Raises: ValueError where that fails.
+    """
     if where == "-":
         print(text, flush=True)
         return
@@ -162,18 +220,16 @@ def write_text(where: str, text: str) -> None:
 # ---------------------------------------------------------------------- by libraries
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
 @contextmanager
 def read_untrusted(
     file: Path,
     remedy: str = "download it again",
     fault: str = "is corrupt, truncated or of another kind",
 ) -> Iterator[None]:
-    """Let a library read a file: as `errors_as_value_error`, and what it prints is dropped, as a panic in Rust does."""
+    """Let a library read a file, with errors as in `errors_as_value_error`.
+
+    The library's output on standard error is dropped, such as the message of a panic in Rust.
+    """
     with errors_as_value_error(file, remedy, fault), silence_stderr():
         yield
 
@@ -184,9 +240,10 @@ def errors_as_value_error(
     remedy: str = "download it again",
     fault: str = "is corrupt, truncated or of another kind",
 ) -> Iterator[None]:
-    """Turn what a library raises about a file into one ValueError with the file's name. For any thread.
+    """Turn a library's error about a file into one ValueError with the file's name.
 
-    A panic in Rust is a BaseException. What names the file already, as our own refusals do, passes.
+    It can be used in any thread. A panic in Rust is a BaseException. A ValueError that names the
+    file already, as our own do, passes unchanged.
     """
     try:
         yield
@@ -199,34 +256,34 @@ def errors_as_value_error(
             raise ValueError(
                 f"{file} needs more memory than there is; free some, or use a smaller file"
             ) from None
-        reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__), 300)
+        lines = str(error).strip().splitlines()
+        reason = one_line(lines[0] if lines else type(error).__name__, 300)
         raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which torch reports as a RuntimeError."""
-    words = "allocate memory", "tried to allocate"
-    return (
-        isinstance(error, MemoryError)
-        or isinstance(error, RuntimeError)
-        and any(w in str(error) for w in words)
-    )
+    """Check that memory ran out, which torch reports as a RuntimeError."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error)
+    reports = ("allocate memory", "tried to allocate")
+    return isinstance(error, RuntimeError) and any(report in text for report in reports)
 
 
 @contextmanager
 def silence_stderr() -> Iterator[None]:
-    """Drop warnings, and what C++ and Rust print on standard error. One thread at a time: it is the whole process's."""
-    with _of_the_process, warnings.catch_warnings():
+    """Drop warnings, and the output of C++ and Rust on standard error.
+
+    Standard error belongs to the whole process, so one thread at a time is inside.
+    """
+    with _process_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             sys.stderr.flush()
-            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        except (
-            AttributeError,
-            OSError,
-            ValueError,
-        ):  # there is none, as after 2>&-; 2 may be another file
-            kept = None
+            kept = os.dup(2)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+        except (AttributeError, OSError, ValueError):
+            kept = None  # there is no standard error, as after 2>&-; 2 may be another file
         if kept is None:
             yield
             return
@@ -235,18 +292,15 @@ def silence_stderr() -> Iterator[None]:
             yield
         finally:
             os.dup2(kept, 2)
-            os.close(kept), os.close(nowhere)
-
-
-_of_the_process = (
-    threading.RLock()
-)  # standard error, warnings and limits, while they are replace_fields
+            os.close(kept)
+            os.close(nowhere)
 
 
 def load_pickle(file: Path, mmap: bool) -> Any:
-    """What torch.save wrote, if that is tensors and plain values. Call it within `reading`.
+    """Load a file of torch.save that holds tensors and plain values. Call it in `read_untrusted`.
 
-    A pickle may ask for any amount of memory, as bytearray(10**12): it gets the file's size and `PICKLE_BYTES`.
+    A pickle may request any amount of memory, as bytearray(10**12). It gets the file's size and
+    `PICKLE_BYTES`.
     """
     try:
         with limited_memory(file.stat().st_size + PICKLE_BYTES):
@@ -263,23 +317,20 @@ def load_pickle(file: Path, mmap: bool) -> Any:
 
 @contextmanager
 def limited_memory(more_bytes: int) -> Iterator[None]:
-    """Let no more memory be taken inside, where the system can hold this process to it (Linux)."""
+    """Limit the memory that is taken inside, on systems that can (Linux)."""
     try:
         import resource
 
-        pages = int(
-            Path("/proc/self/statm").read_bytes().split()[5]
-        )  # of data, as the limit counts them
+        statm = Path("/proc/self/statm").read_bytes().split()
+        pages = int(statm[5])  # of data, as the limit counts them
     except (ImportError, OSError):
         yield
         return
-    with _of_the_process:
+    with _process_lock:
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        finite = [each for each in before if each != resource.RLIM_INFINITY]
-        resource.setrlimit(
-            resource.RLIMIT_DATA,
-            (min([pages * resource.getpagesize() + more_bytes, *finite]), before[1]),
-        )
+        limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
+        limits.append(pages * resource.getpagesize() + more_bytes)
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
         try:
             yield
         finally:

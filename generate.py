@@ -1,14 +1,15 @@
-"""Generate text with a LLaMA target and whatever drafts for it.
+"""Generate text with a LLaMA target and a drafter, by speculative decoding.
 
     python generate.py --compile --chat --prompt "What is the capital of France?"
 
 From Python:
     engine = load(checkpoint="checkpoints/demo", compile=True)
-    result = generate(engine, ["def read_lines(path):"])          # .text, .tokens, .finish_reason, .stats
-    for piece in stream(engine, "def read_lines(path):"): print(piece, end="")
+    result = generate(engine, ["def f():"])  # .text, .tokens, .finish_reason, .stats
+    for piece in stream(engine, "def f():"): print(piece, end="")
 
-`load` reads the target, the drafter and the tokenizer and warms the steps; `generate` decodes any number of prompts
-through `batch_size` rows; `stream` yields text as it is decided. The loop is in decode.py, options in options.py.
+`load` reads the target, the drafter and the tokenizer, and warms the steps. `generate` decodes any
+number of prompts, `batch_size` sequences at a time. `stream` yields text as it is decided.
+The loop is in decode.py, the options are in options.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ Command = tuple[GenerateConfig, list[Conversation]]
 
 
 def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
-    """Read the command line and the prompts that it names. Exits with status 2 on a mistake."""
+    """Read the command line and the prompts that it names. Exit with status 2 on a mistake."""
     config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
     with one_line_errors("generate.py"):
         check(config)
@@ -53,7 +54,8 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
     return config, prompts
 
 
-# The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer together (tp.ranks).
+# The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
+# together (ranks.py).
 COMMAND = None
 if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
     COMMAND = read_command()
@@ -70,24 +72,16 @@ from stats import Stats, environment, stats_line, summary
 
 
 class Turn(NamedTuple):
-    """One turn that was decoded."""
+    """One decoded turn."""
 
     index: tuple[int, int, int]  # (prompt, sample, turn)
     prompt: list[int]
     new: list[int]
 
 
-Watcher = Callable[[list[list[int]]], Any]  # told the new tokens of every row, step by step
-Teller = Callable[[list[Turn]], Any]  # told the turns of a conversation that is over
-
-
-def nothing(news: list) -> None:
-    """Is told, and does nothing."""
-
-
 @dataclass
 class Result:
-    """One entry per prompt, sample and turn, in this order; `stats` of the whole run."""
+    """The decoded turns, in the order of prompts, samples and turns; `stats` of the whole run."""
 
     index: list[tuple[int, int, int]]  # (prompt, sample, turn)
     tokens: list[list[int]]  # new tokens only, the one that ended them included
@@ -98,204 +92,248 @@ class Result:
     trace: list[dict]
 
 
-# -------------------------------------------------------------------------------------------------- load
+def ignore(_: list) -> None:
+    """Do nothing. The default of the callbacks `on_tokens` and `on_finished`."""
 
 
-# ---------------------------------------------------------------------------------------------- generate
+# ----------------------------------------------------------------------------------------- generate
 
 
 def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
-    """Token ids of a conversation whose last turn waits for its answer. Raises: ValueError without a tokenizer."""
+    """Return the token ids of a conversation whose last turn waits for its answer.
+
+    Raises: ValueError without a tokenizer.
+    """
     if engine.tokenizer is None:
-        Tokenizer.load(Path(engine.config.checkpoint))  # says what is missing
+        Tokenizer.load(Path(engine.config.checkpoint))  # raises, and names the missing file
     if engine.template is not None:
         return engine.template.encode(engine.tokenizer, turns, answers)
-    text = "".join(part for pair in zip(turns, answers) for part in pair) + turns[-1]
-    return engine.tokenizer.encode(text, bos=True)
+    text = ""
+    for turn, answer in zip(turns, answers):
+        text += turn + answer
+    return engine.tokenizer.encode(text + turns[-1], bos=True)
 
 
 def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
-    """Token ids of the first turn. Raises: ValueError for a prompt that cannot be decoded."""
-    given = not conversation or isinstance(conversation[0], int)
-    ids = conversation if given else encode(engine, conversation[:1], [])
+    """Return the token ids of the first turn.
+
+    Raises: ValueError for a prompt that cannot be decoded.
+    """
+    ids = conversation
+    if conversation and not isinstance(conversation[0], int):
+        ids = encode(engine, conversation[:1], [])
     return check_ids(ids, engine.target.config.vocab_size, engine.context)
 
 
 class Batch:
-    """Conversations that take the rows of a session one after the other, and what comes out of them."""
+    """Conversations that take the places of a session's batch one after the other, and their turns.
+
+    A stream is a (prompt, sample), the key of a conversation and of its noise.
+    """
 
     def __init__(self, engine: Engine, prompts: list[str | Conversation]):
-        """Encode and check the first turns, before anything is decoded, so that nothing is lost."""
-        self.engine, self.stats = engine, Stats()
+        """Encode and check all first turns before decoding starts, so that no result is lost."""
+        self.engine = engine
+        self.stats = Stats()
         self.entries: list[Turn] = []
         self.trace: list[dict] = []
         self.conversations = [[p] if isinstance(p, str) else list(p) for p in prompts]
-        self.first = [first_ids(engine, c) for c in self.conversations]
-        samples, size = engine.config.num_samples, engine.config.batch_size
-        self.streams = [(p, s) for p in range(len(prompts)) for s in range(samples)]
-        self.groups = [
-            self.streams[first : first + size] for first in range(0, len(self.streams), size)
-        ]
+        self.prompt_ids = [first_ids(engine, c) for c in self.conversations]
+        samples = range(engine.config.num_samples)
+        self.streams = [(prompt, sample) for prompt in range(len(prompts)) for sample in samples]
+        size = engine.config.batch_size
+        firsts = range(0, len(self.streams), size)
+        self.groups = [self.streams[first : first + size] for first in firsts]
 
     def run(
-        self, streams: list[tuple[int, int]], watch: Watcher = nothing, tell: Teller = nothing
+        self,
+        streams: list[tuple[int, int]],
+        on_tokens: Callable = ignore,
+        on_finished: Callable = ignore,
     ) -> None:
-        """Decode some of `streams`, in order: where a conversation is over, the next one takes its row."""
-        session, coming, over = Session(self.engine), iter(streams), []
-        talks: list[list[Turn]] = [
-            [] for _ in session.live
-        ]  # per row, the turns of its conversation
+        """Decode some of `streams`, in order. A finished conversation makes way for the next one.
+
+        on_tokens: called after every step with the new tokens of each sequence, a list of lists
+        on_finished: called with the turns of every finished conversation, a list of `Turn`
+        """
+        session = Session(self.engine)
+        queue = iter(streams)
+        finished: list[Turn] = []
+        # the turns of each sequence's conversation
+        running: list[list[Turn]] = [[] for _ in session.live]
         while True:
-            for row, talk in enumerate(talks):
-                if not session.busy(row) and not self._next_turn(session, row, talk):
-                    if talk:
-                        over += talk
-                        tell(talk)
-                    talks[row] = self._first_turn(session, row, next(coming, None))
-            if not any(talks):
+            for seq, turns in enumerate(running):
+                if session.busy(seq) or self._next_turn(session, seq, turns):
+                    continue
+                if turns:
+                    finished += turns
+                    on_finished(turns)
+                running[seq] = self._first_turn(session, seq, next(queue, None))
+            if not any(running):
                 break
             new = session.step()
-            for row, talk in enumerate(talks):
-                if new[row]:
-                    talk[-1].new.extend(new[row])
+            for seq, turns in enumerate(running):
+                if new[seq]:
+                    turns[-1].new.extend(new[seq])
             for line in session.trace:
-                prompt, sample, _ = talks[line["row"]][0].index
+                prompt, sample, _ = running[line["row"]][0].index
                 self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
             session.trace.clear()
-            watch(new)
-        self.entries += sorted(over)
+            on_tokens(new)
+        self.entries += sorted(finished)
         self.stats.add(session.stats)
 
-    def _first_turn(self, session: Session, row: int, stream: tuple[int, int] | None) -> list[Turn]:
-        """Give a row the first turn of a conversation, if there is one. Returns: its turns."""
+    def _first_turn(self, session: Session, seq: int, stream: tuple[int, int] | None) -> list[Turn]:
+        """Admit the first turn of a conversation, if there is one. Returns: its turns."""
         if stream is None:
             return []
-        session.admit(row, self.first[stream[0]], stream)
-        return [Turn((*stream, 0), self.first[stream[0]], [])]
+        ids = self.prompt_ids[stream[0]]
+        session.admit(seq, ids, stream)
+        return [Turn((*stream, 0), ids, [])]
 
-    def _next_turn(self, session: Session, row: int, talk: list[Turn]) -> bool:
-        """Give a row its conversation's next turn. Returns: whether there is one. A turn that does not fit ends it."""
-        turns = self.conversations[talk[0].index[0]] if talk else []
-        if len(talk) == len(turns) or isinstance(turns[0], int):  # ids are a single turn
+    def _next_turn(self, session: Session, seq: int, turns: list[Turn]) -> bool:
+        """Admit the next turn of a conversation. A turn that does not fit ends the conversation.
+
+        Returns: whether there is a next turn. Writes: `turns`.
+        """
+        if not turns:
             return False
-        ids = encode(
-            self.engine, turns[: len(talk) + 1], [text_of(self.engine, entry.new) for entry in talk]
-        )
-        prompt, sample, turn = talk[-1].index
+        prompt, sample, number = turns[-1].index
+        texts = self.conversations[prompt]
+        if len(turns) == len(texts) or isinstance(texts[0], int):  # ids are a single turn
+            return False
+        answers = [text_of(self.engine, turn.new) for turn in turns]
+        ids = encode(self.engine, texts[: len(turns) + 1], answers)
         if len(ids) >= self.engine.context:
-            where = f"turn {turn + 2} of prompt {prompt + 1}"
-            print(
-                f"note: {where} no longer fits the context of {self.engine.context} tokens",
-                file=sys.stderr,
-            )
+            where = f"turn {number + 2} of prompt {prompt + 1}"
+            limit = f"the context of {self.engine.context} tokens"
+            print(f"note: {where} no longer fits {limit}", file=sys.stderr)
             return False
-        session.admit(row, ids)
-        talk.append(Turn((prompt, sample, turn + 1), ids, []))
+        session.admit(seq, ids)
+        turns.append(Turn((prompt, sample, number + 1), ids, []))
         return True
 
     def result(self) -> Result:
-        """Everything so far."""
-        rows = [facts(self.engine, entry) for entry in self.entries]
-        columns = {f.name: [row[f.name] for row in rows] for f in fields(Result)[:5]}
-        return Result(**columns, stats=summary(self.engine, self.stats), trace=self.trace)
+        """Return the turns decoded so far."""
+        turns = [turn_fields(self.engine, turn) for turn in self.entries]
+        return Result(
+            index=[turn["index"] for turn in turns],
+            tokens=[turn["tokens"] for turn in turns],
+            text=[turn["text"] for turn in turns],
+            finish_reason=[turn["finish_reason"] for turn in turns],
+            prompt_tokens=[turn["prompt_tokens"] for turn in turns],
+            stats=summary(self.engine, self.stats),
+            trace=self.trace,
+        )
 
 
-def facts(engine: Engine, entry: Turn) -> dict[str, Any]:
-    """What a `Result` tells of a turn, in its first five fields."""
-    told = (
-        entry.index,
-        entry.new,
-        text_of(engine, entry.new),
-        finish_reason(engine, entry.new),
-        len(entry.prompt),
-    )
-    return dict(zip([f.name for f in fields(Result)], told))
+def turn_fields(engine: Engine, turn: Turn) -> dict[str, Any]:
+    """Return the fields of one turn, under the names of `Result`."""
+    return {
+        "index": turn.index,
+        "tokens": turn.new,
+        "text": text_of(engine, turn.new),
+        "finish_reason": finish_reason(engine, turn.new),
+        "prompt_tokens": len(turn.prompt),
+    }
 
 
 def text_of(engine: Engine, ids: list[int]) -> str:
-    """The text of new tokens; a plain continuation keeps its leading space."""
-    return (
-        engine.tokenizer.decode(ids, continuation=engine.template is None)
-        if engine.tokenizer
-        else ""
-    )
+    """Return the text of new tokens, empty without a tokenizer.
+
+    A plain continuation keeps its leading space.
+    """
+    if engine.tokenizer is None:
+        return ""
+    return engine.tokenizer.decode(ids, continuation=engine.template is None)
 
 
 def generate(
     engine: Engine,
     prompts: list[str | Conversation],
-    watch: Watcher = nothing,
-    tell: Teller = nothing,
+    on_tokens: Callable = ignore,
+    on_finished: Callable = ignore,
     **options: Any,
 ) -> Result:
-    """Decode prompts, `num_samples` times each: `batch_size` rows, each of which takes the next when it has ended.
+    """Decode prompts, `num_samples` times each, `batch_size` sequences at a time.
 
+    A finished sequence makes way for the next one.
     prompts: texts, lists of turns, or lists of token ids
+    on_tokens, on_finished: callbacks, see `Batch.run`
     options: `max_new_tokens`, `num_samples` or `seed`, where they differ from the engine's
     Raises: ValueError for a prompt that cannot be decoded.
     """
     if options:
         bad = options.keys() - {"max_new_tokens", "num_samples", "seed"}
         if bad:
-            raise ValueError(
-                f"{', '.join(sorted(bad))} cannot change after load(); load another engine"
-            )
+            names = ", ".join(sorted(bad))
+            raise ValueError(f"{names} cannot change after load(); load another engine")
         GenerateConfig(**options).check()
         engine = replace(engine, config=replace(engine.config, **options))
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     batch = Batch(engine, prompts)
-    batch.run(batch.streams, watch, tell)
+    batch.run(batch.streams, on_tokens, on_finished)
     return batch.result()
 
 
-def compare(drafted: Batch, tell: Teller = nothing) -> tuple[Result, dict[str, Any]]:
+def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dict[str, Any]]:
     """Decode every group of a batch without and with drafting, in turn, in this process.
 
-    Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of equal sequences
-    (None with the residual rule).
+    on_finished: callback for the drafted conversations, see `Batch.run`
+    Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of
+        equal sequences (None with the residual rule).
     """
     engine = drafted.engine
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    vanilla = replace(engine, drafter=RootOnly(), accept_rule=None, config=config)
-    plain = Batch(warm_up(with_cycles(vanilla)), drafted.conversations)
+    undrafted = replace(engine, drafter=RootOnly(), accept_rule=None, config=config)
+    vanilla = Batch(warm_up(with_cycles(undrafted)), drafted.conversations)
     for number, group in enumerate(drafted.groups):
-        for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
-            side.run(group, tell=tell if side is drafted else nothing)
-    a, b = plain.result(), drafted.result()
-    same = [x == y for x, y in zip(a.tokens, b.tokens)]
-    rate = a.stats["tokens_per_s"]
-    speedup = b.stats["tokens_per_s"] / rate if rate else 0.0
-    exact = (
-        engine.config.accept == "exact"
-    )  # the residual rule draws other tokens from the same distribution
-    identical = sum(same) / len(same) if exact else None
-    return b, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
+        order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
+        for batch in order:
+            batch.run(group, on_finished=on_finished if batch is drafted else ignore)
+    expected = vanilla.result()
+    result = drafted.result()
+    rate = expected.stats["tokens_per_s"]
+    speedup = result.stats["tokens_per_s"] / rate if rate else 0.0
+    identical = None  # the residual rule draws other tokens from the same distribution
+    if engine.config.accept == "exact":
+        same = [x == y for x, y in zip(expected.tokens, result.tokens)]
+        identical = sum(same) / len(same)
+    return result, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
 
 
 def finish_reason(engine: Engine, new: list[int]) -> str:
-    """Why a row ended: at an end of sequence, at `max_new_tokens`, or at the end of the context."""
+    """Return the reason why a sequence ended: "stop", "length" or "context"."""
     if new[-1] in engine.eos_ids and not engine.config.ignore_eos:
         return "stop"
-    return "length" if len(new) >= engine.config.max_new_tokens else "context"
+    if len(new) >= engine.config.max_new_tokens:
+        return "length"
+    return "context"
 
 
 def stream(engine: Engine, prompt: str | list[int]) -> Iterator[str]:
-    """Decode one prompt, a text or token ids, and yield its text as it is decided, never half a character."""
+    """Decode one prompt, a text or token ids. Yield its text as it is decided.
+
+    No piece ends within a character.
+    """
     if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
         raise ValueError(
             "stream() takes one text or one list of token ids; use generate() for turns"
         )
-    yield from stream_text(
-        Session(engine), first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
-    )
+    session = Session(engine)
+    conversation = [prompt] if isinstance(prompt, str) else prompt
+    yield from stream_text(session, first_ids(engine, conversation))
 
 
 def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
-    """The text that follows token ids on the first row, as it is decided. Raises: ValueError without a tokenizer."""
+    """Decode the session's first sequence after `ids`. Yield its text as it is decided.
+
+    Raises: ValueError without a tokenizer.
+    """
     engine = session.engine
     if engine.tokenizer is None:
-        Tokenizer.load(Path(engine.config.checkpoint))  # says what is missing
+        Tokenizer.load(Path(engine.config.checkpoint))  # raises, and names the missing file
     decoder = engine.tokenizer.stream(continuation=engine.template is None)
     for new in session.run([ids]):
         yield decoder.push(new[0])
@@ -303,80 +341,94 @@ def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
 
 
 def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
-    """Returns: what hands (key, thing) to `take` as soon as the things of all keys before it have come."""
-    coming, ready = deque(keys), {}
+    """Return a function of (key, item) that passes the items to `take` in the order of `keys`.
 
-    def put(key: Any, thing: Any) -> None:
-        ready[key] = thing
-        while coming and coming[0] in ready:
-            take(ready.pop(coming.popleft()))
+    An item is held back until the items of all keys before it have come.
+    """
+    queue = deque(keys)
+    ready = {}
+
+    def put(key: Any, item: Any) -> None:
+        ready[key] = item
+        while queue and queue[0] in ready:
+            take(ready.pop(queue.popleft()))
 
     return put
 
 
-# -------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def run(engine: Engine, prompts: list[Conversation]) -> None:
-    """Decode, print and write every conversation as it ends, and the files that were asked for."""
-    config, batch = engine.config, Batch(engine, prompts)
-    quiet = "-" in (config.json, config.trace, config.profile)
-    one_turn = len(prompts) == config.num_samples == 1 and (
-        isinstance(prompts[0][0], int) or len(prompts[0]) == 1
-    )
-    streams, results = batch.streams, None
+    """Decode all conversations, print each when it is finished, and write the files."""
+    config = engine.config
+    batch = Batch(engine, prompts)
+    streams = batch.streams
+    results = None
     if config.results:
         from extras.results import Results
 
         results = Results(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
-    live = (
-        one_turn and streams and not quiet and not config.compare and engine.tokenizer is not None
-    )
-    decoder = engine.tokenizer.stream(continuation=engine.template is None) if live else None
-    gap = chain([""], repeat("\n"))  # between one and the next
-    show = in_order(streams, lambda texts: print(next(gap) + "\n\n".join(texts), flush=True))
+    quiet = "-" in (config.json, config.trace, config.profile)
+    # a single turn is printed as it is decoded
+    live = len(prompts) == config.num_samples == 1 and bool(streams) and not quiet
+    live = live and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
+    live = live and not config.compare and engine.tokenizer is not None
+    if live:
+        decoder = engine.tokenizer.stream(continuation=engine.template is None)
+    separators = chain([""], repeat("\n"))  # a blank line between conversations
 
-    def tell(talk: list[Turn]) -> None:
-        turns = [facts(engine, entry) for entry in talk]
-        if results:
-            results.add(turns)
+    def print_texts(texts: list[str]) -> None:
+        print(next(separators) + "\n\n".join(texts), flush=True)
+
+    show = in_order(streams, print_texts)
+
+    def on_tokens(new: list[list[int]]) -> None:
+        if live:
+            print(decoder.push(new[0]), end="", flush=True)
+
+    def on_finished(turns: list[Turn]) -> None:
+        decoded = [turn_fields(engine, turn) for turn in turns]
+        if results is not None:
+            results.add(decoded)
         if not quiet and not live:
-            show(
-                talk[0].index[:2],
-                [turn["text"] if engine.tokenizer else str(turn["tokens"]) for turn in turns],
-            )
+            field = "text" if engine.tokenizer else "tokens"
+            show(turns[0].index[:2], [str(turn[field]) for turn in decoded])
 
     with torch.profiler.profile() if config.profile else nullcontext() as profiler:
         if config.compare:
-            result, outcome = compare(batch, tell)
+            result, outcome = compare(batch, on_finished)
             result.stats |= outcome
         else:
-            watch = lambda new: print(decoder.push(new[0]), end="", flush=True)  # noqa: E731
-            batch.run(streams, watch if live else nothing, tell)
+            batch.run(streams, on_tokens, on_finished)
             result = batch.result()
     if live:
         print(decoder.flush())
     print(stats_line(result.stats), file=sys.stderr if quiet else sys.stdout)
+    write_files(engine, result, profiler)
+
+
+def write_files(engine: Engine, result: Result, profiler: Any) -> None:
+    """Write the profile, the trace and the result, where the options name a file for them."""
+    config = engine.config
     if config.profile:
         with tempfile.TemporaryDirectory() as folder:
             profiler.export_chrome_trace(f"{folder}/trace.json")
             write_text(config.profile, Path(folder, "trace.json").read_text())
     if config.trace:
-        write_text(config.trace, "\n".join(json.dumps(row) for row in result.trace))
+        write_text(config.trace, "\n".join(json.dumps(line) for line in result.trace))
     if config.json:
-        document = {k: v for k, v in asdict(result).items() if k != "trace"}
-        ran = (
-            asdict(config) | {"context": engine.context} | engine.drafter.resolved_options()
-        )  # what the defaults came to
-        write_text(
-            config.json,
-            json.dumps(document | {"config": ran, "environment": environment(config.device)}),
-        )
+        document = asdict(result)
+        del document["trace"]
+        document["config"] = asdict(config) | {"context": engine.context}
+        document["config"] |= engine.drafter.resolved_options()  # the values behind the defaults
+        document["environment"] = environment(config.device)
+        write_text(config.json, json.dumps(document))
 
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
-    """The command line. command: what `read_command` has returned already"""
+    """Run the command line. command: the result of `read_command`, where it is there already"""
     config, prompts = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts))

@@ -1,8 +1,9 @@
-"""Load everything that a config names: the target, the drafter and the tokenizer, as an engine that is warm.
+"""Load everything that a config names: the target, the drafter and the tokenizer, as a warm engine.
 
-`make_drafter` is the one place that knows every drafter. On a CPU an engine is ready when its weights are; on CUDA
-`warm_up` runs the cycles until they are compiled and captured.
-Not here: what the files say (hf/), the loop (decode.py, session.py), prompts and results (generate.py).
+`make_drafter` is the one place that knows every drafter. On a CPU an engine is ready when its
+weights are. On CUDA `warm_up` runs the cycles until they are compiled and captured.
+Not here: the formats of files (hf/), the loop (decode.py, session.py), prompts and results
+(generate.py).
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, w
 from session import PREFILL_WIDTHS, Session
 from stats import rows_memory
 
-TIMED_BEHIND = 200  # tokens behind which cycles are timed: attention has something to do
-MAX_DEFAULT_CONTEXT = (
-    4096  # tokens; models trained for 128k would otherwise fill the memory with cache
-)
+TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
+# tokens; models trained for 128k would otherwise fill the memory with cache
+MAX_DEFAULT_CONTEXT = 4096
 
 
 def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
@@ -55,42 +55,32 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         config = replace(config, quant=saved.format)
     config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
-    template = (
-        chat_template(path, tokenizer, config.chat, config.system)
-        if config.chat is not None
-        else None
-    )
-    stop_ids = template.stop_ids(tokenizer) if template else ()
-    own_eos = tokenizer.eos_ids if tokenizer else ()
-    context = config.context or min(target.config.max_context, MAX_DEFAULT_CONTEXT)
-    if context > target.config.max_context:
-        raise ValueError(
-            f"--context {context} is beyond the model's {target.config.max_context} positions; lower it"
-        )
+    template = None
+    if config.chat is not None:
+        template = chat_template(path, tokenizer, config.chat, config.system)
+    eos_ids = _eos_ids(target, tokenizer, template)
+    context = _context(config, target)
     config = resolve_draft(config, path)
-    drafter = tp.split_lm_head(
-        target, make_drafter(target, config)
-    )  # in int4 with the group asked for, or its own
+    drafter = make_drafter(target, config)  # in int4, with the group given or its own
+    drafter = tp.split_lm_head(target, drafter)
     if config.quant == "int4":
         config = replace(config, group_size=int4_group(target))
+    pick = tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens
     engine = Engine(
-        config, target, drafter, context,
-        eos_ids=tuple(dict.fromkeys((*(target.config.eos_ids or own_eos), *stop_ids))),
-        tokenizer=tokenizer, template=template, load_s=time.perf_counter() - began,
-        pick_tokens=tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens, accept_rule=accept_rule(config),
-    )  # fmt: skip
+        config,
+        target,
+        drafter,
+        context,
+        eos_ids=eos_ids,
+        tokenizer=tokenizer,
+        template=template,
+        load_s=time.perf_counter() - began,
+        pick_tokens=pick,
+        accept_rule=accept_rule(config),
+    )
     if config.batch_size > 1:
         print(f"note: {rows_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
-
-
-def accept_rule(config: GenerateConfig) -> Callable | None:
-    """The rule of acceptance, where it is not the exact one."""
-    if config.accept == "exact":
-        return None
-    from extras.residual import accept_residual
-
-    return accept_residual
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
@@ -103,8 +93,38 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
+def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, ...]:
+    """Return the ids that end a sequence: the model's, else the tokenizer's, and the template's."""
+    stop_ids = template.stop_ids(tokenizer) if template else ()
+    eos_ids = target.config.eos_ids
+    if not eos_ids and tokenizer:
+        eos_ids = tokenizer.eos_ids
+    return tuple(dict.fromkeys((*eos_ids, *stop_ids)))
+
+
+def _context(config: GenerateConfig, target: Transformer) -> int:
+    """Return the KV capacity in tokens. Raises: ValueError beyond the model's positions."""
+    most = target.config.max_context
+    context = config.context or min(most, MAX_DEFAULT_CONTEXT)
+    if context > most:
+        raise ValueError(f"--context {context} is beyond the model's {most} positions; lower it")
+    return context
+
+
+def accept_rule(config: GenerateConfig) -> Callable | None:
+    """Return the rule of acceptance, or None for the exact one."""
+    if config.accept == "exact":
+        return None
+    from extras.residual import accept_residual
+
+    return accept_residual
+
+
 def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
-    """Who drafts. Raises: ValueError for files or a tree that do not fit."""
+    """Make the drafter that `config` names.
+
+    Raises: ValueError for files or a tree that do not fit.
+    """
     match config.draft:
         case "none":
             return RootOnly()
@@ -124,10 +144,8 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
                 added = head_extras(target, config)
             drafter = eagle_draft.load_drafter(target, config, **added)
     if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
-        print(
-            "note: the tree is dynamic, as --tree auto goes by the ranks' clocks, which differ",
-            file=sys.stderr,
-        )
+        reason = "--tree auto goes by the ranks' clocks, which differ"
+        print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
     elif config.tree_shape == "auto":
         from extras.autosize import with_smaller_trees
 
@@ -136,9 +154,10 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
 
 def warm_up(engine: Engine) -> Engine:
-    """Make the engine ready for its first prompt. Where --compile does not work, say so and run without it.
+    """Make the engine ready for its first prompt.
 
     On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
+    Where --compile does not work, a note says so and the engine runs without it.
     """
     reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
     ranks.check_same_on_all_ranks(
@@ -148,45 +167,51 @@ def warm_up(engine: Engine) -> Engine:
     )
     if reason:
         print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
-        return warm_up(with_cycles(replace(engine, config=replace(engine.config, compile=False))))
-    began = time.perf_counter()
-    for _ in range(1 + WARM_UPS if engine.captured else 0):
-        for width in PREFILL_WIDTHS:
-            short = replace(
-                engine, config=replace(engine.config, max_new_tokens=1)
-            )  # prompts alone
-            list(
-                Session(short).run(
-                    [[0] * min(width, engine.context - 1)] * engine.config.batch_size
-                )
-            )
-        time_cycles(engine, say_what_compiles)
-    return with_tree_policy(
-        replace(engine, compile_s=time.perf_counter() - began if engine.captured else 0.0)
-    )
+        config = replace(engine.config, compile=False)
+        return warm_up(with_cycles(replace(engine, config=config)))
+    compile_s = 0.0
+    if engine.captured:
+        began = time.perf_counter()
+        for _ in range(1 + WARM_UPS):
+            _prefill_each_width(engine)
+            time_cycles(engine, say_what_compiles)
+        compile_s = time.perf_counter() - began
+    return with_tree_policy(replace(engine, compile_s=compile_s))
+
+
+def _prefill_each_width(engine: Engine) -> None:
+    """Decode one token after a prompt of every prefill width, in every sequence of the batch."""
+    engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
+    for width in PREFILL_WIDTHS:
+        prompt = [0] * min(width, engine.context - 1)
+        for _ in Session(engine).run([prompt] * engine.config.batch_size):
+            pass
 
 
 def with_tree_policy(engine: Engine) -> Engine:
-    """The engine with what chooses among its trees, if it has several. Only captured cycles are timed."""
+    """Give the engine a policy that chooses among its trees, if it has several.
+
+    Only captured cycles are timed.
+    """
     if not engine.drafter.timed:
         return engine
     from extras.autosize import sizer_of
 
-    return replace(
-        engine, tree_policy=sizer_of(engine, time_cycles(engine) if engine.captured else ())
-    )
+    times = time_cycles(engine) if engine.captured else ()
+    return replace(engine, tree_policy=sizer_of(engine, times))
 
 
-def time_cycles(engine: Engine, say: Callable | None = None) -> list[float]:
-    """Seconds of a cycle of every preset, with rows that decode behind some tokens. say: as `time_presets` takes it."""
-    session, start = Session(engine), min(TIMED_BEHIND, engine.context // 2)
-    (
-        session.state.pos.fill_(start),
-        session.state.limit.fill_(engine.context - 1),
-        session.state.done.fill_(False),
-    )
-    copy_into(
-        session.state.drafter_state,
-        engine.drafter.rewind(session.state.drafter_state, session.state.pos),
-    )
-    return time_presets(session.time_cycle, engine.drafter.presets, say)
+def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
+    """Time a cycle of every preset, with sequences that decode behind some tokens.
+
+    progress: callback, as `time_presets` takes it
+    Returns: seconds of a cycle, per preset.
+    """
+    session = Session(engine)
+    state = session.state
+    state.pos.fill_(min(TIMED_BEHIND, engine.context // 2))
+    state.limit.fill_(engine.context - 1)
+    state.done.fill_(False)
+    rewound = engine.drafter.rewind(state.drafter_state, state.pos)
+    copy_into(state.drafter_state, rewound)
+    return time_presets(session.time_cycle, engine.drafter.presets, progress)

@@ -1,16 +1,15 @@
-"""A minimal LLaMA, Qwen or Mixtral with a static key-value cache.
+"""A minimal LLaMA, Qwen or Mixtral with a static key-value cache (kv_cache.py).
 
-1. `Transformer.forward` turns tokens into features (the hidden state after the final norm); `Transformer.logits`
-   applies the LM head to the rows that need it.
-2. The cache is a plain tuple of tensors that the caller owns. A step writes its rows to the slots it is given, and
-   sees the prefix below `start` plus whatever `mask` allows: one rule for prefill (causal), decoding (one row), tree
-   verification (ancestors) and the levels of a draft head.
-3. These modules are what runs, but for one case: with --compile on a CPU in bf16, `Transformer.fused` runs a pass over
-   a cache in one C++ call (ops/cpu/layers.cpp).
+1. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
+   `Transformer.logits` applies the LM head to the features that need it.
+2. These modules are the code that runs, with one exception: with --compile on a CPU in bf16,
+   `Transformer.fused` runs a pass over a cache in one C++ call (ops/cpu/layers.cpp).
+3. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
+   computed per call, once for all layers. That keeps positions unlimited and costs less than 1 % of
+   a step.
 
-RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are computed per call, once
-for all layers, which keeps positions unlimited and costs less than 1 % of a step.
-Not here: config.json and weights (hf/), number formats (quantize.py), operators (ops/), drafting, sampling.
+Not here: config.json and weights (hf/), number formats (quantize.py), operators (ops/), drafting,
+sampling.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What `config.json` says, in our names. Field comments give the Hugging Face key."""
+    """The settings in `config.json`, under our names. Field comments give the Hugging Face key."""
 
     dim: int  # hidden_size
     n_layers: int  # num_hidden_layers
@@ -48,53 +47,48 @@ class ModelConfig:
     vocab_size: int
     norm_eps: float = 1e-5  # rms_norm_eps
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = (
-        None  # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
-    )
-    max_context: int = 2048  # max_position_embeddings or what YaRN makes of it; the sliding window where that is less
+    # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
+    rope_scaling: dict | None = None
+    # max_position_embeddings, or the length that YaRN extends it to; at most the sliding window
+    max_context: int = 2048
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = (
-        False  # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
-    )
+    # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
+    qk_norm: bool = False
     n_experts: int = 0  # num_local_experts or num_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
     expert_dim: int = 0  # moe_intermediate_size; 0: ffn_dim
     norm_topk: bool = True  # norm_topk_prob: the chosen experts' routing weights add up to 1
-    dense_layers: tuple[
-        int, ...
-    ] = ()  # mlp_only_layers, decoder_sparse_step: layers without experts
-    expert_names: str = (
-        "mixtral"  # (ours) what files call the experts' weights: a key of hf/weights.py's EXPERTS
-    )
+    # mlp_only_layers, decoder_sparse_step: layers without experts
+    dense_layers: tuple[int, ...] = ()
+    # (ours) names of the experts' weights in files: a key of hf/weights.py's EXPERTS
+    expert_names: str = "mixtral"
     tie_embeddings: bool = False  # tie_word_embeddings
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
-    dtype: str = "float32"  # torch_dtype: how the weights are stored
-    stand_in: str = ""  # (ours) what an inflated model stands for; it is printed with every result
+    dtype: str = "float32"  # torch_dtype: the dtype that the weights are stored in
+    # (ours) the model that an inflated one stands for; it is printed with every result
+    stand_in: str = ""
 
     @property
     def rope_factor(self) -> float:
-        """What RoPE's cosines and sines are multiplied by."""
+        """The factor of RoPE's cosines and sines."""
         return (self.rope_scaling or {}).get("attention_factor", 1.0)
 
     def at(self, layer: int) -> ModelConfig:
-        """What one layer is made by: without experts, where it is dense."""
+        """Return the config of one layer: without experts, where the layer is dense."""
         return replace(self, n_experts=0) if layer in self.dense_layers else self
 
 
-# ---------------------------------------------------------------------------------------------- cache
-
-
-# --------------------------------------------------------------------------------------------- modules
+# ----------------------------------------------------------------------------------------- modules
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Inverse wavelengths, [E/2] fp32 (radians per position), with the config's scaling applied.
+    """Return inverse wavelengths, [E/2] fp32 (radians per position), scaled as the config says.
 
-    Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code; `yarn`: arXiv 2309.00071,
-    3.2, with transformers' rounding of the bounds.
+    Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code;
+    `yarn`: arXiv 2309.00071, 3.2, with transformers' rounding of the bounds.
     """
     exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     freq = 1.0 / config.rope_theta**exponent  # [E/2]
@@ -103,22 +97,30 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
         return freq
     if scaling["rope_type"] == "linear":
         return freq / scaling["factor"]
-    original = scaling["original_max_position_embeddings"]
     if scaling["rope_type"] == "yarn":
-        # the places of the waves that rotate so often within the original context
-        base, turns = 2 * math.log(config.rope_theta), (scaling["beta_fast"], scaling["beta_slow"])
-        low, high = (config.head_dim * math.log(original / (2 * math.pi * t)) / base for t in turns)
-        low, high = (math.floor(low), math.ceil(high)) if scaling["truncate"] else (low, high)
-        low, high = max(float(low), 0.0), min(float(high), config.head_dim - 1.0)
-        blend = 1 - ((torch.arange(len(freq), device=device) - low) / (high - low or 0.001)).clamp(
-            0, 1
-        )
+        low, high = _yarn_bounds(config, scaling)
+        place = torch.arange(len(freq), device=device)
+        blend = 1 - ((place - low) / (high - low or 0.001)).clamp(0, 1)
     else:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        original = scaling["original_max_position_embeddings"]
         turns = original * freq / (2 * math.pi)  # rotations within the original context
         blend = ((turns - low) / (high - low)).clamp(0, 1)
     # 0: long wave, slowed down; 1: short wave, kept
     return blend * freq + (1 - blend) * freq / scaling["factor"]
+
+
+def _yarn_bounds(config: ModelConfig, scaling: dict) -> tuple[float, float]:
+    """Return where waves make `beta_fast` and `beta_slow` turns within the original context."""
+    original = scaling["original_max_position_embeddings"]
+    base = 2 * math.log(config.rope_theta)
+    low = config.head_dim * math.log(original / (2 * math.pi * scaling["beta_fast"])) / base
+    high = config.head_dim * math.log(original / (2 * math.pi * scaling["beta_slow"])) / base
+    if scaling["truncate"]:
+        low = math.floor(low)
+        high = math.ceil(high)
+    return max(float(low), 0.0), min(float(high), config.head_dim - 1.0)
 
 
 class RMSNorm(nn.Module):
@@ -133,12 +135,16 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream x after a layer's output came in, and its norm. delta: [..., F] or its partial sums."""
+        """Add a layer's output to the residual stream.
+
+        x: [..., F]; delta: [..., F], or its partial sums, [S, ..., F] fp32
+        Returns: the stream and its norm, [..., F] each.
+        """
         return add_norm(x, delta, self.weight, self.eps)
 
 
 class NoNorm(nn.Module):
-    """No norm, in the place of one."""
+    """The identity, in the place of a norm."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
         return x
@@ -149,7 +155,7 @@ class NoNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer by the product that serves its dtype and device."""
+    """A linear layer, by the product that serves its dtype and device."""
 
     fp32_out = False  # outputs in fp32
 
@@ -157,20 +163,20 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias, self.fp32_out)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Weight, scale and bias, as ops/cpu/layers.py takes them."""
+        """Return weight, scale and bias, as ops/cpu/layers.py takes them."""
         return self.weight, None, self.bias
 
-    def forward_split_k(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+    def forward_split_k(self, x: Tensor) -> Tensor:
+        """Return outputs as `RMSNorm.add` takes them: [..., N], or split-K partial sums."""
         return self(x)
 
-    def forward_swiglu(
-        self, x: Tensor
-    ) -> Tensor:  # [..., K] -> [..., N / 2]: SwiGLU of outputs with gate above up
+    def forward_swiglu(self, x: Tensor) -> Tensor:
+        """Return the SwiGLU of the outputs, gate above up: [..., K] -> [..., N / 2]."""
         return swiglu(self(x))
 
 
 class LMHead(Linear):
-    """Scores of tokens, in fp32: of bf16 ones, the best two would often tie."""
+    """The scores of tokens, in fp32: in bf16, the best two would often tie."""
 
     fp32_out = True
 
@@ -180,17 +186,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_dim,
-        )
+        self.heads = config.n_heads
+        self.kv_heads = config.n_kv_heads
+        self.head_dim = config.head_dim
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.wqkv = Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.norm_eps) for _ in range(2))
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(
         self,
@@ -199,17 +204,19 @@ class Attention(nn.Module):
         kv: tuple[Tensor, Tensor] | None = None,  # this layer's buffers, [B, Hkv, S, E] each
         window: Window | None = None,
     ) -> Tensor:
-        """Attend to the cache through `window`; without a cache, causally among the T rows themselves.
+        """Attend to the cache through `window`; without a cache, causally among the T tokens.
 
-        Writes: k and v at `window.slots`. Returns: what `RMSNorm.add` takes, [B, T, F] or partial sums.
+        Writes: k and v at `window.slots`.
+        Returns: [B, T, F] or its partial sums, as `RMSNorm.add` takes them.
         """
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
         if kv is None:
-            q, k = rotary(
-                qkv, rope, self.heads, self.kv_heads, self.head_norms
-            )  # [B, T, H, E], [B, T, Hkv, E]
+            # [B, T, H, E], [B, T, Hkv, E]
+            q, k = rotary(qkv, rope, self.heads, self.kv_heads, self.head_norms)
             y = F.scaled_dot_product_attention(
-                *(t.transpose(1, 2) for t in (q, k, qkv[:, :, -self.kv_heads :])),
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                qkv[:, :, -self.kv_heads :].transpose(1, 2),
                 is_causal=True,
                 enable_gqa=True,
             )  # [B, H, T, E]
@@ -219,7 +226,7 @@ class Attention(nn.Module):
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """What `rotary` norms each query and key with, before it rotates them."""
+        """The norms of each query and key before their rotation, as `rotary` takes them."""
         return (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
 
 
@@ -231,44 +238,49 @@ class FeedForward(nn.Module):
         self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
         self.w2 = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> what `RMSNorm.add` takes
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F] or its partial sums
         return self.w2.forward_split_k(self.w13.forward_swiglu(x))
 
 
 class Router(nn.Module):
-    """Ranks the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
+    """The ranking of the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.chosen, self.norm_topk = config.experts_per_token, config.norm_topk
+        self.chosen = config.experts_per_token
+        self.norm_topk = config.norm_topk
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
         if has_linear_kernel(x, self.weight):
             return linear(x, self.weight, fp32_out=True)
-        return F.linear(x.float(), self.weight.float())  # rounded to 16 bits, experts would tie
+        # rounded to 16 bits, experts would tie
+        return F.linear(x.float(), self.weight.float())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns: the best experts in order, of equal ones the first, [..., J] int64; their routing weights, [..., J] fp32."""
+        """Choose the best experts of each token, best first; of equal ones the first.
+
+        Returns: the experts, [..., J] int64; their routing weights, [..., J] fp32.
+        """
         score, expert = self.logits(x).sort(dim=-1, descending=True, stable=True)
         sharing = score[..., : self.chosen] if self.norm_topk else score
         return expert[..., : self.chosen], sharing.softmax(-1)[..., : self.chosen]
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer of each expert, stacked."""
+    """The linear layers of all experts, stacked."""
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
-        self.weight, self.in_features = nn.Parameter(torch.empty(experts, outputs, inputs)), inputs
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.in_features = inputs
 
-    def forward(
-        self, x: Tensor, routing: Tensor
-    ) -> Tensor:  # [P, K], from ops.experts.route -> [P, N]
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:
+        """Multiply rows with their experts: [P, K] -> [P, N]. routing: from `ops.experts.route`"""
         return experts_linear(x, self.weight, routing)
 
     def operands(self) -> tuple[Tensor, None, None]:
-        """Weights, scale and bias, as ops/cpu/layers.py takes them."""
+        """Return weights, scale and bias, as ops/cpu/layers.py takes them."""
         return self.weight, None, None
 
 
@@ -277,15 +289,15 @@ class MoEFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.router, width = Router(config), config.expert_dim or config.ffn_dim
+        self.router = Router(config)
+        width = config.expert_dim or config.ffn_dim
         self.w13 = ExpertLinear(config.n_experts, config.dim, 2 * width)  # gate above up
         self.w2 = ExpertLinear(config.n_experts, width, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
-        rows = x.flatten(0, 1).repeat_interleave(
-            share.shape[2], 0
-        )  # [P, F], P = B T J: a token's experts in order
+        # [P, F], P = B T J: a row per token and expert, a token's experts in order
+        rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)
         routing = route(expert.flatten(), len(self.router.weight))
         y = self.w2(swiglu(self.w13(rows, routing)), routing)  # [P, F]
         # always summed in the router's order, whichever rows shared an expert
@@ -293,7 +305,7 @@ class MoEFeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer. Both of its halves end with the norm that comes after them."""
+    """One pre-norm transformer layer. Each of its halves ends with the norm that comes after it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -305,9 +317,11 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, h: Tensor, after: nn.Module, rope, kv=None, window=None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer; for the others see `Attention.forward`.
+        """Run the layer. rope, kv, window: as in `Attention.forward`.
 
-        x: [B, T, F], the residual stream; h: [B, T, F], its norm; after: the norm of what comes next
+        x: [B, T, F], the residual stream
+        h: [B, T, F], its norm
+        after: the norm that the next layer, or the LM head, reads through
         Returns: the stream and its norm, as the next layer takes them.
         """
         x, h = self.ffn_norm.add(x, self.attention(h, rope, kv, window))
@@ -320,7 +334,7 @@ def call(part: Callable, *inputs: Any) -> Any:
 
 
 class Layers(nn.ModuleList):
-    """Blocks, one after the other, of a target or a draft head."""
+    """The blocks of a target or a draft head, one after the other."""
 
     def forward(
         self,
@@ -333,28 +347,35 @@ class Layers(nn.ModuleList):
         aux_layers: tuple[int, ...] = (),
         h: Tensor | None = None,
     ) -> Tensor:
-        """Run the blocks over T rows, and the norm behind them.
+        """Run the blocks over T tokens, and the norm behind them.
 
-        run: calls a block; those of a kind have the same shapes, so a compiled call compiles once for each kind
-        aux_layers: ascending layers whose inputs, the residual stream, are wanted too; len(self): the last one's output
-        h: what the first attention reads, where it is not the norm of x
-        Returns: [B, T, F], or with aux_layers [B, T, (1 + aux_layers) F]. Writes: the cache at `window.slots`.
+        run: the call of a block. Blocks of a kind have the same shapes, so a compiled call compiles
+            once for each kind.
+        aux_layers: ascending layers that give aux hidden states: their inputs, the residual stream;
+            len(self) stands for the last layer's output
+        h: input of the first attention, where it is not the norm of x
+        Returns: [B, T, F], or with aux_layers [B, T, (1 + aux_layers) F].
+        Writes: the cache at `window.slots`.
         """
-        h, kept = self[0].attention_norm(x) if h is None else h, []
+        if h is None:
+            h = self[0].attention_norm(x)
+        aux = []
         for i, block in enumerate(self):
-            kept += [x] if i in aux_layers else []
+            if i in aux_layers:
+                aux.append(x)
             after = self[i + 1].attention_norm if i + 1 < len(self) else norm
             kv = (cache.k[i], cache.v[i]) if cache is not None else None
             x, h = run(block, x, h, after, rope, kv, window)
-        kept += [x] if len(self) in aux_layers else []
-        return torch.cat((h, *kept), -1) if aux_layers else h
+        if len(self) in aux_layers:
+            aux.append(x)
+        return torch.cat((h, *aux), -1) if aux_layers else h
 
 
 class Transformer(nn.Module):
     """The target model: embedding, blocks, final norm, LM head.
 
-    `fuse` makes passes over a cache run in one C++ call, which computes the same. Who changes a module here must change
-    ops/cpu/layers.cpp too, or run without --compile.
+    `fuse` makes passes over a cache run in one C++ call, which computes the same. After a change of
+    a module here, change ops/cpu/layers.cpp too, or run without --compile.
     """
 
     fused: FusedModel | None = None
@@ -362,10 +383,10 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        # zeros until loaded or initialized: normal_ on the meta device would import all of torch.compile (1 s, 70 MB)
-        self.embedding = nn.Embedding.from_pretrained(
-            torch.zeros(config.vocab_size, config.dim), freeze=False
-        )
+        # zeros until loaded or initialized: normal_ on the meta device would import all of
+        # torch.compile (1 s, 70 MB)
+        zeros = torch.zeros(config.vocab_size, config.dim)
+        self.embedding = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.layers = Layers(Block(config.at(i)) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
@@ -382,9 +403,10 @@ class Transformer(nn.Module):
         run: Callable = call,
         aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """Run the layers over T rows. Writes: the cache at `window.slots`.
+        """Run the layers over T tokens. Writes: the cache at `window.slots`.
 
-        Returns: features after the final norm, [B, T, F]; with aux_layers, these layers' inputs behind them.
+        Returns: features after the final norm, [B, T, F]; with aux_layers, the aux hidden states of
+            these layers (see `Layers.forward`) behind them.
         """
         if self.fused is not None and cache is not None:
             return self.fused(tokens, positions, cache, window, aux_layers)
@@ -396,14 +418,15 @@ class Transformer(nn.Module):
         self.fused = FusedModel(self) if whether and fits(self.layers) else None
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What the first layer takes: embeddings, [B, T, F], and RoPE's angles. Arguments as for `forward`."""
-        return self.embedding(tokens), rope_angles(
-            self.rope_freq, positions, self.config.rope_factor
-        )
+        """Return the first layer's inputs: embeddings, [B, T, F], and RoPE's angles."""
+        x = self.embedding(tokens)
+        return x, rope_angles(self.rope_freq, positions, self.config.rope_factor)
 
-    def logits(
-        self, features: Tensor
-    ) -> Tensor:  # [..., F], or with aux_layers behind them -> [..., V] fp32
+    def logits(self, features: Tensor) -> Tensor:
+        """Return scores of tokens, [..., V] fp32.
+
+        features: [..., F], or with aux hidden states behind them
+        """
         if features.shape[-1] > self.config.dim:
             features = features[..., : self.config.dim]
         return self.lm_head(features)

@@ -1,15 +1,15 @@
-"""Every option, once: a field is a default, a help text, a command-line flag, and what it needs to have an effect.
+"""Every option of generate.py, once: its default, help text, flag, and condition to have an effect.
 
-`parse` turns a command line into a dataclass of options, here and in scripts/. `GenerateConfig.check` refuses what
-cannot work, so that Python callers and the command line get the same messages. Fields with `flag=False` are settings
-for Python callers and scripts/bench/papers.py; the command line does not show them.
-Here too: what the user's mistakes look like, and reading prompts.
-This module and those it imports need no torch, so that a mistake is answered before torch is imported.
+`GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
+the command line get the same messages. Fields with `flag=False` are settings for Python callers
+and scripts/bench/papers.py; the command line does not show them.
+This module and those it imports need no torch, so that a mistake is reported before torch is
+imported.
+Not here: reading a command line (command_line.py); reading prompts (prompts.py).
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from command_line import check_ranges, option, require
-from files import TEMPORARY, check_directory
+from files import can_name_file, check_directory, check_output
 from tree_shapes import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree, read_tree
 
 ROOT = Path(__file__).resolve().parent
@@ -29,7 +29,7 @@ GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 
 
 class Sampling(NamedTuple):
-    """How the target's logits become a distribution (sampling.py)."""
+    """The parameters that turn the target's logits into a distribution (sampling.py)."""
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What an option needs to have an effect."""
+    """A condition for an option to have an effect."""
 
     text: str  # follows the flag's name in the message; {0} is the options
     met: Callable[[GenerateConfig], bool]
@@ -88,7 +88,8 @@ class GenerateConfig:
 
     checkpoint: str = option(
         DEFAULT,
-        "the target: a Hugging Face directory or a GGUF file; the default is fetched at the first use (93 MB)",
+        "the target: a Hugging Face directory or a GGUF file; the default is fetched at the first "
+        "use (93 MB)",
     )
     inflate: str = option(
         "",
@@ -100,19 +101,22 @@ class GenerateConfig:
     )
     draft: str = option(
         "",
-        "who drafts: a head, a lookup in the text so far, another model; default: eagle when a head is given or "
-        "bundled, else none",
+        "who drafts: a head, a lookup in the text so far, another model; "
+        "default: eagle when a head is given or bundled, else none",
         ("none", "eagle", "ngram", "model", "eagle+ngram"),
     )
     eagle: str = option(
         "",
-        "directory of the EAGLE head, of version 1, 2 or 3; default: the checkpoint's name with -eagle, if it exists",
+        "directory of the EAGLE head, of version 1, 2 or 3; default: the checkpoint's name with "
+        "-eagle, if it exists",
         needs=(DRAFT, HEAD),
     )
     draft_vocab: int = option(
-        0, "the head drafts only this many tokens, the first of its token_ranks.json; 0: all", needs=(DRAFT, HEAD),
+        0,
+        "the head drafts only this many tokens, the first of its token_ranks.json; 0: all",
+        needs=(DRAFT, HEAD),
         least=0,
-    )  # fmt: skip
+    )
     token_ranks: str = option(
         "",
         "a list of token ids by frequency for draft_vocab",
@@ -125,22 +129,29 @@ class GenerateConfig:
         needs=(DRAFT, MODEL),
     )
     ngram_tokens: int = option(
-        0, "tokens copied per continuation; default: 10, into a head's tree on a CPU 4", needs=(DRAFT, LOOKUP), least=1,
+        0,
+        "tokens copied per continuation; default: 10, into a head's tree on a CPU 4",
+        needs=(DRAFT, LOOKUP),
+        least=1,
         flag=False,
-    )  # fmt: skip
+    )
     ngram_branches: int = option(
-        0, "different continuations at most; default: 2, into a head's tree on a CPU 1", needs=(DRAFT, LOOKUP), least=1,
+        0,
+        "different continuations at most; default: 2, into a head's tree on a CPU 1",
+        needs=(DRAFT, LOOKUP),
+        least=1,
         flag=False,
-    )  # fmt: skip
+    )
     ngram_max: int = option(
         3, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     tree: str = option(
         "",
-        "shape of the draft tree; auto picks among several, and none, while decoding: what is fastest here, and keeps "
-        "what it learns in ~/.cache/gpt-eagle/trees; default: "
-        "auto for a head, chain for a draft model, dynamic where only that can do what is asked for, and with torchrun",
+        "shape of the draft tree; auto picks among several, and none, while decoding: what is "
+        "fastest here, and keeps what it learns in ~/.cache/gpt-eagle/trees; "
+        "default: auto for a head, chain for a draft model, dynamic where only that can do what "
+        "is asked for, and with torchrun",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, TREE),
     )
@@ -152,36 +163,53 @@ class GenerateConfig:
     )
     tree_topk: int = option(
         0,
-        "children kept per node, and nodes expanded per level (dynamic; auto: at most); default: 10, on a CPU 4",
-        needs=(DRAFT, TREE, GROWN), least=1,
-    )  # fmt: skip
+        "children kept per node, and nodes expanded per level (dynamic; auto: at most); "
+        "default: 10, on a CPU 4",
+        needs=(DRAFT, TREE, GROWN),
+        least=1,
+    )
     tree_size: int = option(
         0,
-        "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA 32, on a CPU 16",
-        needs=(DRAFT, TREE, GROWN), least=2,
-    )  # fmt: skip
+        "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA "
+        "32, on a CPU 16",
+        needs=(DRAFT, TREE, GROWN),
+        least=2,
+    )
     expand_by: str = option(
-        "value", "what picks the nodes to expand (EAGLE-2 Table 3)", ("value", "confidence"),
-        needs=(DRAFT, TREE, GROWN, ONE_SIZE), flag=False,
-    )  # fmt: skip
+        "value",
+        "what picks the nodes to expand (EAGLE-2 Table 3)",
+        ("value", "confidence"),
+        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
+        flag=False,
+    )
     no_rerank: bool = option(
-        False, "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
-        needs=(DRAFT, TREE, GROWN, ONE_SIZE), flag=False,
-    )  # fmt: skip
+        False,
+        "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
+        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
+        flag=False,
+    )
     children: str = option(
         "",
-        "how children are picked when sampling: top-k of the head's logits, top-k with the shared noise, or sampled "
-        "without replacement; default: noise, and with --accept residual sampled (topk on dynamic trees)",
-        ("topk", "noise", "sampled"), needs=(DRAFT, TREE, SAMPLED), flag=False,
-    )  # fmt: skip
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
+        "noise, or sampled without replacement; default: noise, and with --accept residual "
+        "sampled (topk on dynamic trees)",
+        ("topk", "noise", "sampled"),
+        needs=(DRAFT, TREE, SAMPLED),
+        flag=False,
+    )
     sharpness: float = option(
-        0.0, "c in a child's score log softmax(c z); 0: what the head was fitted with",
-        needs=(DRAFT, TREE, GROWN), least=0, flag=False,
-    )  # fmt: skip
+        0.0,
+        "c in a child's score log softmax(c z); 0: what the head was fitted with",
+        needs=(DRAFT, TREE, GROWN),
+        least=0,
+        flag=False,
+    )
     accept: str = option(
-        "exact", "exact: the same tokens as vanilla; residual: the papers' rule", ("exact", "residual"),
+        "exact",
+        "exact: the same tokens as vanilla; residual: the papers' rule",
+        ("exact", "residual"),
         needs=(DRAFT, SAMPLED, ONE_SIZE),
-    )  # fmt: skip
+    )
     prompt: str | None = option(None, "text to continue; the default model and the demo have one")
     prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
@@ -206,9 +234,11 @@ class GenerateConfig:
         1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,)
     )
     seed: int = option(
-        0, "of the sampling noise; the same seed gives the same tokens for every drafter and tree", least=0,
+        0,
+        "of the sampling noise; the same seed gives the same tokens for every drafter and tree",
+        least=0,
         most=2**64 - 1,
-    )  # fmt: skip
+    )
     ignore_eos: bool = option(False, "go on after an end-of-sequence token")
     num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
@@ -217,13 +247,18 @@ class GenerateConfig:
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
-        0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides the inputs of every layer",
+        0,
+        "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides the inputs "
+        "of every layer",
         needs=(INT4,),
-    )  # fmt: skip
+    )
     quant_draft: str = option(
-        "", "the same for the draft; default: as the target; a head of a 16-bit target: int8, on CUDA int4",
-        ("none", *FORMAT_NAMES), needs=(DRAFT, TREE),
-    )  # fmt: skip
+        "",
+        "the same for the draft; default: as the target; a head of a 16-bit target: int8, on CUDA "
+        "int4",
+        ("none", *FORMAT_NAMES),
+        needs=(DRAFT, TREE),
+    )
     compile: bool = option(
         False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
     )
@@ -236,9 +271,11 @@ class GenerateConfig:
     )
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
     results: str = option(
-        "", "write every conversation to this JSONL file when it is over; a run that was stopped goes on behind it",
+        "",
+        "write every conversation to this JSONL file when it is over; "
+        "a run that was stopped goes on behind it",
         needs=(NOT_CHAT, ONCE),
-    )  # fmt: skip
+    )
     trace: str = option(
         "", "write one JSON line per cycle and row; - is standard output", needs=(NOT_CHAT,)
     )
@@ -248,169 +285,150 @@ class GenerateConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """How logits become a distribution."""
+        """The parameters of the target's distribution."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def tree_shape(self) -> str:
-        """What `--tree` comes to."""
-        if self.tree or self.tree_file:
-            return "static" if self.tree_file else self.tree
+        """The value of `--tree`, or its default."""
+        if self.tree_file:
+            return "static"
+        if self.tree:
+            return self.tree
         if self.draft == "model":
             return "chain"
-        grown = (
+        only_dynamic = (
             self.draft == "eagle+ngram"
             or self.expand_by != "value"
             or self.no_rerank
             or self.accept != "exact"
         )
-        return "dynamic" if grown else "auto"
+        return "dynamic" if only_dynamic else "auto"
 
     @property
     def draft_tree(self) -> DynamicTree | StaticTree:
-        """The tree that is asked for; with `--tree auto` the largest. Raises: ValueError for one that cannot be."""
+        """The tree of these options; with `--tree auto` the largest.
+
+        Raises: ValueError for a tree that cannot be.
+        """
         if self.tree_shape == "chain":
             return StaticTree.chain(self.tree_depth)
         if self.tree_shape == "static":
             return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
-        topk, size = self.tree_topk, self.tree_size
+        topk = self.tree_topk
+        size = self.tree_size
         if not topk or not size:
-            # more than 32 rows of an int4 product are bound by its unpacking on CUDA (scripts/gpu/time_model.py); a CPU's
-            # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
-            cuda = (self.device or pick_device("")).startswith("cuda")
-            default_topk, default_size = (
-                (10, 32 if self.quant == "int4" else 60) if cuda else (4, 16)
-            )
+            default_topk, default_size = self._default_topk_and_size()
             topk = topk or default_topk
             size = size or default_size
         return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
 
+    def _default_topk_and_size(self) -> tuple[int, int]:
+        device = self.device or pick_device("")
+        if not device.startswith("cuda"):
+            # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+            return 4, 16
+        # an int4 product of more than 32 rows is bound by unpacking (scripts/gpu/time_model.py)
+        size = 32 if self.quant == "int4" else 60
+        return 10, size
+
     @property
     def child_rule(self) -> str:
-        """How children are picked: as asked for, else what the acceptance rule can take."""
-        residual = "topk" if GROWN.met(self) else "sampled"
-        return self.children or (residual if self.accept == "residual" else "noise")
+        """The value of `--children`, or the default for the acceptance rule."""
+        if self.children:
+            return self.children
+        if self.accept != "residual":
+            return "noise"
+        return "topk" if GROWN.met(self) else "sampled"
 
     def check(self) -> None:
-        """Raises: ValueError for a value or a combination that cannot work."""
+        """Check every option. Raises: ValueError for a value or combination that cannot work."""
         check_ranges(self)
         self._check_names()
         self.check_needs()
         self._check_values()
         self._check_files()
         self._check_tree()
+        if self.accept == "residual":
+            self._check_residual()
 
     def check_needs(self) -> None:
-        """Raises: ValueError for an option that would have no effect."""
+        """Check that every option has an effect. Raises: ValueError for one that has none."""
         for f in fields(self):
             if getattr(self, f.name) != f.default:
                 for need in f.metadata["needs"]:
                     require(need.met(self), f"--{f.name} {need.text.format(self)}")
 
+    def _check_names(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, str) and name not in ("prompt", "system"):
+                fault = f"--{name} has a character that no name can have: {value!a}; drop it"
+                require(can_name_file(value), fault)
+
     def _check_values(self) -> None:
-        size = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
-        require(self.tree_size <= MAX_NODES, size)
-        require(
-            self.tree_depth < MAX_NODES,
-            f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}",
-        )
+        size_fault = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
+        require(self.tree_size <= MAX_NODES, size_fault)
+        depth_fault = f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}"
+        require(self.tree_depth < MAX_NODES, depth_fault)
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         sizes = (0, *GROUP_SIZES)
-        require(
-            self.group_size in sizes,
-            f"--group_size must be one of {sizes}; it is {self.group_size}",
-        )
-        named = self.draft != "model" or self.draft_checkpoint != ""
-        require(named, "--draft model needs --draft_checkpoint; name its directory")
-
-    def _check_names(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, str) and name not in ("prompt", "system"):
-                require(
-                    _can_name(value),
-                    f"--{name} has a character that no name can have: {value!a}; drop it",
-                )
+        group_fault = f"--group_size must be one of {sizes}; it is {self.group_size}"
+        require(self.group_size in sizes, group_fault)
+        has_model = self.draft != "model" or self.draft_checkpoint != ""
+        require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 
     def _check_files(self) -> None:
-        """Before anything is computed, so that nothing is lost."""
+        """Check files and folders before anything is computed, so that no result is lost."""
         for name in (self.checkpoint, self.eagle, self.draft_checkpoint):
             if name and not name.lower().endswith(".gguf"):
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
         require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
-        require(
-            self.prompt is None or self.prompt.strip() != "", "--prompt is empty; give it some text"
-        )
-        require(
-            self.results != "-", "--results is read again by the next run; name a file instead of -"
-        )
+        has_text = self.prompt is None or self.prompt.strip() != ""
+        require(has_text, "--prompt is empty; give it some text")
+        results_fault = "--results is read again by the next run; name a file instead of -"
+        require(self.results != "-", results_fault)
         for name in ("json", "results", "trace", "profile"):
-            where = Path(getattr(self, name))
-            try:
-                where.with_name(where.name + TEMPORARY).exists() if where.name else None
-            except OSError as error:
-                raise ValueError(
-                    f"--{name}: cannot write {where}: {error.strerror}; name another file"
-                ) from None
-            require(
-                where.parent.is_dir(),
-                f"--{name}: cannot write {where}; there is no directory {where.parent}",
-            )
-            whole = not getattr(self, name) or not where.is_dir()
-            require(whole, f"--{name}: {where} is a directory; name a file")
+            file = getattr(self, name)
+            if file:
+                check_output(Path(file), f"--{name}")
 
     def _check_tree(self) -> None:
-        require(
-            not self.tree_file or self.tree in ("", "static"),
-            f"--tree_file is a static tree, not {self.tree}",
-        )
+        file_fault = f"--tree_file is a static tree, not {self.tree}"
+        require(not self.tree_file or self.tree in ("", "static"), file_fault)
         if self.draft == "eagle+ngram":
-            whole = self.tree_shape == "dynamic" and not self.no_rerank
             require(
-                whole,
-                "--draft eagle+ngram grafts onto a re-ranked dynamic tree; drop the other tree's flag",
+                self.tree_shape == "dynamic" and not self.no_rerank,
+                "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
+                "drop the other tree's flag",
             )
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
-            _ = self.draft_tree  # a size beyond its candidates is refused
-        require(
-            not grown or self.children != "sampled",
-            "--children sampled would make a dynamic tree lossy; use --tree static",
-        )
-        if self.accept == "residual":
-            lossy = "--accept residual needs a draft that does not read the target's noise; use"
-            require(
-                self.children != "noise", f"{lossy} --children {'topk' if grown else 'sampled'}"
-            )
-            sampled = grown or self.children != "topk"
-            require(
-                sampled,
-                "--accept residual samples the children of static trees; drop --children topk",
-            )
-            if not grown:  # its rule takes the k-th child for the k-th draw
-                paths = self.draft_tree.paths
-                gap = next(
-                    (p for p in sorted(paths) if p[-1] and (*p[:-1], p[-1] - 1) not in paths), None
-                )
-                require(
-                    gap is None,
-                    f"--accept residual needs ranks without gaps; before {gap} another is missing: add it",
-                )
+            _ = self.draft_tree  # refuses a size beyond its candidates
+        lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
+        require(not grown or self.children != "sampled", lossy_fault)
 
-
-def _can_name(text: str) -> bool:
-    """Whether a text can be part of a file's name."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
+    def _check_residual(self) -> None:
+        grown = GROWN.met(self)
+        rule = "topk" if grown else "sampled"
+        noise_fault = "--accept residual needs a draft that does not read the target's noise"
+        require(self.children != "noise", f"{noise_fault}; use --children {rule}")
+        if grown:
+            return
+        rule_fault = "--accept residual samples the children of static trees; drop --children topk"
+        require(self.children != "topk", rule_fault)
+        paths = self.draft_tree.paths
+        for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
+            complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
+            gap = f"ranks without gaps; before {path} another is missing: add it"
+            require(complete, f"--accept residual needs {gap}")
 
 
 def pick_device(name: str) -> str:
-    """Check a device name, or choose one. Raises: ValueError when it is not to be had."""
+    """Check a device name, or choose one. Raises: ValueError when there is no such device."""
     import torch
 
     if not name:
@@ -420,13 +438,11 @@ def pick_device(name: str) -> str:
     except RuntimeError:
         kind = ""
     require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
-    require(
-        kind == "cpu" or torch.cuda.is_available(),
-        f"--device {name}: this machine or this torch has no CUDA device",
-    )
-    index, count = torch.device(name).index or 0, torch.cuda.device_count()
-    require(
-        kind == "cpu" or index < count,
-        f"--device {name}: there are {count} CUDA devices, counted from 0",
-    )
+    if kind == "cpu":
+        return name
+    unavailable = f"--device {name}: this machine or this torch has no CUDA device"
+    require(torch.cuda.is_available(), unavailable)
+    count = torch.cuda.device_count()
+    index = torch.device(name).index or 0
+    require(index < count, f"--device {name}: there are {count} CUDA devices, counted from 0")
     return name

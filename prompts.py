@@ -1,4 +1,4 @@
-"""Prompts: from the options or a file, and the checks on their token ids. This module imports no torch."""
+"""Prompts: read from the options or a file, and checked as token ids. No torch is imported."""
 
 from __future__ import annotations
 
@@ -15,57 +15,71 @@ Conversation = list[str] | list[int]  # turns of text, or the token ids of a sin
 
 
 def read_prompts(config: GenerateConfig) -> list[Conversation]:
-    """The conversations to decode. Raises: ValueError for a file that cannot be read or holds no prompt."""
+    """Read the conversations to decode.
+
+    Raises: ValueError for a file that cannot be read or holds no prompt.
+    """
     if config.prompt_ids is not None:
-        parts = config.prompt_ids.replace(" ", "").split(",")
-        if not all(re.fullmatch(r"-?\d+", p) for p in parts):
-            raise ValueError(
-                f"--prompt_ids must be numbers like 5,17,3; it is {config.prompt_ids!r}"
-            )
-        return [[int(p) for p in parts]]
+        return [_parse_ids(config.prompt_ids)]
     if config.prompt is not None:
         return [[config.prompt]]
     if not config.prompt_file:
-        named = os.path.realpath(config.checkpoint)
-        text = next((text for path, text in PROMPTS if os.path.realpath(path) == named), None)
-        require(
-            text is not None,
-            "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive",
-        )
-        return [[text]]
+        return [[_default_prompt(config.checkpoint)]]
     return _prompts_of_file(Path(config.prompt_file))
+
+
+def _parse_ids(text: str) -> list[int]:
+    parts = text.replace(" ", "").split(",")
+    if not all(re.fullmatch(r"-?\d+", part) for part in parts):
+        raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {text!r}")
+    return [int(part) for part in parts]
+
+
+def _default_prompt(checkpoint: str) -> str:
+    for path, prompt in PROMPTS:
+        if os.path.realpath(path) == os.path.realpath(checkpoint):
+            return prompt
+    raise ValueError(
+        "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive"
+    )
 
 
 def _prompts_of_file(path: Path) -> list[Conversation]:
     if path.suffix == ".jsonl":
-        turns = [row.get("turns") for row in read_jsonl(path, "--prompt_file")]
-        for number, each in enumerate(turns, 1):
-            if (
-                not isinstance(each, list)
-                or not each
-                or not all(isinstance(t, str) and t for t in each)
-            ):
-                form = '{"turns": ["text", ...]}'
-                raise ValueError(
-                    f"--prompt_file: {path} row {number} has no list of texts; write it as {form}"
-                )
-        return turns
+        conversations = [record.get("turns") for record in read_jsonl(path, "--prompt_file")]
+        form = '{"turns": ["text", ...]}'
+        for number, turns in enumerate(conversations, 1):
+            require(
+                _are_turns(turns),
+                f"--prompt_file: {path} row {number} has no list of texts; write it as {form}",
+            )
+        return conversations
     text = read_named(path, "--prompt_file")
     if not text.strip():
         raise ValueError(f"--prompt_file: {path} is empty; give it some text")
     return [[text]]
 
 
+def _are_turns(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, str) and turn for turn in value)
+
+
 def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
-    """Raises: ValueError for a prompt that is empty, out of range or does not fit."""
+    """Check the token ids of a prompt.
+
+    Returns: the ids.
+    Raises: ValueError for a prompt that is empty, out of range or does not fit.
+    """
     if not ids:
         raise ValueError("the prompt is empty; give it at least one token")
-    bad = next((i for i in ids if not 0 <= i < vocab), None)
-    if bad is not None:
-        raise ValueError(f"token ids must be in 0..{vocab - 1}; the prompt has {bad}")
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise ValueError(f"token ids must be in 0..{vocab - 1}; the prompt has {token}")
     if len(ids) >= context:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, the context holds {context} with at least one new token; "
-            "shorten it or raise --context"
+            f"the prompt has {len(ids)} tokens, the context holds {context} "
+            "with at least one new token; shorten it or raise --context"
         )
     return ids

@@ -1,9 +1,10 @@
-"""The processes that torchrun starts: which one this is, what they must have in common, and who prints.
+"""The processes that torchrun starts: their ranks, checks and printing.
 
-1. `init_ranks` meets the other ranks; `check_same_on_all_ranks` compares their options, prompts and software.
+1. `init_ranks` meets the other ranks; `check_same_on_all_ranks` compares their options, prompts and
+   software.
 2. `report_from_rank_0` lets rank 0 alone print, and ends all ranks with one line when one fails.
 
-Not here: which part of the model a rank has (tp.py).
+Not here: the part of the model that a rank has (tp.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RankLost(RuntimeError):
 
 
 class Rank(NamedTuple):
-    """Which of the processes this is."""
+    """The place of this process among the ranks."""
 
     rank: int = 0
     world_size: int = 1  # processes
@@ -46,7 +47,10 @@ class Rank(NamedTuple):
 
 
 def this_rank() -> Rank:
-    """Where torchrun has put this process. Raises: ValueError where it has set a part of the environment only."""
+    """Return the rank that torchrun has given this process.
+
+    Raises: ValueError where the environment has only a part of torchrun's settings.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Rank()
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -60,30 +64,34 @@ def this_rank() -> Rank:
 
 
 def refuse_torchrun() -> None:
-    """Check that torchrun has not started several of a program that splits nothing. Raises: ValueError, on rank 0."""
+    """Check that torchrun has not started several processes of a program that splits nothing.
+
+    Raises: ValueError, on rank 0; the other ranks exit silently with status 2.
+    """
     here = this_rank()
     if here.rank:
         sys.exit(2)
     if here.world_size > 1:
         raise ValueError(
-            "torchrun splits what generate.py loads, and nothing else; start this program without it"
+            "torchrun splits what generate.py loads, and nothing else; "
+            "start this program without it"
         )
 
 
 @contextmanager
 def report_from_rank_0(program: str) -> Iterator[None]:
-    """Let rank 0 alone print, and one rank say why all end. Without torchrun it does nothing."""
+    """Let rank 0 alone print, and let one rank report why all end. Without torchrun, do nothing."""
     with one_line_errors(program):
         here = this_rank()
     if here.world_size == 1:
         yield
         return
-    said, silent = io.StringIO(), here.rank > 0
+    silent = here.rank > 0
+    errors = io.StringIO()
+    stdout = io.StringIO() if silent else sys.stdout
+    stderr = errors if silent else sys.stderr
     try:
-        with (
-            redirect_stdout(io.StringIO() if silent else sys.stdout),
-            redirect_stderr(said if silent else sys.stderr),
-        ):
+        with redirect_stdout(stdout), redirect_stderr(stderr):
             yield
     except BaseException as error:
         status = error.code if isinstance(error, SystemExit) else 1
@@ -92,25 +100,29 @@ def report_from_rank_0(program: str) -> Iterator[None]:
         if isinstance(error, RankLost):
             print(f"{program}: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        if silent and status == 2:  # a user's mistake, which was said last
-            print(said.getvalue().splitlines()[-1], file=sys.stderr)
+        if silent and status == 2:  # a user's mistake, which is the last line
+            print(errors.getvalue().splitlines()[-1], file=sys.stderr)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _says_why(here: Rank) -> bool:
-    """Whether this rank, which fails, is to say why: rank 0 is where it fails soon too, else the first that asks."""
+    """Return whether this rank, which fails, reports the reason.
+
+    Rank 0 does, if it fails soon too. Otherwise the first rank to reach the store does.
+    """
     try:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
         )
         if here.rank == 0:
             store.set("gpt_eagle/rank 0", "failed")
-        for _ in range(10 * WAIT_FOR_RANK_0_S if here.rank else 0):
-            if store.check(["gpt_eagle/rank 0"]):
-                return False
-            time.sleep(0.1)
+        else:
+            for _ in range(10 * WAIT_FOR_RANK_0_S):
+                if store.check(["gpt_eagle/rank 0"]):
+                    return False
+                time.sleep(0.1)
         return store.add("gpt_eagle/failed", 1) == 1
     except RuntimeError:  # the process that holds the store has ended
         return here.rank == 0
@@ -118,6 +130,7 @@ def _says_why(here: Rank) -> bool:
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
+    """Turn the error of a collective into `RankLost`; a full memory stays one."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -128,80 +141,95 @@ def collective_errors() -> Iterator[None]:
 
 
 def check(config: GenerateConfig) -> None:
-    """Check the options, before prompts are read. Raises: ValueError for one that cannot be, or not with torchrun."""
+    """Check the options, before prompts are read.
+
+    Raises: ValueError for an option that is wrong, or cannot go with torchrun.
+    """
     config.check()
-    file = config.prompt_file
-    for flag, given, reason in (
-        (
-            "--tree auto",
-            config.tree == "auto",
-            "it goes by the ranks' clocks, which differ: use --tree dynamic",
-        ),
-        ("--results", config.results, "one process may read and write it: use --json"),
-        (
-            "--interactive",
-            config.interactive,
-            "there is one keyboard: use --prompt_file with turns",
-        ),
-        (
-            f"--prompt_file {file}",
-            os.path.exists(file) and not os.path.isfile(file),
-            "all ranks read it: use a file",
-        ),
-    ):
-        if given and this_rank().world_size > 1:
-            raise ValueError(f"{flag} cannot go with torchrun: {reason}")
+    path = config.prompt_file
+    refused = {}  # flag -> reason
+    if config.tree == "auto":
+        refused["--tree auto"] = "it goes by the ranks' clocks, which differ: use --tree dynamic"
+    if config.results:
+        refused["--results"] = "one process may read and write it: use --json"
+    if config.interactive:
+        refused["--interactive"] = "there is one keyboard: use --prompt_file with turns"
+    if os.path.exists(path) and not os.path.isfile(path):
+        refused[f"--prompt_file {path}"] = "all ranks read it: use a file"
+    if refused and this_rank().world_size > 1:
+        flag, reason = next(iter(refused.items()))
+        raise ValueError(f"{flag} cannot go with torchrun: {reason}")
 
 
 def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
     """Meet the other ranks, if torchrun has started any.
 
-    Returns: the options of this rank: with its device, and files for rank 0 only.
-    Raises: ValueError where a rank has no device, or where they have different options, prompts or software.
+    Returns: the options of this rank: with its device, and with files for rank 0 only.
+    Raises: ValueError where a rank has no device, or where ranks have different options, prompts or
+        software.
     """
     here = this_rank()
     if here.world_size == 1:
         return config
-    device, wait = _device(config, here), timedelta(seconds=TIMEOUT_S)
+    device = _device(config, here)
+    timeout = timedelta(seconds=TIMEOUT_S)
     with collective_errors():
         if not dist.is_initialized():
-            store, *_ = next(dist.rendezvous("env://", timeout=wait))
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
             check_devices(store, torch.device(device).type, here)
             backend = "gloo" if device == "cpu" else "nccl"
             dist.init_process_group(
-                backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait
+                backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
             )
     use(device)
-    kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    kind = kind if device == "cpu" else torch.cuda.get_device_name()
-    software = {"torch": torch.__version__, "C++ operators": has_cpu_operators(), "processor": kind}
+    if device == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        processor = f"CPU with {capability}, {torch.get_num_threads()} threads"
+    else:
+        processor = torch.cuda.get_device_name()
+    software = {
+        "torch": torch.__version__,
+        "C++ operators": has_cpu_operators(),
+        "processor": processor,
+    }
     check_same_on_all_ranks(config, prompts=prompts, **software)
-    return replace(config, device=device, **(dict.fromkeys(FILES, "") if here.rank else {}))
+    config = replace(config, device=device)
+    if here.rank:
+        config = replace(config, **dict.fromkeys(FILES, ""))
+    return config
 
 
 def check_devices(store: dist.Store, kind: str, here: Rank) -> None:
-    """Check that all ranks have the same kind of device, before they need it to talk. Raises: ValueError."""
+    """Check that all ranks have the same kind of device, before they need it to communicate.
+
+    Raises: ValueError.
+    """
     store.set(f"gpt_eagle/device of {here.rank}", kind)
-    kinds = [
-        store.get(f"gpt_eagle/device of {rank}").decode() for rank in range(here.world_size)
-    ]  # waits for each
+    kinds = []
+    for rank in range(here.world_size):
+        kinds.append(store.get(f"gpt_eagle/device of {rank}").decode())  # waits for the rank
     check_same("device", kinds)
 
 
-def check_same_on_all_ranks(config: GenerateConfig, **facts: Any) -> None:
-    """Check that all ranks have the same options, and the same other facts. Raises: ValueError with what differs."""
+def check_same_on_all_ranks(config: GenerateConfig, **others: Any) -> None:
+    """Check that all ranks have the same options, and the same `others`.
+
+    Raises: ValueError with the first difference.
+    """
     world = this_rank().world_size
     if world == 1:
         return
-    mine, theirs = asdict(config) | dict.fromkeys((*FILES, "device")) | facts, [{}] * world
+    mine = asdict(config) | dict.fromkeys((*FILES, "device")) | others
+    gathered: list[dict] = [{}] * world
     with collective_errors():
-        dist.all_gather_object(theirs, mine)
-    for name in {name: None for other in theirs for name in other}:
-        check_same(name, [other.get(name) for other in theirs])
+        dist.all_gather_object(gathered, mine)
+    names = {name: None for values in gathered for name in values}  # in order, each once
+    for name in names:
+        check_same(name, [values.get(name) for values in gathered])
 
 
 def check_same(name: str, values: list) -> None:
-    """Check that a fact is the same on all ranks. Raises: ValueError with what two of them have."""
+    """Check that a value is the same on all ranks. Raises: ValueError with two that differ."""
     for rank, value in enumerate(values):
         if value != values[0]:
             both = f"{reprlib.repr(values[0])} on rank 0 and {reprlib.repr(value)} on rank {rank}"
@@ -209,7 +237,7 @@ def check_same(name: str, values: list) -> None:
 
 
 def _device(config: GenerateConfig, here: Rank) -> str:
-    """The device of a rank. Raises: ValueError where there is none."""
+    """Return the device of a rank. Raises: ValueError where there is none."""
     name = pick_device(config.device)
     if name == "cpu":
         return name

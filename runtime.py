@@ -1,16 +1,17 @@
-"""How steps run: compiled, captured as CUDA graphs, timed from inside, their reports copied to the host late.
+"""Run steps: compiled, captured as CUDA graphs, timed from inside, their reports copied late.
 
 1. `compiled` wraps torch.compile for every step of the project that runs on CUDA.
-2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by storing results where it
-   found them. The first runs of a body are not captured: they compile and load what it needs, which fails inside a
-   capture.
-3. `HostCopy` starts a copy into pinned memory behind the cycle that was launched, and waits for that copy alone when it
-   is read, a cycle later. The next replay may overwrite its source: the copy comes first in the stream.
-4. `Clock` tells the times between steps, also inside of captured ones.
+2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by
+   copying results into them. The first runs of a body are not captured: they compile and load
+   modules, which fails inside a capture.
+3. `HostCopy` starts a copy into pinned memory behind the cycle that was launched, and waits for
+   that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
+   the stream.
+4. `Clock` reads the time between steps, also inside captured ones.
 
-On other devices a `Replay` runs its body, so that the same path is tested without a GPU.
-Trade-off: one graph per preset, instead of conditional nodes inside of one: switching is which graph is launched.
-Not here: what a cycle does (decode.py); the C++ operators that --compile means on a CPU (ops/cpu/).
+Elsewhere a `Replay` runs its body, so that the same path is tested without a GPU.
+Trade-off: one graph per preset, instead of conditional nodes inside one: a switch picks a graph.
+Not here: the cycle (decode.py); the C++ operators that --compile means on a CPU (ops/cpu/).
 """
 
 from __future__ import annotations
@@ -30,42 +31,43 @@ from ops.library import has_cpu_operators, has_triton
 
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
-    "emulate_precision_casts": True,  # to bf16 where eager code does, or steps of different sizes give different bits
-    "deterministic": True,  # no sizes of reductions that are chosen by timing: other sizes, other bits
+    # round to bf16 where eager code does, or steps of different sizes give different bits
+    "emulate_precision_casts": True,
+    # no sizes of reductions that are chosen by timing: other sizes, other bits
+    "deterministic": True,
 }
 
 
 def use(device: str) -> None:
-    """Make a CUDA device the current one, whose bf16 products add partial sums in fp32."""
+    """Make a CUDA device the current one. Its bf16 products add partial sums in fp32."""
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device).index or 0)
         products = torch.backends.cuda.matmul
-        products.allow_bf16_reduced_precision_reduction = (
-            products.allow_fp16_reduced_precision_reduction
-        ) = False
+        products.allow_bf16_reduced_precision_reduction = False
+        products.allow_fp16_reduced_precision_reduction = False
 
 
 class Replay:
-    """A step over fixed buffers: captured as a CUDA graph once it is warm, elsewhere run as it is."""
+    """A step over fixed buffers: a CUDA graph once it is warm, elsewhere run as it is."""
 
     captures = True  # until a capture fails: its stream and its memory may stay as they were then
 
     def __init__(
         self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None
     ):
-        """scratch: memory that graphs share whose bodies return nothing, and which are dropped together"""
-        self.body, self.device, self.runs, self.graph, self.result = body, device, 0, None, None
+        """scratch: memory shared by graphs that return nothing and are dropped together"""
+        self.body = body
+        self.device = device
         self.scratch = {} if scratch is None else scratch
+        self.runs = 0
+        self.graph = None
+        self.result = None
 
     def __call__(self) -> Any:
-        """Run it. Returns: what the body returns; from a graph in the same tensors every time."""
+        """Run it. Returns: the body's result; from a graph in the same tensors every time."""
         self.runs += 1
-        if (
-            self.device.type == "cuda"
-            and Replay.captures
-            and self.graph is None
-            and self.runs > WARM_UPS
-        ):
+        warm = self.runs > WARM_UPS
+        if self.device.type == "cuda" and Replay.captures and self.graph is None and warm:
             self._capture()
         if self.graph is None:
             self.result = self.body()
@@ -74,63 +76,64 @@ class Replay:
         return self.result
 
     def _capture(self) -> None:
-        """Record the body, which does not run. Where that fails, say why; it runs as it is from then on."""
-        graph, nothing = (
-            torch.cuda.CUDAGraph(),
-            self.result is None,
-        )  # which the warm-ups have returned
-        pool = self.scratch if nothing else {}
+        """Record the body without running it. If that fails, say why, and run it as it is."""
+        graph = torch.cuda.CUDAGraph()
+        returns_nothing = self.result is None  # as the warm-ups have shown
+        pool = self.scratch if returns_nothing else {}
         torch.cuda.synchronize(self.device)
         try:
-            before = torch.cuda.stream(torch.cuda.current_stream(self.device))
-            # `before` restores the stream, as the other context does not where the body has broken the capture
-            with before, torch.cuda.graph(graph, capture_error_mode="thread_local", **pool):
+            # `outer` restores the stream, as the inner context does not after a broken capture
+            outer = torch.cuda.stream(torch.cuda.current_stream(self.device))
+            with outer, torch.cuda.graph(graph, capture_error_mode="thread_local", **pool):
                 self.result = self.body()
             self.graph = graph
-            if nothing:
+            if returns_nothing:
                 self.scratch.setdefault("pool", graph.pool())
-        except (
-            Exception
-        ) as error:  # of the body; or of the end of a capture that the body's own error has broken
-            Replay.captures, self.result = False, None
-            error = error.__context__ or error
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            print(
-                f"note: cycles are not captured and are slower, since a capture failed: {reason}",
-                file=sys.stderr,
-            )
+        # of the body, or of the end of a capture that the body's own error has broken
+        except Exception as error:
+            Replay.captures = False
+            self.result = None
+            reason = first_line(error.__context__ or error)
+            note = "cycles are not captured and are slower, since a capture failed"
+            print(f"note: {note}: {reason}", file=sys.stderr)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def tree_leaves(record: Any) -> list[Tensor]:
-    """The tensors of nested tuples, in order; None has none."""
+    """List the tensors of nested tuples, in order; None has none."""
     if isinstance(record, Tensor):
         return [record]
     return [leaf for part in record or () for leaf in tree_leaves(part)]
 
 
 def copy_into(buffers: Any, values: Any) -> None:
-    """Copy every tensor of `values` into its buffer. Writes: those that are not the buffer itself."""
-    old, new = tree_leaves(buffers), tree_leaves(values)
+    """Copy every tensor of `values` into its buffer, unless it is the buffer. Writes: buffers."""
+    old = tree_leaves(buffers)
+    new = tree_leaves(values)
     assert len(old) == len(new), (len(old), len(new))
     for buffer, value in zip(old, new):
         if buffer is not value:
             buffer.copy_(value)
 
 
-def sequence_of(record: Any, row: int) -> Any:
-    """One row of nested NamedTuples of tensors [B, ...], as views: [1, ...]. A cache says itself what its row is."""
+def sequence_of(record: Any, seq: int) -> Any:
+    """View one sequence of nested tuples of tensors: [B, ...] -> [1, ...]. A cache has `row`."""
     if hasattr(record, "row"):
-        return record.row(row)
+        return record.row(seq)
     if isinstance(record, Tensor):
-        return record[row : row + 1]
-    return type(record)(*(sequence_of(part, row) for part in record))
+        return record[seq : seq + 1]
+    return type(record)(*(sequence_of(part, seq) for part in record))
 
 
 class HostCopy:
     """Small tensors on their way to the host."""
 
     def __init__(self, *tensors: Tensor):
-        # pinned on CUDA, from a ring of blocks that the allocator reuses as soon as their copies are done
+        # pinned on CUDA, from blocks that the allocator reuses as soon as their copies are done
         self.host = [x.to("cpu", non_blocking=True) for x in tensors]
         self.arrived = torch.cuda.Event() if tensors[0].is_cuda else None
         if self.arrived is not None:
@@ -143,24 +146,7 @@ class HostCopy:
         return [x.tolist() for x in self.host]
 
 
-class LargestTree:
-    """Chooses the preset that the next cycle runs: the largest. extras/autosize.py has one that learns."""
-
-    prefill_tree = -1  # the preset that takes in prompts
-
-    def next(self, limit: int) -> int:
-        """Choose. limit: the largest preset that makes sense now."""
-        return limit
-
-    def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
-        """Learn from a cycle. accepted: mean length over its rows, the bonus not counted; rows: that decoded"""
-
-    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
-        """What the presets did, for the record; nothing where there is no choice. ran: `Stats.presets`."""
-        return []
-
-
-# --------------------------------------------------------------------------------------------- compiling
+# ---------------------------------------------------------------------------------------- compiling
 
 
 def compiled(step: Callable) -> Callable:
@@ -169,50 +155,46 @@ def compiled(step: Callable) -> Callable:
     def body(*inputs: Any) -> Any:
         return step(*inputs)
 
-    # a code object of its own: Dynamo counts compilations per code object and stops at a limit, which many engines in
-    # one process would reach together
-    code = body.__code__.replace(
-        co_name=f"{getattr(step, '__name__', type(step).__name__)}_{next(_compiled)}"
-    )
+    # a code object of its own: Dynamo counts compilations per code object and stops at a limit,
+    # which many engines in one process would reach together
+    name = getattr(step, "__name__", type(step).__name__)
+    code = body.__code__.replace(co_name=f"{name}_{next(_compiled)}")
     own = FunctionType(code, body.__globals__, code.co_name, None, body.__closure__)
-    return torch.compile(
-        own, fullgraph=True, dynamic=False, options=OPTIONS | {"guard_filter_fn": _guards_of_modes}
-    )
+    options = OPTIONS | {"guard_filter_fn": _guards_of_modes}
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
 _compiled = itertools.count()
 
 
 def why_not_compiled(device: str) -> str:
-    """Try the compiler on a small step. Returns: why --compile does not work here, or the empty string."""
-    if device.startswith("cpu"):  # where it means the C++ operators
+    """Try the compiler on a small step. Returns: the reason why it does not work, or ""."""
+    if device.startswith("cpu"):  # there --compile means the C++ operators
         return "" if has_cpu_operators() else "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
-    except (
-        Exception
-    ) as error:  # whatever a missing or broken compiler raises, it is told and not hidden
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
+    except Exception as error:  # a missing or broken compiler may raise anything
+        return first_line(error)[:120]
     return ""
 
 
 def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
-    """Show on a terminal what is being waited for."""
-    if sys.stderr.isatty():
-        text = (
-            f"compiling {number + 1} of {len(presets)}: {presets[number].name}"
-            if number < len(presets)
-            else ""
-        )
-        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
+    """Show on a terminal which preset compiles; at the end of all of them, clear the line."""
+    if not sys.stderr.isatty():
+        return
+    if number < len(presets):
+        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}"
+        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+    else:
+        print("\r" + " " * 60, end="\r", file=sys.stderr, flush=True)
 
 
 def time_presets(
     time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None
 ) -> list[float]:
-    """Run some cycles of every preset. say: told the number of each, with all of them, and at last how many there are.
+    """Time a cycle of every preset (s); the first two after a change do not count.
 
-    Returns: the time of one (s); the first two after a change do not count.
+    say: called with each preset's number and all presets, at the end with their count
     """
     times: list[float] = []
     for preset in range(len(presets)):
@@ -229,35 +211,36 @@ def _probe(x: Tensor) -> Tensor:
 
 
 def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
-    """Which of Dynamo's guards a compiled step keeps: modes such as autocast, which a caller may change.
+    """Keep Dynamo's guards of modes such as autocast, which a caller may change, and no others.
 
-    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking modules took 0.3 ms a
-    step at 8 layers, and tensors 0.1 ms a cycle; what was compiled asserts the sizes of its arguments anyway.
+    Modules, options and the shapes of buffers are an engine's own and stay as they are. Checking
+    modules took 0.3 ms a step at 8 layers, and tensors 0.1 ms a cycle. Compiled code asserts the
+    sizes of its arguments anyway.
     """
     return [guard.guard_type == "GLOBAL_STATE" for guard in guards]
 
 
-# ------------------------------------------------------------------------------------------------- clock
+# -------------------------------------------------------------------------------------------- clock
 
 
 class Clock:
-    """Tells the times between the steps of a cycle: by the device's clock on CUDA, else by the host's."""
+    """Reads the time between the steps of a cycle: the device's clock on CUDA, else the host's."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.times = [device_time(device)]  # before, between and behind the steps (ns)
 
     def __call__(self, step: Callable, *inputs: Any) -> Any:
-        """Run a step. Returns: what it returns."""
+        """Run a step and return its result."""
         result = step(*inputs)
         self.times.append(device_time(self.device))
         return result
 
 
 def device_time(device: torch.device) -> Tensor | int:
-    """The time when a device gets here, in ns; only differences mean something.
+    """Read a device's clock, in ns, behind the work that was launched; only differences count.
 
-    On CUDA a kernel reads it, so that captured graphs tell the time too; without Triton it is 0 there.
+    On CUDA a kernel reads it, so that captured graphs read it too; without Triton it is 0 there.
     """
     if device.type != "cuda":
         return time.perf_counter_ns()

@@ -1,12 +1,13 @@
-"""The host's side of decoding: B sequences over one cache, chunks of prompts, reports that are read late.
+"""The host's side of decoding: B sequences over one cache, prompts in chunks, late reports.
 
 1. `Session.admit` gives a sequence a prompt while the others decode.
-2. Every `step` launches a cycle and reads a report, on CUDA one cycle late, so that the device never waits.
-3. Then it runs chunks of prompts; the last chunk of a prompt decides the root. Finished sequences change no state.
+2. Every `step` launches a cycle and reads a report, on CUDA one cycle late, so that the device
+   never waits for the host.
+3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
 
-The output is a function of (weights, prompt, seed) alone.
-Trade-off: prefill is bound by matrix products and not compiled; on CUDA it is captured, in two widths per sequence.
-Not here: the cycle (decode.py), which prompt is next (generate.py).
+Finished sequences change no state. The output is a function of (weights, prompt, seed) alone.
+Trade-off: prefill is bound by matrix products and not compiled; on CUDA it is captured, in two
+widths per sequence. Not here: the cycle (decode.py), the next prompt (generate.py).
 """
 
 from __future__ import annotations
@@ -30,68 +31,78 @@ from runtime import HostCopy, Replay, copy_into, sequence_of
 from sampling import NoiseKey
 from stats import Stats, rows_memory, trace_row
 
-PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # to which passes are padded where they are captured
+PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
 
 
 class Buffers:
-    """The buffers of B sequences. They outlive their session, and where cycles are captured, at fixed addresses."""
+    """Buffers of B sequences. They outlive a session: captured cycles need fixed addresses."""
 
     def __init__(self, engine: Engine):
-        target, drafter, B = engine.target, engine.drafter, engine.config.batch_size
-        weight, slots = target.embedding.weight, engine.slots
-        rows_memory(engine)  # or an error
-        self.cache = KVCache.empty(target.config, B, slots, weight.dtype, str(weight.device))
-        number = torch.zeros(B, dtype=torch.long, device=weight.device)
+        """Allocate. Raises: ValueError when memory does not suffice."""
+        rows_memory(engine)
+        batch = engine.config.batch_size
+        weight = engine.target.embedding.weight
+        device = weight.device
+        config = engine.target.config
+        self.cache = KVCache.empty(config, batch, engine.slots, weight.dtype, str(device))
+        number = torch.zeros(batch, dtype=torch.long, device=device)
         self.state = DecodeState(
-            tokens=torch.zeros(B, engine.context + 1, dtype=torch.long, device=weight.device),
-            pos=number, draws=number.clone(), done=number == 0, limit=number.clone(),
-            key=NoiseKey(number.new_zeros(B, 2), number.clone(), number.clone()),
-            drafter_state=drafter.init(B, slots),
-        )  # fmt: skip
-        self.start = number[:1].clone()  # of a chunk of a prompt
-        self.waits = 0  # steps since the drafter took in what waits
-        self.replays, self.scratch = (
-            {},
-            {},
-        )  # by preset, or width and row, what was captured; where prefills compute
+            tokens=torch.zeros(batch, engine.context + 1, dtype=torch.long, device=device),
+            pos=number,
+            draws=number.clone(),
+            done=number == 0,
+            limit=number.clone(),
+            key=NoiseKey(number.new_zeros(batch, 2), number.clone(), number.clone()),
+            drafter_state=engine.drafter.init(batch, engine.slots),
+        )
+        self.start = number[:1].clone()  # of a prefill chunk
+        self.deferred_cycles = 0  # cycles since the drafter caught up
+        self.replays: dict[Any, Replay] = {}  # by preset, or by width and sequence of a prefill
+        self.scratch: dict[str, Any] = {}  # memory that captured prefills share
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
-        """Make every row idle and empty. Writes: the state in place."""
+        """Make every sequence idle and empty. Writes: the state in place."""
         zeros = torch.zeros_like(self.state.pos)
         self.state.tokens.zero_()
-        draft, self.waits = engine.drafter.rewind(self.state.drafter_state, zeros), 0
-        copy_into(
-            self.state, DecodeState(self.state.tokens, zeros, zeros, zeros == 0, zeros, key, draft)
-        )
+        drafter_state = engine.drafter.rewind(self.state.drafter_state, zeros)
+        done = zeros == 0
+        empty = DecodeState(self.state.tokens, zeros, zeros, done, zeros, key, drafter_state)
+        copy_into(self.state, empty)
+        self.deferred_cycles = 0
 
-    def prefill(self, engine: Engine, row: int, start: int, width: int) -> None:
-        """`prefill_chunk` of one row alone, whatever the others do. Writes: its part of the buffers, in place."""
+    def prefill(self, engine: Engine, seq: int, start: int, width: int) -> None:
+        """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
         if engine.captured:  # without a graph the host would be slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         self.start.fill_(start)
-        self.catch_up(engine, reader := engine.tree_policy.prefill_tree)
+        preset = engine.tree_policy.prefill_tree
+        self.catch_up(engine, preset)
 
         def body() -> None:
-            state, own = (
-                sequence_of(self.state, row),
-                replace(engine, drafter=engine.drafter.presets[reader]),
-            )
-            copy_into(state, prefill_chunk(own, self.cache.row(row), state, self.start, width))
+            state = sequence_of(self.state, seq)
+            own = replace(engine, drafter=engine.drafter.presets[preset])
+            copy_into(state, prefill_chunk(own, self.cache.row(seq), state, self.start, width))
 
-        self._replay(engine, ("prefill", width, row, reader), body)
+        self._replay(engine, ("prefill", width, seq, preset), body)
 
     def catch_up(self, engine: Engine, preset: int) -> None:
-        """Before a step: hand the drafter the rows that wait, if the preset has no room for more. Writes: its state."""
-        room = engine.drafter.presets[preset].room
-        if self.waits and self.waits >= room:
-            draft, text = self.state.drafter_state, Text(self.state.tokens, self.state.pos)
-            self._replay(
-                engine,
-                "rows that wait",
-                lambda: copy_into(draft, engine.drafter.catch_up(draft, text)),
-            )
-            self.waits = 0
-        self.waits += room > 0
+        """Before a step: let the drafter catch up, if the preset may defer no more tokens.
+
+        Writes: the drafter's state.
+        """
+        drafter = engine.drafter.presets[preset]
+        due = self.deferred_cycles >= drafter.max_deferred and not drafter.may_skip
+        if self.deferred_cycles and due:
+            drafter_state = self.state.drafter_state
+            text = Text(self.state.tokens, self.state.pos)
+
+            def body() -> None:
+                copy_into(drafter_state, engine.drafter.catch_up(drafter_state, text))
+
+            self._replay(engine, "catch up", body)
+            self.deferred_cycles = 0
+        if drafter.max_deferred:
+            self.deferred_cycles += 1
 
     def replay(self, engine: Engine, preset: int) -> Outcome:
         """Run a cycle over these buffers, in place where cycles are captured."""
@@ -118,196 +129,221 @@ class InFlight(NamedTuple):
     report: HostCopy
     preset: int
     began: float  # host's clock (s)
-    tree_trace: (
-        HostCopy | None
-    )  # for the trace: tokens, parents, depths, accepted path, and values where it has them
+    # with --trace: tokens, parents, depths, accepted path, and values where the tree has them
+    tree_trace: HostCopy | None
 
 
 class Session:
-    """B rows over one cache, each with its own conversation. What a row has cached stays until it is overwritten."""
+    """B sequences over one cache, each a conversation. Cached tokens stay until overwritten."""
 
     def __init__(
-        self, engine: Engine, streams: Sequence[tuple[int, int]] = (), host_lag: int | None = None
+        self,
+        engine: Engine,
+        noise_ids: Sequence[tuple[int, int]] = (),
+        host_lag: int | None = None,
     ):
-        """streams: (prompt, sample) per row, the key of its noise, until `admit` names another; (0, 0) for further rows
-        host_lag: cycles launched before the host reads the first of them; default 1 on CUDA, 0 elsewhere
+        """Take buffers from the engine's pool, or make them.
+
+        noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
+            (0, 0) for further sequences
+        host_lag: cycles launched before the host reads the first; default 1 on CUDA, 0 elsewhere
         """
-        self.engine, B = engine, engine.config.batch_size
-        assert len(streams) <= B, (streams, B)
-        self.work = engine.pool.pop() if engine.pool else Buffers(engine)
-        weakref.finalize(self, engine.pool.append, self.work)
-        device, streams = self.state.pos.device, [*streams, *[(0, 0)] * (B - len(streams))]
-        self.host_lag = int(device.type == "cuda") if host_lag is None else host_lag
-        seed, columns = (
-            engine.config.seed,
-            (torch.tensor(column, device=device) for column in zip(*streams)),
-        )
-        words = torch.tensor([seed & sampling.MASK32, seed >> 32], device=device).expand(B, 2)
-        self.work.reset(engine, NoiseKey(words, *columns))
-        self.preset, self.read_at = (
-            0,
-            0.0,
-        )  # the largest that makes sense next; when a report was last read (s)
-        self.history: list[list[int]] = [
-            [] for _ in range(B)
-        ]  # every token, prompts and roots included
-        self.waiting: dict[
-            int, list[int]
-        ] = {}  # prompts that are not cached whole, by row; history has what is
-        self.live = [False] * B  # rows that decode
+        batch = engine.config.batch_size
+        assert len(noise_ids) <= batch, (noise_ids, batch)
+        self.engine = engine
+        self.buffers = engine.pool.pop() if engine.pool else Buffers(engine)
+        weakref.finalize(self, engine.pool.append, self.buffers)
+        device = self.state.pos.device
+        if host_lag is None:
+            host_lag = 1 if device.type == "cuda" else 0
+        self.host_lag = host_lag
+        padded = [*noise_ids, *[(0, 0)] * (batch - len(noise_ids))]
+        prompts = torch.tensor([prompt for prompt, _ in padded], device=device)
+        samples = torch.tensor([sample for _, sample in padded], device=device)
+        seed = engine.config.seed
+        words = torch.tensor([seed & sampling.MASK32, seed >> 32], device=device).expand(batch, 2)
+        self.buffers.reset(engine, NoiseKey(words, prompts, samples))
+        self.preset = 0  # the largest that makes sense next
+        self.read_at = 0.0  # when a report was last read (s)
+        # every token of a sequence, prompt and roots included; during prefill, the cached part
+        self.history: list[list[int]] = [[] for _ in range(batch)]
+        self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
+        self.live = [False] * batch  # sequences that decode
         self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
-        self.stats, self.trace = Stats(), []
+        self.stats = Stats()
+        self.trace: list[dict[str, Any]] = []
 
     @property
     def state(self) -> DecodeState:
-        """Where the rows are, after every cycle that was launched."""
-        return self.work.state
+        """The state behind every cycle that was launched."""
+        return self.buffers.state
 
-    def busy(self, row: int) -> bool:
-        """Whether a row's turn goes on."""
-        return self.live[row] or row in self.waiting
+    def busy(self, seq: int) -> bool:
+        """Check whether a sequence's turn goes on."""
+        return self.live[seq] or seq in self.prefilling
 
     def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
-        """Decode one turn. Yields the new tokens of every row, step by step; the first ones are the roots.
+        """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.
 
-        prompts: per row the conversation so far, or None to leave the row idle
+        prompts: per sequence the conversation so far, or None to leave it idle
         """
         assert len(prompts) <= len(self.history), (len(prompts), len(self.history))
-        for row, prompt in zip_longest(range(len(self.history)), prompts):
-            self.admit(row, prompt) if prompt else self.release(row)
-        while any(self.live) or self.waiting:
+        for seq, prompt in zip_longest(range(len(self.history)), prompts):
+            if prompt:
+                self.admit(seq, prompt)
+            else:
+                self.release(seq)
+        while any(self.live) or self.prefilling:
             yield self.step()
 
     def admit(
-        self, row: int, prompt: list[int], stream: tuple[int, int] | None = None, most: int = 0
+        self,
+        seq: int,
+        prompt: list[int],
+        noise_id: tuple[int, int] | None = None,
+        max_new_tokens: int = 0,
     ) -> None:
-        """Give a row a turn: the coming steps cache its prompt and decode, beside the other rows.
+        """Give a sequence a turn: the coming steps cache its prompt and decode, beside the others.
 
-        prompt: the conversation so far, below `engine.context` tokens; what the row has cached of it is not run again
-        stream: (prompt, sample), the key of the noise of a new conversation; None: the row's own goes on, and its draws
-        most: new tokens; 0: the engine's `max_new_tokens`
+        prompt: the conversation so far, below `engine.context` tokens; the cached part is kept
+        noise_id: (prompt, sample), the key of the noise of a new conversation; None: the sequence's
+            own noise goes on, and its draws
+        max_new_tokens: 0: the engine's
         """
-        self.release(row)
-        engine, state, length = self.engine, self.state, len(prompt)
-        # the head's row below the common prefix pairs it with the token after it, so one row is done again;
+        self.release(seq)
+        engine = self.engine
+        state = self.state
+        length = len(prompt)
+        # the head pairs the last common feature with the token behind it: one token is run again;
         # the last token of a history (the root) is not cached
-        begin = max(common_prefix(self.history[row][:-1], prompt) - 1, 0)
-        self.history[row], self.waiting[row] = prompt[:begin], prompt
-        self.work.catch_up(engine, engine.tree_policy.prefill_tree)
-        state.tokens[row, :length] = torch.tensor(prompt, device=state.pos.device)
-        state.pos[row] = length  # cycles that run meanwhile write their scratch behind the prompt
-        state.limit[row] = min(length + (most or engine.config.max_new_tokens), engine.context) - 1
-        draft = sequence_of(state.drafter_state, row)
-        copy_into(draft, engine.drafter.rewind(draft, torch.full_like(state.pos[:1], begin)))
-        if stream is not None:
-            state.key.prompt[row], state.key.sample[row], state.draws[row] = *stream, 0
+        begin = max(common_prefix(self.history[seq][:-1], prompt) - 1, 0)
+        self.history[seq] = prompt[:begin]
+        self.prefilling[seq] = prompt
+        self.buffers.catch_up(engine, engine.tree_policy.prefill_tree)
+        state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
+        state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
+        limit = length + (max_new_tokens or engine.config.max_new_tokens)
+        state.limit[seq] = min(limit, engine.context) - 1
+        drafter_state = sequence_of(state.drafter_state, seq)
+        kept = torch.full_like(state.pos[:1], begin)
+        copy_into(drafter_state, engine.drafter.rewind(drafter_state, kept))
+        if noise_id is not None:
+            state.key.prompt[seq], state.key.sample[seq] = noise_id
+            state.draws[seq] = 0
 
-    def release(self, row: int) -> None:
-        """End a row's turn, if it has one."""
-        self.waiting.pop(row, None)
-        self.live[row], self.state.done[row] = False, True
+    def release(self, seq: int) -> None:
+        """End a sequence's turn, if it has one."""
+        self.prefilling.pop(seq, None)
+        self.live[seq] = False
+        self.state.done[seq] = True
         if not any(self.live):
             self.pending.clear()
 
     def step(self) -> list[list[int]]:
-        """Run a cycle of the rows that decode, and about a chunk of the prompts that wait.
+        """Run a cycle of the live sequences, and about one chunk of the prompts.
 
-        Returns: the new tokens of every row that were read. Writes: history, stats, trace.
+        Returns: the new tokens of every sequence that were read. Writes: history, stats, trace.
         """
         new: list[list[int]] = [[] for _ in self.history]
-        began = (
-            self.read_at if self.pending else time.perf_counter()
-        )  # only a device goes on while the caller works
-        late = 0 if self.waiting else self.host_lag  # prompts are cached when no cycle is in flight
-        while any(self.live) and len(self.pending) <= late:
+        # time that the caller takes counts only where a device computes meanwhile
+        began = self.read_at if self.pending else time.perf_counter()
+        lag = 0 if self.prefilling else self.host_lag  # prefill needs a state that nothing changes
+        while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch())
-        while len(self.pending) > late:
+        while len(self.pending) > lag:
             self._read(self.pending.popleft(), new)
         self.read_at = time.perf_counter()
         self.stats.decode_s += self.read_at - began
-        if self.waiting:
+        if self.prefilling:
             self._prefill(new)
             self.stats.prefill_s += time.perf_counter() - self.read_at
-        for row, tokens in enumerate(new):
-            self.history[row] += tokens
+        for seq, tokens in enumerate(new):
+            self.history[seq] += tokens
         return new
 
     def _prefill(self, new: list[list[int]]) -> None:
-        """Run about one chunk of the prompts that wait. Writes: roots, to `new`."""
+        """Run about one chunk of the prompts. Writes: roots, to `new`."""
         left = PREFILL_CHUNK  # tokens
-        for row, prompt in list(self.waiting.items()):
-            while left > 0 and row in self.waiting:
-                begin = len(self.history[row])
+        for seq, prompt in list(self.prefilling.items()):
+            while left > 0 and seq in self.prefilling:
+                begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
-                self.work.prefill(self.engine, row, begin, len(chunk))
-                self.history[row] += chunk
+                self.buffers.prefill(self.engine, seq, begin, len(chunk))
+                self.history[seq] += chunk
                 left -= len(chunk)
                 root = int(
-                    self.state.tokens[row, len(prompt)]
-                )  # waits for the chunk: its time counts as prefill
-                if len(self.history[row]) == len(prompt):
-                    new[row] = [root]
-                    self.live[row], self.preset = (
-                        not self.state.done[row],
-                        len(self.engine.cycles) - 1,
-                    )
-                    del self.waiting[row]
+                    self.state.tokens[seq, len(prompt)]
+                )  # waits: the chunk counts as prefill
+                if len(self.history[seq]) == len(prompt):
+                    new[seq] = [root]
+                    self.live[seq] = not self.state.done[seq]
+                    self.preset = len(self.engine.cycles) - 1
+                    del self.prefilling[seq]
 
     def _launch(self, preset: int | None = None) -> InFlight:
-        """Run a cycle of a preset, or of the one that the tree policy takes."""
-        engine, work, began = self.engine, self.work, time.perf_counter()
-        preset = engine.tree_policy.next(self.preset) if preset is None else preset
-        work.catch_up(engine, preset)
+        """Run a cycle of a preset, by default of the one that the tree policy picks."""
+        began = time.perf_counter()
+        engine = self.engine
+        buffers = self.buffers
+        if preset is None:
+            preset = engine.tree_policy.next(self.preset)
+        buffers.catch_up(engine, preset)
         if engine.captured:
-            outcome = work.replay(engine, preset)
+            outcome = buffers.replay(engine, preset)
         else:
-            work.state, outcome = engine.cycles[preset](work.cache, work.state)
-        tree_trace, tree = None, outcome.tree
+            buffers.state, outcome = engine.cycles[preset](buffers.cache, buffers.state)
+        tree_trace = None
         if engine.config.trace:
+            tree = outcome.tree
             values = () if tree.values is None else (tree.values,)
             tree_trace = HostCopy(tree.tokens, tree.parents, tree.depths, outcome.path, *values)
         return InFlight(HostCopy(outcome.report), preset, began, tree_trace)
 
     def time_cycle(self, preset: int) -> float:
-        """Run a cycle of one preset, whatever it brings. Returns: its time (s)."""
+        """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
         launched = self._launch(preset)
         (packed,) = launched.report.read()
-        return self._seconds(launched, Report.rows(packed)[0])
+        return self._seconds(launched, Report.unpack(packed)[0])
 
     def _seconds(self, launched: InFlight, report: Report) -> float:
-        """How long a cycle took: by the device's clock, if it has one, where it runs ahead of the host."""
+        """Return a cycle's time (s): by the device's clock where it runs ahead of the host."""
         on_device = (report.times[-1] - report.times[0]) / 1e9
-        return on_device if self.host_lag and on_device else time.perf_counter() - launched.began
+        if self.host_lag and on_device:
+            return on_device
+        return time.perf_counter() - launched.began
 
     def _read(self, launched: InFlight, new: list[list[int]]) -> None:
-        """Take in what a cycle decided. Writes: its tokens, to `new`; live, preset, stats, trace."""
+        """Read a cycle's report. Writes: its tokens, to `new`; live, preset, stats, trace."""
         (packed,) = launched.report.read()
-        reports, tree_trace = (
-            Report.rows(packed),
-            launched.tree_trace.read() if launched.tree_trace else None,
-        )
-        live = [row for row, report in enumerate(reports) if self.live[row] and report.count]
+        reports = Report.unpack(packed)
+        live = [seq for seq, report in enumerate(reports) if self.live[seq] and report.count]
         if not live:  # a surplus cycle
             return
-        for row in live:
-            new[row] += reports[row].emitted[: reports[row].count]
-            self.live[row] = not reports[row].done
-        self.trace += [trace_row(tree_trace, row, reports[row]) for row in live if tree_trace]
-        lengths = [reports[row].length for row in live]
-        stats, (began, drafted, verified, ended) = self.stats, reports[0].times
+        for seq in live:
+            new[seq] += reports[seq].emitted[: reports[seq].count]
+            self.live[seq] = not reports[seq].done
+        if launched.tree_trace:
+            tree_trace = launched.tree_trace.read()
+            self.trace += [trace_row(tree_trace, seq, reports[seq]) for seq in live]
+        lengths = [reports[seq].length for seq in live]
+        began, drafted, verified, ended = reports[0].times
+        seconds = self._seconds(launched, reports[0])
+        stats = self.stats
         stats.live_rows.append(live)
         stats.accept_lengths += lengths
-        stats.tokens += sum(reports[row].count for row in live)
+        stats.tokens += sum(reports[seq].count for seq in live)
         stats.draft_s += (drafted - began + ended - verified) / 1e9
         stats.verify_s += (verified - drafted) / 1e9
-        wanted = max((reports[row].preset for row in live if self.live[row]), default=0)
+        stats.presets.append((launched.preset, seconds))
+        wanted = max((reports[seq].preset for seq in live if self.live[seq]), default=0)
         self.preset = min(wanted, len(self.engine.cycles) - 1)
-        stats.presets.append((launched.preset, self._seconds(launched, reports[0])))
-        self.engine.tree_policy.observe(
-            launched.preset, sum(lengths) / len(live), stats.presets[-1][1], len(live)
-        )
+        accepted = sum(lengths) / len(live)
+        self.engine.tree_policy.observe(launched.preset, accepted, seconds, len(live))
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two sequences share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    """Count the leading tokens that two sequences share."""
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,6 +1,7 @@
-"""What a run measured: acceptance, tokens, seconds, memory; the line it ends with, and the rows of its trace.
+"""Measurements of a run: acceptance, tokens, seconds and memory.
 
-Here too: how much memory is free, and whether a plan fits it.
+`summary` makes the `stats` of `--json`, `stats_line` the last line of a run, `trace_row` a line of
+`--trace`. `free_bytes` and `check_memory` compare a plan with the memory that is free.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ import torch
 
 @dataclass
 class Stats:
-    """What happened, added up over every row and cycle."""
+    """Sums and lists over every sequence and cycle."""
 
-    accept_lengths: list[int] = field(
-        default_factory=list
-    )  # per cycle and live row, bonus not counted
-    live_rows: list[list[int]] = field(
-        default_factory=list
-    )  # per cycle, the rows that these lengths belong to
+    # per cycle and live sequence, bonus not counted
+    accept_lengths: list[int] = field(default_factory=list)
+    # per cycle, the sequences that these lengths belong to
+    live_rows: list[list[int]] = field(default_factory=list)
     tokens: int = 0  # decoded after prefill
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0  # drafting and extending
     verify_s: float = 0.0
-    presets: list[tuple[int, float]] = field(
-        default_factory=list
-    )  # per cycle, what ran and its seconds
+    # per cycle, the preset that ran and its seconds
+    presets: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, other: Stats) -> None:
-        """Add what another session measured."""
+        """Add the measurements of another session."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def summary(self) -> dict[str, Any]:
-        """The measured part of `--json`'s `stats`. tau: emitted tokens per verification, bonus included."""
+        """Return the measured part of `--json`'s `stats`.
+
+        tau: emitted tokens per verification, bonus included
+        """
         lengths = self.accept_lengths
         return {
             "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
@@ -56,27 +57,36 @@ class Stats:
         }
 
 
+# ---------------------------------------------------------------------- reports
+
+
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
-    """The `stats` object of `--json`. engine: `decode.Engine`."""
-    stand_in, table = engine.target.config.stand_in, engine.tree_policy.table(stats.presets)
+    """Return the `stats` object of `--json`. engine: `decode.Engine`."""
+    found: dict[str, Any] = {}
+    stand_in = engine.target.config.stand_in
+    if stand_in:
+        found["stand_in"] = stand_in  # a stand-in's numbers never go without its name
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
-    return (
-        ({"stand_in": stand_in} if stand_in else {})  # its numbers never go without its name
-        | ({"ranks": ranks} if ranks > 1 else {})
-        | ({"tree_auto": table} if table else {})
-        | stats.summary()
-        | {"compile_s": engine.compile_s, "load_s": engine.load_s}
-        | {"peak_memory_bytes": peak_memory_bytes(engine.config.device)}
-    )
+    if ranks > 1:
+        found["ranks"] = ranks
+    table = engine.tree_policy.table(stats.presets)
+    if table:
+        found["tree_auto"] = table
+    found |= stats.summary()
+    found["compile_s"] = engine.compile_s
+    found["load_s"] = engine.load_s
+    found["peak_memory_bytes"] = peak_memory_bytes(engine.config.device)
+    return found
 
 
 def stats_line(stats: dict[str, Any]) -> str:
-    """The line a run ends with."""
+    """Return the last line of a run."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
     compiled = f"compile {stats['compile_s']:.1f} s, " if stats["compile_s"] else ""  # on CUDA
     line = (
-        f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, tau {stats['tau']:.2f} "
-        f"({stats['cycles']} cycles); prefill {stats['prefill_s']:.2f} s, {compiled}load {stats['load_s']:.1f} s, "
+        f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, "
+        f"tau {stats['tau']:.2f} ({stats['cycles']} cycles); "
+        f"prefill {stats['prefill_s']:.2f} s, {compiled}load {stats['load_s']:.1f} s, "
         f"peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
     if "ranks" in stats:
@@ -84,34 +94,38 @@ def stats_line(stats: dict[str, Any]) -> str:
     if "stand_in" in stats:
         line = f"stand-in, {stats['stand_in']}: {line}"
     if "tree_auto" in stats:
-        most = max(stats["tree_auto"], key=lambda preset: preset["cycles"])
-        times = (
-            f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted"
-            if most["cycles"]
-            else "unused"
-        )
-        name = "no tree, drafting does not pay here," if most["tree"] == "none" else most["tree"]
-        cycles = sum(preset["cycles"] for preset in stats["tree_auto"])
-        line += f"; tree auto: {name} in {most['cycles']} of {cycles} cycles ({times})"
+        line += f"; tree auto: {_most_used(stats['tree_auto'])}"
     if "speedup" in stats:
-        line += (
-            f"; {stats['speedup']:.2f}x of vanilla ({stats['vanilla_tokens_per_s']:.1f} tokens/s)"
-        )
+        vanilla = f"{stats['vanilla_tokens_per_s']:.1f} tokens/s"
+        line += f"; {stats['speedup']:.2f}x of vanilla ({vanilla})"
         if stats["identical"] is not None:
             line += f", {100 * stats['identical']:.0f} % of sequences identical"
     return line
 
 
-def trace_row(tree_trace: list[list], row: int, report: Any) -> dict[str, Any]:
-    """One line of `--trace`.
+def _most_used(table: list[dict[str, Any]]) -> str:
+    """Describe the preset that ran in most cycles. table: `tree_auto` of `summary`."""
+    most = max(table, key=lambda preset: preset["cycles"])
+    cycles = sum(preset["cycles"] for preset in table)
+    times = "unused"
+    if most["cycles"]:
+        times = f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted"
+    name = most["tree"]
+    if name == "none":
+        name = "no tree, drafting does not pay here,"
+    return f"{name} in {most['cycles']} of {cycles} cycles ({times})"
 
-    tree_trace: of all rows, the tree's tokens, parents and depths, the accepted path, and the nodes' values if there are any
-    (a padded node's is null)
-    report: `decode.Report` of the row
+
+def trace_row(tree_trace: list[list], seq: int, report: Any) -> dict[str, Any]:
+    """Return one line of `--trace`.
+
+    tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
+    nodes' values if there are any (a padded node's is null)
+    report: `decode.Report` of the sequence
     """
-    tokens, parents, depths, path, *values = (x[row] for x in tree_trace)
+    tokens, parents, depths, path, *values = (column[seq] for column in tree_trace)
     line = {
-        "row": row,
+        "row": seq,
         "pos": report.pos,
         "root": tokens[0],
         "draft_tokens": tokens[1:],
@@ -121,26 +135,31 @@ def trace_row(tree_trace: list[list], row: int, report: Any) -> dict[str, Any]:
         "path": path[1 : report.length + 1],
         "emitted": report.emitted[: report.length + 1],
     }
-    for each in values:
-        line["values"] = [v if v > float("-inf") else None for v in each[1:]]
+    if values:
+        drafted = values[0][1:]
+        line["values"] = [value if value > float("-inf") else None for value in drafted]
     return line
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a measurement depends on."""
-    cuda = device.startswith("cuda")
+    """Return the versions and the machine that a measurement depends on."""
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name()
+    else:
+        name = platform.processor() or platform.machine()
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name()
-        if cuda
-        else platform.processor() or platform.machine(),
+        "device": name,
         "threads": torch.get_num_threads(),
     }
 
 
+# ---------------------------------------------------------------------- memory
+
+
 def peak_memory_bytes(device: str) -> int:
-    """Peak device memory on CUDA, peak resident memory of the process elsewhere."""
+    """Return the peak device memory on CUDA, elsewhere the process's peak resident memory."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
     import resource
@@ -149,7 +168,7 @@ def peak_memory_bytes(device: str) -> int:
 
 
 def resident_bytes() -> int:
-    """The memory that this process holds; 0 where there is no /proc."""
+    """Return the memory that this process holds; 0 where there is no /proc."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -157,64 +176,73 @@ def resident_bytes() -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that this process can still take: of a CUDA device; elsewhere of this machine, or its container's limit.
+    """Return the memory that this process can still take.
 
-    Ranks that torchrun has started on one machine have equal parts of what is free, and of the limit.
+    It is a CUDA device's memory; elsewhere this machine's, or its container's limit. Ranks that
+    torchrun has started on one machine have equal parts of the free memory, and of the limit.
     """
     if device.startswith("cuda"):
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    free, ranks = sys.maxsize, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = sys.maxsize
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with suppress(OSError, KeyError):
-        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        kb = {row[0]: int(row[1]) for row in rows}
+        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+        kb = {line[0]: int(line[1]) for line in lines}
         free = 1024 * (kb["MemAvailable:"] + kb["SwapFree:"]) // ranks
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no container, or one without a limit
-            free = min(
-                free, int(Path("/sys/fs/cgroup", limit).read_text()) // ranks - resident_bytes()
-            )
+            limit = int(Path("/sys/fs/cgroup", name).read_text()) // ranks
+            free = min(free, limit - resident_bytes())
     return free
 
 
-def check_memory(plan: dict[str, int], device: str, remedy: str, rows: int = 1) -> str:
+def check_memory(plan: dict[str, int], device: str, remedy: str, count: int = 1) -> str:
     """Check that memory is free before it is taken.
 
-    plan: what takes it -> how much a row takes (bytes)
-    Returns: what the rows take, and how many would fit, in words. Raises: ValueError with the sum and its parts.
+    plan: name -> bytes per sequence; count: sequences
+    Returns: the memory that the sequences take, and the number that would fit, in words.
+    Raises: ValueError with the sum and its parts when it is not free.
     """
-    each, free = sum(plan.values()), free_bytes(device)
-    need, fit = each * rows, free // max(each, 1)
+    each = sum(plan.values())
+    need = each * count
+    free = free_bytes(device)
+    fit = free // max(each, 1)
     if need > free:
-        parts = " + ".join(f"{what} {size * rows / 1e9:.1f} GB" for what, size in plan.items())
-        fits = f", enough for {fit} of the {rows} rows" if rows > 1 else ""
+        parts = " + ".join(f"{name} {size * count / 1e9:.1f} GB" for name, size in plan.items())
+        fits = f", enough for {fit} of the {count} rows" if count > 1 else ""
         raise ValueError(
-            f"{parts} = {need / 1e9:.1f} GB of memory are needed, {free / 1e9:.1f} GB are free{fits}; {remedy}"
+            f"{parts} = {need / 1e9:.1f} GB of memory are needed, "
+            f"{free / 1e9:.1f} GB are free{fits}; {remedy}"
         )
-    return f"{rows} rows take {need / 1e9:.2f} GB of memory; {fit} would fit"
+    return f"{count} rows take {need / 1e9:.2f} GB of memory; {fit} would fit"
 
 
 def rows_memory(engine: Any) -> str:
-    """Check that memory is free for the rows of a session. engine: `decode.Engine`.
+    """Check that memory is free for the sequences of a session. engine: `decode.Engine`.
 
-    Returns: what the rows take, and how many would fit, in words. Raises: ValueError when it is not free.
+    Returns: as `check_memory`. Raises: ValueError when it is not free.
     """
-    target, drafter, weight = engine.target, engine.drafter, engine.target.embedding.weight
-    caches, drafts = (
-        engine.slots
-        * weight.itemsize
-        * sum(2 * b.attention.kv_heads * b.attention.head_dim for b in layers or ())
-        for layers in (target.layers, drafter.layers)
-    )
-    noise = (
-        drafter.size + drafter.depth + 1 if engine.config.temperature else 0
-    )  # rows, with those of adjusted scores
-    scores = 4 * target.config.vocab_size * (max(drafter.size, drafter.width) + noise)
+    target = engine.target
+    drafter = engine.drafter
+    weight = target.embedding.weight
+    target_cache = engine.slots * weight.itemsize * _cache_width(target.layers)
+    draft_cache = engine.slots * weight.itemsize * _cache_width(drafter.layers or ())
+    # sets of scores over the vocabulary; sampling adds the noise and the adjusted scores
+    scores = max(drafter.size, drafter.width)
+    if engine.config.temperature:
+        scores += drafter.size + drafter.depth + 1
     plan = {
-        "the caches": caches + drafts,
-        "scores of a tree": scores,
+        "the caches": target_cache + draft_cache,
+        "scores of a tree": 4 * target.config.vocab_size * scores,
         "its candidates": 20 * drafter.width**2,
     }
-    plan |= {"those without a draft": caches} if engine.config.compare else {}
+    if engine.config.compare:
+        plan["those without a draft"] = target_cache
     remedy = "lower --batch_size, --context or --tree_topk"
     return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)
+
+
+def _cache_width(layers: Any) -> int:
+    """Return the number of keys and values of a slot, over all layers."""
+    return sum(2 * each.attention.kv_heads * each.attention.head_dim for each in layers)

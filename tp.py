@@ -1,20 +1,22 @@
-"""Tensor parallelism: one model over N devices, with a process for each, which torchrun starts.
+"""Tensor parallelism: one model over N devices, one process (rank) per device, started by torchrun.
 
-    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of France is"
+    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of"
     torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
-1. A rank loads its `ShardedFiles`, the heads and the columns of each feed-forward that are its own: cut first, then rounded.
-   int4 has one device's codes; in int8 o and down get a scale per output and rank, so that tokens may be others.
-2. `RowParallel` adds the ranks' results behind attention and behind the feed-forward: on CPUs in fp32, in the order of the
-   ranks; on CUDA as NCCL does, whose order may vary with the number of rows from 3 ranks on (near ties may differ).
-3. `VocabParallelHead` is an LM head of which a rank has some tokens' rows. The target's own tokens are the best of each rank's
-   (`choose`, 16 bytes a node); who needs all scores gets them: top-k, top-p, the residual rule, some draft heads.
-4. The rest is on every rank, the draft and the noise that it reads too. All see the same bits and decide the same, so
-   nothing else is sent; no tree is chosen by speed, as clocks differ.
-5. `report_from_rank_0` lets rank 0 alone print, and ends all with one line when one fails; `check_same_on_all_ranks` compares what they have.
+1. A rank loads its `ShardedFiles`: its heads and its columns of each feed-forward, cut first, then
+   quantized. int4 has the codes of one device. In int8, o and down get a scale per output and rank,
+   so tokens may differ from those of one device.
+2. `RowParallel` sums the ranks' outputs behind attention and behind the feed-forward. CPUs add in
+   fp32, in the order of the ranks. NCCL's order may vary with the number of rows from 3 ranks on,
+   so near ties may differ.
+3. `VocabParallelHead` holds some tokens' rows of the LM head. The target's own token is the best of
+   the ranks' best (`pick_tokens`, 16 bytes a node). Top-k, top-p, the residual rule and some draft
+   heads gather all scores.
+4. Everything else, the draft and its noise included, is on every rank. All ranks see the same bits
+   and decide the same, so nothing else is sent. No tree is chosen by speed, as clocks differ.
 
-Trade-off: a draft that is not split costs every rank its whole time. Not here: serving. CUDA and several machines
-follow the same path and were not run.
+Trade-off: a draft that is not split costs every rank its whole time. Not here: serving; the
+processes themselves (ranks.py). CUDA and several machines follow the same path and were not run.
 """
 
 from __future__ import annotations
@@ -35,98 +37,95 @@ from checkpoint import Codes, Quantization, TensorSource, fit_group, saved_quant
 from drafters import Drafter
 from hf.config import open_source, read_config
 from hf.heads import rows_of
-from model import ModelConfig, MoEFeedForward, Transformer
+from model import Block, ModelConfig, MoEFeedForward, Transformer
 from ops.library import lib
 from ops.topk import best
-from ranks import (
-    Rank,
-    collective_errors,
-    refuse_torchrun,
-    this_rank,
-)
+from ranks import Rank, collective_errors, refuse_torchrun, this_rank
 from sampling import Sampling
 
-ROWS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "gate_proj",
-    "up_proj",
-    "w1",
-    "w3",
-)  # layers whose outputs are split
-COLUMNS = ("o_proj", "down_proj", "w2")  # whose inputs are
+# layers with split outputs
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+COLUMNS = ("o_proj", "down_proj", "w2")  # layers with split inputs
 
 
-# ------------------------------------------------------------------------------------------------- ranks
-
-
-# ------------------------------------------------------------------------------------------------ shares
+# ------------------------------------------------------------------------------------------- shares
 
 
 class ShardedFiles(TensorSource):
     """One rank's part of a checkpoint: the files of a smaller model.
 
-    A part is a view of what is read. A weight that must be decoded (GGUF, others' codes) is whole in memory meanwhile.
+    A part is a view of the tensor in the file. A weight that must be decoded (GGUF, codes of other
+    projects) is complete in memory meanwhile.
     """
 
     def __init__(self, files: TensorSource, here: Rank):
         """Raises: ValueError where the model cannot be split into so many parts."""
-        self.path, self.note, self.here = files.path, files.note, here
-        config = self.whole = read_config(files.path, files.config)
+        self.path = files.path
+        self.note = files.note
+        self.here = here
+        config = read_config(files.path, files.config)
+        self.full_config = config
         check_parts(config, here.world_size, files.path)
         self.kv_parts = min(here.world_size, config.n_kv_heads)
-        split = {"num_attention_heads": config.n_heads, "intermediate_size": config.ffn_dim}
-        split |= {"moe_intermediate_size": config.expert_dim} if config.expert_dim else {}
-        self.config = files.config | {name: size // here.world_size for name, size in split.items()}
-        self.config |= {
+        self.config = files.config | {
+            "num_attention_heads": config.n_heads // here.world_size,
+            "intermediate_size": config.ffn_dim // here.world_size,
             "num_key_value_heads": config.n_kv_heads // self.kv_parts,
             "head_dim": config.head_dim,
         }
+        if config.expert_dim:
+            self.config["moe_intermediate_size"] = config.expert_dim // here.world_size
         self.readers = {
-            name: lambda n=name, read=read: self._cut(n, read())
-            for name, read in files.readers.items()
+            name: partial(self._read_part, name, read) for name, read in files.readers.items()
         }
         self.quantized = {
             name: partial(self._codes, name, read) for name, read in files.quantized.items()
         }
 
+    def _read_part(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        return self._cut(name, read())
+
     def _codes(self, name: str, read: Callable[[], Codes]) -> Codes:
         codes, *scales = read()
-        if (
-            name.split(".")[-2] in COLUMNS and scales[0].shape[-1] > 1 < scales[0].dim()
-        ):  # groups; ours may be parts
-            check_parts(
-                self.whole, self.here.world_size, self.path, codes.shape[1] // scales[0].shape[1]
-            )
-        return Codes(
-            self._cut(name, codes),
-            *(t if t is None else self._cut(scale_name(name), t) for t in scales),
-        )
+        scale = scales[0]
+        grouped = scale.dim() > 1 and scale.shape[-1] > 1
+        if grouped and name.split(".")[-2] in COLUMNS:
+            # a group of the files may be several of ours
+            group = codes.shape[1] // scale.shape[1]
+            check_parts(self.full_config, self.here.world_size, self.path, group)
+        parts = [self._cut(name, codes)]
+        for tensor in scales:
+            parts.append(tensor if tensor is None else self._cut(scale_name(name), tensor))
+        return Codes(*parts)
 
-    def _cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part, of codes, scales and biases too. A wrong shape stays wrong, which the loader says."""
-        layer, parts, part = (
-            name.rpartition(".")[0].rpartition(".")[2],
-            self.here.world_size,
-            self.here.rank,
-        )
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part, also of codes, scales and biases.
+
+        A tensor of a wrong shape stays complete: the loader reports it.
+        """
+        layer = name.split(".")[-2] if "." in name else ""
         dim = int(layer in COLUMNS)
-        if (
-            layer not in (*ROWS, *COLUMNS) or whole.dim() <= dim or whole.shape[dim] == 1
-        ):  # a bias, scales of outputs
-            return whole
+        if layer not in (*ROWS, *COLUMNS):
+            return tensor
+        if tensor.dim() <= dim or tensor.shape[dim] == 1:  # a bias, scales of outputs
+            return tensor
+        parts = self.here.world_size
+        part = self.here.rank
         if layer in ("k_proj", "v_proj"):
-            parts, part = self.kv_parts, part * self.kv_parts // parts
-        size, rest = divmod(whole.shape[dim], parts)
-        return whole if rest else whole.narrow(dim, part * size, size)
+            part = part * self.kv_parts // parts
+            parts = self.kv_parts
+        size, rest = divmod(tensor.shape[dim], parts)
+        return tensor if rest else tensor.narrow(dim, part * size, size)
 
 
 def split_inputs(config: ModelConfig) -> list[int]:
-    """The inputs of the layers whose inputs are split: of o, and of down in experts, dense feed-forwards, or both."""
-    dense = [config.ffn_dim] if not config.n_experts or config.dense_layers else []
-    experts = [config.expert_dim or config.ffn_dim] if config.n_experts else []
-    return [config.n_heads * config.head_dim, *experts, *dense]
+    """Return the numbers of split inputs: of o, and of down in experts, dense layers or both."""
+    inputs = [config.n_heads * config.head_dim]
+    if config.n_experts:
+        inputs.append(config.expert_dim or config.ffn_dim)
+    if not config.n_experts or config.dense_layers:
+        inputs.append(config.ffn_dim)
+    return inputs
 
 
 def check_parts(
@@ -134,24 +133,33 @@ def check_parts(
 ) -> None:
     """Check that so many ranks can have equal parts of a model. Raises: ValueError.
 
-    group: inputs that share a scale, and must be on one rank; smaller: whether --group_size can change it
+    group: inputs that share a scale, and must be on one rank
+    smaller: whether --group_size can change it
     """
-    inputs, kv_heads = split_inputs(config), config.n_kv_heads
+    inputs = split_inputs(config)
+    kv_heads = config.n_kv_heads
 
-    def fits(n: int) -> bool:
-        parts = not config.n_heads % n and not any(size % (n * group) for size in inputs)
-        return parts and (kv_heads % n == 0 or n % kv_heads == 0)
+    def fits(n: int, group: int) -> bool:
+        if config.n_heads % n or any(size % (n * group) for size in inputs):
+            return False
+        return kv_heads % n == 0 or n % kv_heads == 0
 
-    if not fits(world):
-        whole = f" in whole int4 groups of {group}" if group > 1 else ""
-        sizes = f"{config.n_heads} heads and {' and '.join(map(str, inputs[1:]))} columns of the feed-forward{whole}"
-        rule = f"the number of ranks must divide {sizes}, and divide {kv_heads} KV heads or be a multiple of them"
-        remedy = f"make it {' or '.join(str(n) for n in range(1, 65) if n == 1 or fits(n))}"
-        group = gcd(group, *(size // world for size in inputs))
-        remedy += (
-            f", or use --group_size {group}" if smaller and group >= 32 and fits(world) else ""
-        )
-        raise ValueError(f"{path}: {rule}; it is {world}: {remedy}")
+    if fits(world, group):
+        return
+    columns = " and ".join(str(size) for size in inputs[1:])
+    sizes = f"{config.n_heads} heads and {columns} columns of the feed-forward"
+    if group > 1:
+        sizes += f" in whole int4 groups of {group}"
+    rule = (
+        f"the number of ranks must divide {sizes}, "
+        f"and divide {kv_heads} KV heads or be a multiple of them"
+    )
+    numbers = [n for n in range(1, 65) if n == 1 or fits(n, group)]
+    remedy = f"make it {' or '.join(str(n) for n in numbers)}"
+    smaller_group = gcd(group, *(size // world for size in inputs))
+    if smaller and smaller_group >= 32 and fits(world, smaller_group):
+        remedy += f", or use --group_size {smaller_group}"
+    raise ValueError(f"{path}: {rule}; it is {world}: {remedy}")
 
 
 def load_model(
@@ -161,7 +169,10 @@ def load_model(
     quant: Quantization | None,
     source: TensorSource | None,
 ) -> Transformer:
-    """`hf.weights.load_model`, of this rank's share where there are several. Raises: ValueError, as both do."""
+    """Load a model as `hf.weights.load_model` does, but only this rank's share of it.
+
+    Raises: ValueError for files that are wrong or cannot be split.
+    """
     here = this_rank()
     if here.world_size == 1:
         return hf.weights.load_model(path, dtype, device, quant, source)
@@ -169,92 +180,116 @@ def load_model(
         refuse_torchrun()
     share = ShardedFiles(source or open_source(path), here)
     if quant is not None:  # the groups of one device
-        sizes = (share.whole.dim, *split_inputs(share.whole))
+        sizes = (share.full_config.dim, *split_inputs(share.full_config))
         quant = fit_group(quant, {f"a layer with {size} inputs": size for size in sizes})
     form = saved_quantization(share.config) or quant
     if form is not None and form.format == "int4":
-        check_parts(share.whole, here.world_size, path, max(form.group_size, 1), not form.saved)
+        check_parts(
+            share.full_config, here.world_size, path, max(form.group_size, 1), not form.saved
+        )
     model = hf.weights.load_model(path, dtype, device, quant, share)
     for block in model.layers:
-        last = (block, "ffn") if isinstance(block.ffn, MoEFeedForward) else (block.ffn, "w2")
-        for owner, name in ((block.attention, "wo"), last):
-            part = getattr(owner, name)
-            if owner is not block:  # one rank adds the bias
-                part.fp32_out, part.bias = device == "cpu", None if here.rank else part.bias
-            setattr(owner, name, RowParallel(part))
+        _make_row_parallel(block, here, device)
     return model
 
 
-def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
-    """Leave this rank its rows of the target's LM head, which the drafter may use too, or have taken copies of.
+def _make_row_parallel(block: Block, here: Rank, device: str) -> None:
+    """Sum the outputs of a block's two halves over the ranks."""
+    layers = [(block.attention, "wo")]
+    if isinstance(block.ffn, MoEFeedForward):
+        layers.append((block, "ffn"))
+    else:
+        layers.append((block.ffn, "w2"))
+    for owner, name in layers:
+        part = getattr(owner, name)
+        if owner is not block:
+            part.fp32_out = device == "cpu"
+            if here.rank:  # rank 0 adds the bias
+                part.bias = None
+        setattr(owner, name, RowParallel(part))
 
-    Writes: `lm_head` of both; `timed` of the drafter, as ranks have different clocks. Returns: the drafter.
+
+def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
+    """Leave this rank its rows of the target's LM head, which the drafter may share.
+
+    A drafter that has taken copies of rows keeps them.
+    Writes: `lm_head` of both; `timed` of the drafter, as ranks have different clocks.
+    Returns: the drafter.
     """
     if this_rank().world_size > 1:
         drafter.timed = False
-        whole, target.lm_head = target.lm_head, VocabParallelHead(target.lm_head)
+        whole = target.lm_head
+        target.lm_head = VocabParallelHead(whole)
         for preset in drafter.presets:
             if getattr(preset, "lm_head", None) is whole:
                 preset.lm_head = target.lm_head
     return drafter
 
 
-# ------------------------------------------------------------------------------------------- collectives
+# -------------------------------------------------------------------------------------- collectives
 
-lib.define(
-    "gather_ranks(Tensor x) -> Tensor"
-)  # [...] -> [N, ...], what every rank has, in their order
-lib.define(
-    "sum_ranks(Tensor x) -> Tensor"
-)  # the sum of what they have, in x's dtype; the same bits on every rank
+# [...] -> [N, ...], the tensors of all ranks, in the order of the ranks
+lib.define("gather_ranks(Tensor x) -> Tensor")
+# the sum of the ranks' tensors, in x's dtype; the same bits on every rank
+lib.define("sum_ranks(Tensor x) -> Tensor")
 
 
 class RowParallel(nn.Module):
-    """A layer, or a mixture of experts, of which each rank has some inputs: its outputs are summed over the ranks."""
+    """A row-parallel layer: each rank has some of its inputs, and the outputs are summed.
 
-    format = "split"  # which no call of all layers takes (ops/cpu/layers.py)
+    The layer may be a mixture of experts.
+    """
+
+    format = "split"  # not a format of the C++ call over all layers (ops/cpu/layers.py)
 
     def __init__(self, part: nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> what `RMSNorm.add` takes
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs as `RMSNorm.add` takes them.
+
+        Returns: [..., N] on CUDA; elsewhere the partial sums, [ranks, ..., N] fp32.
+        """
         y = self.part(x)
-        return (
-            torch.ops.gpt_eagle.sum_ranks(y)
-            if y.is_cuda
-            else torch.ops.gpt_eagle.gather_ranks(y.float())
-        )
+        if y.is_cuda:
+            return torch.ops.gpt_eagle.sum_ranks(y)
+        return torch.ops.gpt_eagle.gather_ranks(y.float())
 
     forward_split_k = forward
 
 
 class VocabParallelHead(nn.Module):
-    """An LM head of which each rank has some rows, as many as the others: the last row is repeated to fill up."""
+    """An LM head split by tokens, with equally many rows per rank.
+
+    The last row is repeated to fill up.
+    """
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.vocab, each = whole.out_features, -(-whole.out_features // dist.get_world_size())
-        first = dist.get_rank() * each
-        ids = torch.arange(first, first + each).clamp(max=self.vocab - 1)
+        self.vocab = whole.out_features
+        count = -(-self.vocab // dist.get_world_size())
+        first = dist.get_rank() * count
+        ids = torch.arange(first, first + count).clamp(max=self.vocab - 1)
         self.part = rows_of(whole, ids)
         device = next(chain(whole.parameters(), whole.buffers())).device
         self.register_buffer("ids", ids.to(device))  # [ceil(V / N)] int64, the token of each output
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
-        scores = (
-            torch.ops.gpt_eagle.gather_ranks(self.part(x)).movedim(0, -2).flatten(-2)
-        )  # [..., N ceil(V / N)]
+        every = torch.ops.gpt_eagle.gather_ranks(self.part(x))  # [N, ..., ceil(V / N)]
+        scores = every.movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
         return scores[..., : self.vocab].contiguous()
 
     def best(self, x: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
-        """What this rank would choose of its own tokens. x: [B, N, F], the rest as for `choose`, with no cuts.
+        """Choose the best of this rank's own tokens, without top-k or top-p.
 
+        x: [B, N, F]; rule, noise, row: as for `decode.pick_tokens`
         Returns: [B, N, 2] fp64, the token's score and its id.
         """
         scores = self.part(x)  # [B, N, ceil(V / N)]
         if noise is not None:
-            scores, noise = sampling.process(scores, rule), noise.index_select(2, self.ids)
+            scores = sampling.process(scores, rule)
+            noise = noise.index_select(2, self.ids)
         token = best(scores, noise, row)
         score = scores.gather(2, token[..., None])[..., 0]
         if noise is not None:
@@ -265,14 +300,16 @@ class VocabParallelHead(nn.Module):
 def pick_tokens(
     target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor
 ) -> Tensor:
-    """`decode.pick_tokens` with a split LM head: the best of what the ranks would choose. Cuts need all scores."""
+    """Do as `decode.pick_tokens` with a split LM head: choose the best of the ranks' best tokens.
+
+    Top-k and top-p need all scores.
+    """
     if noise is not None and (rule.top_k > 0 or rule.top_p < 1):
         return best(sampling.process(target.logits(features), rule), noise, row)
     own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
-    first = score.argmax(
-        0, keepdim=True
-    )  # of equal scores the first rank's, which is the lowest token's
+    # of equal scores the first rank's, which is the lowest token's
+    first = score.argmax(0, keepdim=True)
     return token.gather(0, first)[0].long()
 
 

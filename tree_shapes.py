@@ -1,8 +1,8 @@
-"""Shapes of draft trees as plain data: how many levels, nodes and children, and which ranks.
+"""Shapes of draft trees as plain data: levels, nodes, children and their ranks.
 
-`DynamicTree` (EAGLE-2, arXiv 2406.16858) keeps the best by value, `StaticTree` (EAGLE-1, arXiv 2401.15077; chains) goes
-by rank. `grow` in draft_tree.py makes trees of these shapes. Torch is imported where a shape makes tensors, so that
-options are checked without it.
+`DynamicTree` (EAGLE-2, arXiv 2406.16858) keeps the best nodes by value. `StaticTree` (EAGLE-1,
+arXiv 2401.15077; chains) picks nodes by rank. `grow` in draft_tree.py makes trees of these shapes.
+Torch is imported where a shape makes tensors, so that options are checked without it.
 """
 
 from __future__ import annotations
@@ -22,67 +22,72 @@ MAX_NODES = 64  # ancestor bits of a node fit one int64
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked. The papers' size is the default."""
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked.
+
+    The papers' size is the default.
+    """
 
     depth: int = 6  # D, drafted levels
     topk: int = 10  # K, children kept per node, and nodes expanded per level
     size: int = 60  # N, verified nodes, root included
     expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
-    rerank: bool = True  # False keeps the first levels whole (EAGLE-2 Table 3)
-    whole: Tensor | None = field(
-        default=None, compare=False, repr=False
-    )  # the nodes then; made by `on`
+    rerank: bool = True  # False keeps the first levels complete (EAGLE-2 Table 3)
+    # [1, N-1] int64, the nodes without re-ranking; made by `on`
+    fixed_nodes: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         pool = self.topk + (self.depth - 1) * self.topk**2
         if self.size - 1 > pool:
             raise ValueError(
-                f"a tree of {self.size} nodes needs {self.size - 1} candidates; depth {self.depth} and top-k "
-                f"{self.topk} give {pool} (K + (D-1) K^2); lower --tree_size or raise --tree_topk"
+                f"a tree of {self.size} nodes needs {self.size - 1} candidates; "
+                f"depth {self.depth} and top-k {self.topk} give {pool} (K + (D-1) K^2); "
+                "lower --tree_size or raise --tree_topk"
             )
 
     @property
     def width(self) -> int:
-        """Children of a node at most."""
+        """The largest number of children of a node."""
         return self.topk
 
     @property
     def widths(self) -> list[int]:
-        """Nodes that run, of every level below the root."""
+        """The number of nodes that run, of every level below the root."""
         return [self.topk] * (self.depth - 1)
 
     @property
     def name(self) -> str:
-        """What it is called in a report."""
+        """The name in reports."""
         return f"dynamic {self.depth}/{self.topk}/{self.size}"
 
     def on(self, device: torch.device) -> DynamicTree:
-        """The same with index tensors on a device: the nodes, where they are fixed."""
+        """Return the shape with its index tensors on a device: the nodes, where they are fixed."""
         if self.rerank:
             return self
         import torch
 
-        return replace(self, whole=torch.arange(self.size - 1, device=device)[None])
+        return replace(self, fixed_nodes=torch.arange(self.size - 1, device=device)[None])
 
     def ranks(self, level: int) -> int:
-        """How many children a node of a level is asked for."""
+        """Return the number of children that are drafted for a node of a level."""
         return self.topk
 
     @property
     def by_value(self) -> bool:
-        """Whether the best paths are expanded, and not the best steps."""
+        """True where the best paths are expanded, False for the best steps."""
         return self.expand_by == "value"
 
     def places_of(self, level: int) -> None:
-        """Which candidates of a level get children, [1, R]; None: the best."""
+        """Return the candidates of a level that get children, [1, R]; None: the best ones."""
+        return None
 
     @property
     def nodes(self) -> Tensor | int:
-        """Which candidates become nodes, [1, N-1] int64, ascending; a number: so many, the best."""
-        return self.size - 1 if self.rerank else self.whole
+        """The candidates that become nodes, [1, N-1] int64, ascending; a number: the best ones."""
+        return self.size - 1 if self.rerank else self.fixed_nodes
 
 
-# EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2. Source: arXiv 2401.15077.
+# EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2.
+# Source: arXiv 2401.15077.
 MC_SIM_7B = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 )
@@ -91,9 +96,10 @@ EAGLE1_PATHS = tuple(tuple(map(int, path)) for path in MC_SIM_7B.split())
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of fixed shape, as rank paths: (0, 2) is the third best child of the best child of the root.
+    """A tree of fixed shape, as rank paths.
 
-    Nodes are numbered by (depth, path). Of every level only the nodes with children run. Members as in `DynamicTree`.
+    (0, 2) is the third best child of the best child of the root. Nodes are numbered by (depth,
+    path). Of every level only the nodes with children run. Members are as in `DynamicTree`.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -101,18 +107,22 @@ class StaticTree:
 
     @staticmethod
     def chain(depth: int) -> StaticTree:
-        """A chain of `depth` drafted tokens."""
+        """Return a chain of `depth` drafted tokens."""
         return StaticTree(tuple((0,) * d for d in range(1, depth + 1)))
 
     def __post_init__(self):
-        """Sort the paths, root's () included: `levels`, by depth in node order; `inner`, those that have children."""
-        parents, depth = {path[:-1] for path in self.paths}, max(map(len, self.paths))
-        levels = [
-            sorted(path for path in ((), *self.paths) if len(path) == d) for d in range(depth + 1)
-        ]
+        """Set `depth`, `size`, `levels` and `inner`. The root's path () is included.
+
+        levels: the paths of every depth, in node order; inner: those of them that have children
+        """
+        parents = {path[:-1] for path in self.paths}
+        depth = max(map(len, self.paths))
+        levels: list[list[tuple[int, ...]]] = [[] for _ in range(depth + 1)]
+        for path in sorted(((), *self.paths)):
+            levels[len(path)].append(path)
         inner = [[path for path in level if path in parents] for level in levels[:-1]]
-        facts = {"depth": depth, "size": len(self.paths) + 1, "levels": levels, "inner": inner}
-        self.__dict__.update(facts)  # the dataclass is frozen
+        # the dataclass is frozen
+        self.__dict__.update(depth=depth, size=len(self.paths) + 1, levels=levels, inner=inner)
 
     @property
     def width(self) -> int:
@@ -126,30 +136,31 @@ class StaticTree:
     def name(self) -> str:
         return f"chain {self.depth}" if self.width == 1 else f"static {self.size}"
 
-    def ranks(self, level: int) -> int:
-        return 1 + max(path[-1] for path in self.levels[level + 1])
+    by_value = True  # a static tree has no order of candidates
+
+    def on(self, device: torch.device) -> StaticTree:
+        """Return the shape with its index tensors on a device.
+
+        They are the candidates to expand of every level, and last the nodes.
+        """
+        import torch
+
+        indices = [[self._place(path) for path in level] for level in self.inner[1:]]
+        nodes = []
+        begin = 0  # of a level's candidates among those of all levels
+        for depth, level in enumerate(self.levels[1:]):
+            nodes += [begin + self._place(path) for path in level]
+            begin += len(self.inner[depth]) * self.ranks(depth)
+        indices.append(nodes)
+        return replace(self, places=tuple(torch.tensor([x], device=device) for x in indices))
 
     def _place(self, path: tuple[int, ...]) -> int:
-        """Where a path's candidate lies among those of its level."""
+        """Return the index of a path's candidate among those of its level."""
         level = len(path) - 1
         return self.inner[level].index(path[:-1]) * self.ranks(level) + path[-1]
 
-    def on(self, device: torch.device) -> StaticTree:
-        """The same with index tensors on a device: the candidates to expand of every level, and last the nodes."""
-        import torch
-
-        expanded = [[self._place(path) for path in level] for level in self.inner[1:]]
-        begins = [0]
-        for level, inner in enumerate(self.inner):
-            begins.append(begins[-1] + len(inner) * self.ranks(level))
-        nodes = [
-            begins[len(path) - 1] + self._place(path) for level in self.levels[1:] for path in level
-        ]
-        return replace(
-            self, places=tuple(torch.tensor([x], device=device) for x in (*expanded, nodes))
-        )
-
-    by_value = True  # their order does not matter
+    def ranks(self, level: int) -> int:
+        return 1 + max(path[-1] for path in self.levels[level + 1])
 
     def places_of(self, level: int) -> Tensor:
         return self.places[level]
@@ -160,21 +171,19 @@ class StaticTree:
 
 
 def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
-    """Read a JSON list of rank paths. Raises: ValueError that says what is wrong with it."""
+    """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
     raw = parse_json(read_named(file, "--tree_file"), f"--tree_file: {file}")
-    whole = isinstance(raw, list) and all(
-        isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in raw
-    )
-    if not whole or not raw:
+    if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
         raise ValueError(
             f"--tree_file: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
         )
-    paths = {tuple(p) for p in raw}
-    orphan = next((list(p) for p in sorted(paths) if len(p) > 1 and p[:-1] not in paths), None)
-    if orphan is not None:
-        raise ValueError(
-            f"--tree_file: {file} has the path {orphan} without its parent {orphan[:-1]}; add it"
-        )
+    paths = {tuple(path) for path in raw}
+    for path in sorted(paths):
+        if len(path) > 1 and path[:-1] not in paths:
+            raise ValueError(
+                f"--tree_file: {file} has the path {list(path)} "
+                f"without its parent {list(path[:-1])}; add it"
+            )
     if len(paths) != len(raw):
         raise ValueError(f"--tree_file: {file} lists a path twice")
     if len(paths) + 1 > MAX_NODES:
@@ -182,3 +191,9 @@ def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
             f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
         )
     return tuple(paths)
+
+
+def _is_path(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(rank) is int and rank >= 0 for rank in value)

@@ -1,1 +1,1 @@
-"""What vanilla and EAGLE decoding do without: deleting this folder leaves both."""
+"""Options of vanilla and EAGLE decoding. Deleting this folder leaves both."""

@@ -1,7 +1,7 @@
 """`--interactive`: a conversation on the terminal.
 
-When the history no longer fits, the oldest turns are dropped, and a line says so. Ctrl-C ends an answer, and not the
-conversation; what was cached of it stays.
+When the history no longer fits the context, the oldest turns are dropped and a note is printed.
+Ctrl-C ends an answer and not the conversation; the cached part of the answer stays.
 """
 
 from __future__ import annotations
@@ -17,36 +17,34 @@ from stats import Stats, stats_line, summary
 def chat(
     engine: Engine, encode: Callable[..., list[int]], stream_text: Callable[..., Iterator[str]]
 ) -> None:
-    """Talk until the end of input.
+    """Read turns and print answers until the end of input.
 
-    encode: token ids of (engine, turns, answers); stream_text: the text of an answer as it is decided, of (session, ids)
+    encode: token ids of (engine, turns, answers)
+    stream_text: the text of an answer as it is decided, of (session, ids)
     """
-    session, turns, answers = Session(engine), [], []
-    reserve = min(engine.config.max_new_tokens, engine.context // 2)
+    session = Session(engine)
+    turns: list[str] = []
+    answers: list[str] = []
     while True:
         try:
             turn = input("> ")
         except (EOFError, KeyboardInterrupt):
-            return print()
+            print()
+            return
         if not turn.strip():
             continue
-        said, past = [*turns, turn], list(answers)
         try:
-            ids = encode(engine, said, past)
-            while len(ids) + reserve > engine.context and len(said) > 1:
-                said, past = said[1:], past[1:]
-                ids = encode(engine, said, past)
-            check_ids(ids, engine.target.config.vocab_size, engine.context)
+            ids, dropped = _encode_history(engine, encode, [*turns, turn], answers)
         except ValueError as error:  # the conversation so far stays
             print(f"[{error}]")
             continue
-        dropped = len(turns) + 1 - len(said)
         if dropped:
-            print(
-                f"[the context of {engine.context} tokens is full: {dropped} oldest turn(s) dropped]"
-            )
-        turns, answers = said, past
-        session.stats, answer = Stats(), ""
+            full = f"the context of {engine.context} tokens is full"
+            print(f"[{full}: {dropped} oldest turn(s) dropped]")
+        turns = [*turns, turn][dropped:]
+        answers = answers[dropped:]
+        session.stats = Stats()
+        answer = ""
         try:
             for piece in stream_text(session, ids):
                 answer += piece
@@ -55,3 +53,21 @@ def chat(
             print(" [stopped]", end="")
         answers.append(answer)
         print(f"\n[{stats_line(summary(engine, session.stats))}]")
+
+
+def _encode_history(
+    engine: Engine, encode: Callable[..., list[int]], turns: list[str], answers: list[str]
+) -> tuple[list[int], int]:
+    """Encode the latest turns that leave room for an answer.
+
+    Returns: token ids; the number of oldest turns that were dropped.
+    Raises: ValueError where even the last turn does not fit.
+    """
+    reserve = min(engine.config.max_new_tokens, engine.context // 2)
+    dropped = 0
+    ids = encode(engine, turns, answers)
+    while len(ids) + reserve > engine.context and len(turns) - dropped > 1:
+        dropped += 1
+        ids = encode(engine, turns[dropped:], answers[dropped:])
+    check_ids(ids, engine.target.config.vocab_size, engine.context)
+    return ids, dropped

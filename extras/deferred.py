@@ -1,15 +1,16 @@
-"""Rows that wait: what a drafter does while no tree is wanted, which is next to nothing.
+"""Deferral: while no tree is wanted, a drafter postpones reading, which costs next to nothing.
 
-A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a tree, `Idle`, only
-keeps the target's features of the last rows, beside the drafter's own state, and the session hands them over before a
-tree (`Drafter.catch_up`).
-- Of a longer rest, and of a prompt that comes meanwhile, an EAGLE head skips all but those rows: its cache has a gap,
-  and it attends to the text around it. (Where prompts are captured, on CUDA, it reads them.)
-- A draft model needs no features and has no gaps: it reads its rows before a prompt and when there is no room for more.
+A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a
+tree, `Idle`, only keeps the target's features of the last tokens, beside the drafter's own state.
+`catch_up` reads them before the next tree.
+- An EAGLE head may skip older tokens, and prompts that come meanwhile: its cache then has a gap,
+  and it attends to the text around it. (On CUDA, where prompts are captured, it reads them.)
+- A draft model needs no features and has no gaps: it catches up before a prompt, and when the kept
+  tokens are as many as fit.
 
-Trade-off: after a long rest a head drafts a little worse until the text has moved on. For a prompt that it has not read
-its trees bring up to 10 % fewer tokens (on SmolLM2), by which they are judged until it has read one. Not here: which
-preset is the fastest (autosize.py).
+Trade-off: after a gap a head drafts worse until the text has moved on. Behind a prompt that it
+skipped, its trees yield up to 10 % fewer tokens (SmolLM2); the tree policy sees only these until
+the head has read a prompt. Not here: the choice of the preset (autosize.py).
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ import torch
 from torch import Tensor
 
 from draft_tree import DraftTree, Text, replace_fields
-from drafters import LARGEST, Confirmed, Drafter, Root, RootOnly, TreeDrafter
+from drafters import Confirmed, Drafter, Root, RootOnly, TreeDrafter
 from model import Transformer
 from ops.library import on_cpp_device
 
-ROOM = 16  # rows that are kept
+MAX_KEPT = 16  # tokens whose features are kept
 
 
-class Waiting(NamedTuple):
-    """A drafter's state, and the rows that it has not taken in."""
+class DeferredState(NamedTuple):
+    """A drafter's state, and the features of the tokens that it has not read."""
 
-    own: Any  # with its `length`, [B] int64, rows that it has read
-    features: Tensor  # [B, ROOM + 1, F], as in `Confirmed`; number i of those that wait is in place i % ROOM; one is spare
-    count: Tensor  # [B] int64, how many wait; only the last ROOM are kept
-    passed: Tensor  # [B] int64, 0 until rows of the text went by, whether they were read, wait or were left out
+    own: Any  # with its `length`, [B] int64, tokens that it has read
+    # [B, MAX_KEPT + 1, F], as in `Confirmed`; token i is in place i % MAX_KEPT; one is spare
+    features: Tensor
+    count: Tensor  # [B] int64, deferred tokens; the last MAX_KEPT of them are kept
+    passed: Tensor  # [B] int64, confirmed tokens, whether read, deferred or skipped; 0 at first
 
 
 class Deferred(Drafter):
-    """A drafter for which rows may wait. Its trees start from a state for which none do."""
+    """A drafter that may defer. Its trees start from a state that has caught up."""
 
     timed = True
 
@@ -49,106 +51,105 @@ class Deferred(Drafter):
         smaller: Sequence[Drafter] = (),
         grower: Drafter | None = None,
     ):
-        """smaller: presets over the same state, smallest tree first; grower: of the tree, if not the drafter itself"""
-        grower = grower or drafter
-        self.drafter, self.grower, self.weight, self.smaller = (
-            drafter,
-            grower,
-            target.embedding.weight,
-            (*smaller,),
-        )
-        self.depth, self.size, self.width, self.fresh_rows = (
-            grower.depth,
-            grower.size,
-            grower.width,
-            grower.fresh_rows,
-        )
-        self.layers, self.aux_layers = drafter.layers, drafter.aux_layers
+        """Wrap a drafter.
+
+        smaller: presets over the same state, smallest tree first
+        grower: proposes the tree, by default the drafter itself
+        """
+        self.drafter = drafter
+        self.grower = grower or drafter
+        self.weight = target.embedding.weight
+        self.smaller = (*smaller,)
+        self.depth = self.grower.depth
+        self.size = self.grower.size
+        self.width = self.grower.width
+        self.fresh_rows = self.grower.fresh_rows
+        self.layers = drafter.layers
+        self.aux_layers = drafter.aux_layers
 
     @property
     def name(self) -> str:
         return self.grower.name
 
-    def fuse(self, whether: bool) -> None:
-        self.drafter.fuse(whether)
+    def fuse(self, enable: bool) -> None:
+        self.drafter.fuse(enable)
 
     def prefer(self, text: Text) -> Tensor | None:
-        """What the drafter alone says: 0 for none, or a number past the last."""
+        """Ask the drafter alone: 0 for no tree, or a number past the last preset."""
         return self.drafter.prefer(text)
 
     def resolved_options(self) -> dict[str, Any]:
-        return self.drafter.resolved_options() | {
-            "tree": "auto",
-            "trees": [preset.name for preset in self.presets],
-        }
+        names = [preset.name for preset in self.presets]
+        return self.drafter.resolved_options() | {"tree": "auto", "trees": names}
 
-    def init(self, batch: int, slots: int) -> Waiting:
-        features = self.weight.new_zeros(
-            batch, ROOM + 1, (1 + len(self.aux_layers)) * self.weight.shape[1]
-        )
+    def init(self, batch: int, slots: int) -> DeferredState:
+        width = (1 + len(self.aux_layers)) * self.weight.shape[1]
+        features = self.weight.new_zeros(batch, MAX_KEPT + 1, width)
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
-        return Waiting(self.drafter.init(batch, slots), features, count, count.clone())
+        return DeferredState(self.drafter.init(batch, slots), features, count, count.clone())
 
-    def extend(self, state: Waiting, rows: Confirmed) -> Waiting:
-        return replace_fields(
-            state, own=self.drafter.extend(state.own, rows), passed=state.passed + rows.count
-        )
+    def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
+        own = self.drafter.extend(state.own, confirmed)
+        return replace_fields(state, own=own, passed=state.passed + confirmed.count)
 
-    def rewind(self, state: Waiting, length: Tensor) -> Waiting:
-        """As of any drafter; no row waits any more. Behind a gap it may keep some rows that the text no longer has.
+    def rewind(self, state: DeferredState, length: Tensor) -> DeferredState:
+        """Forget all but the first `length` tokens, and all deferred ones.
 
-        A drafter that no row has passed takes it that it has read so many, as others do.
+        Behind a gap the drafter may keep some tokens that the text no longer has. Before any token
+        has passed, it counts as having read `length`, as other drafters do.
         """
-        own = length
-        if not self.drafter.keeps_rows:  # a gap: fewer rows than the text
-            own = torch.where(state.passed > 0, torch.minimum(length, state.own.length), length)
+        kept = length
+        if not self.drafter.keeps_rows:  # a gap: fewer tokens than the text
+            shorter = torch.minimum(length, state.own.length)
+            kept = torch.where(state.passed > 0, shorter, length)
+        own = self.drafter.rewind(state.own, kept)
         count = torch.zeros_like(state.count)
-        return replace_fields(
-            state, own=self.drafter.rewind(state.own, own), count=count, passed=length
-        )
+        return replace_fields(state, own=own, count=count, passed=length)
 
-    def propose(self, state: Waiting, root: Root) -> DraftTree:
+    def propose(self, state: DeferredState, root: Root) -> DraftTree:
         return self.grower.propose(state.own, root)
 
-    def catch_up(self, state: Waiting, text: Text) -> Waiting:
-        """Hand over what is kept; to a drafter that keeps its own rows also the one before, which it may not have run.
+    def catch_up(self, state: DeferredState, text: Text) -> DeferredState:
+        """Read the kept tokens. Writes: the drafter's own cache.
 
-        Writes: the drafter's own cache.
+        A drafter that keeps its own rows also reads the token before: it may not have run it.
         """
-        again = ((state.own.length > 0) & (state.count > 0)).long() * self.drafter.keeps_rows
-        kept, steps = state.count.clamp(max=ROOM), torch.arange(ROOM + 1, device=again.device)
-        at = (text.pos - kept - again)[:, None] + steps  # [B, ROOM + 1], places in the text
+        has_run = (state.own.length > 0) & (state.count > 0)
+        again = has_run.long() * self.drafter.keeps_rows
+        kept = state.count.clamp(max=MAX_KEPT)
+        steps = torch.arange(MAX_KEPT + 1, device=again.device)
+        at = (text.pos - kept - again)[:, None] + steps  # [B, MAX_KEPT + 1], indices in the text
         tokens = text.tokens.gather(1, at.clamp(0, text.tokens.shape[1] - 1))
-        places = ((state.count - kept)[:, None] + steps[:ROOM]) % ROOM
-        features = state.features.gather(
-            1, places[:, :, None].expand(-1, -1, state.features.shape[2])
-        )
+        places = ((state.count - kept)[:, None] + steps[:MAX_KEPT]) % MAX_KEPT
+        index = places[:, :, None].expand(-1, -1, state.features.shape[2])
+        features = state.features.gather(1, index)
         own = self.drafter.rewind(state.own, state.own.length - again)
         own = self.drafter.extend(own, Confirmed(tokens, features, kept + again))
         return replace_fields(state, own=own, count=torch.zeros_like(state.count))
 
 
 class Idle(Deferred):
-    """Proposes nothing, and lets its rows wait."""
+    """Proposes nothing, and defers what is confirmed."""
 
     def __init__(self, drafter: TreeDrafter, target: Transformer):
         super().__init__(drafter, target, grower=RootOnly())
-        self.room = (
-            ROOM - 1 if drafter.keeps_rows else LARGEST
-        )  # with the row before, as many as are kept
+        self.may_skip = not drafter.keeps_rows
+        self.max_deferred = MAX_KEPT - 1  # with the token before, as many as are kept
 
-    def extend(self, state: Waiting, rows: Confirmed) -> Waiting:
-        """Keep the last rows. Writes: the features that wait."""
+    def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
+        """Keep the features of the last tokens. Writes: the kept features."""
         if on_cpp_device(state.count):
-            facts = (rows.count, state.count, state.passed)
-            count, passed = torch.ops.gpt_eagle.keep_rows(state.features, rows.features, *facts)
+            counts = (confirmed.count, state.count, state.passed)
+            count, passed = torch.ops.gpt_eagle.keep_rows(
+                state.features, confirmed.features, *counts
+            )
             return replace_fields(state, count=count, passed=passed)
-        step = torch.arange(rows.features.shape[1], device=state.count.device)
-        count, number = rows.count[:, None], state.count[:, None] + step  # [B, 1], [B, R]
-        place = torch.where((step < count) & (step >= count - ROOM), number % ROOM, ROOM)
-        state.features[torch.arange(len(place), device=place.device)[:, None], place] = (
-            rows.features
-        )
-        return replace_fields(
-            state, count=state.count + rows.count, passed=state.passed + len(step)
-        )
+        step = torch.arange(confirmed.features.shape[1], device=state.count.device)
+        count = confirmed.count[:, None]  # [B, 1]
+        number = state.count[:, None] + step  # [B, R]
+        kept = (step < count) & (step >= count - MAX_KEPT)
+        place = torch.where(kept, number % MAX_KEPT, MAX_KEPT)
+        sequences = torch.arange(len(place), device=place.device)[:, None]
+        state.features[sequences, place] = confirmed.features
+        count = state.count + confirmed.count
+        return replace_fields(state, count=count, passed=state.passed + len(step))

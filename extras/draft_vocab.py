@@ -1,18 +1,20 @@
 """`--draft_vocab N`: a draft head that can draft only the N most frequent tokens.
 
-    python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json    # once per tokenizer
+    python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json
     python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768
 
-1. `vocab_from` reads a list of token ids by frequency. It sorts the first N by id: of equal scores the lowest id wins,
-   as elsewhere.
-2. The draft's LM head has these N rows only (`hf.heads.rows_of`). Column i of its scores is the token ids[i]. When
-   sampling, a score still gets the noise of its token, by which the target will judge it.
-   A head that has such a vocabulary already drafts that; the option is for the others.
-3. The output does not change. A token outside the list is never drafted. The target decides it with its whole LM head.
+The first command runs once per tokenizer.
+1. `vocab_from` reads a list of token ids by frequency. It sorts the first N by id, because the
+   lowest id wins among equal scores, as elsewhere.
+2. The draft's LM head has only these N rows (`hf.heads.rows_of`). Column i of its scores belongs to
+   token ids[i]. When sampling, each score gets the noise of its token, which the target uses too.
+   The option is refused for a head that has a draft vocabulary of its own.
+3. The output does not change: the target still decides a token outside the list, with its whole
+   LM head. Such a token is never drafted.
 
 Source: FR-Spec (arXiv 2502.14856); its published lists can be read.
-Trade-off: the draft's LM head is a copy of N * F weights (N = 32768, F = 4096: 268 MB in bf16, 69 MB in int4), where an
-untrimmed one is the target's own. To take its rows, a quantized LM head is unpacked for a moment.
+Trade-off: the draft's LM head is a copy of N * F weights (N = 32768, F = 4096: 268 MB in bf16, 69
+MB in int4), while an untrimmed one is the target's own. A quantized LM head is unpacked briefly.
 """
 
 from __future__ import annotations
@@ -33,46 +35,49 @@ RANKS = "token_ranks.json"  # beside a head's weights
 
 
 def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
-    """The tokens that `--draft_vocab` and `token_ranks` select.
+    """Return the tokens that `--draft_vocab` and `token_ranks` select.
 
-    Raises: ValueError for a head that has tokens of its own, more tokens than there are, or a list that is missing, too
-    short or of another vocabulary.
+    Raises: ValueError for a head with a draft vocabulary of its own, more tokens than the target
+    has, or a list that is missing, too short or of another vocabulary.
     """
-    count, size, head = config.draft_vocab, target.config.vocab_size, Path(config.eagle)
+    count = config.draft_vocab
+    size = target.config.vocab_size
+    head = Path(config.eagle)
+    device = target.embedding.weight.device
     files = HeadFiles(head, WeightFiles(head))
-    if "d2t" in files.readers and draft_vocab(
-        files, read_head(files, target.config), target.embedding.weight.device
-    ):
+    if "d2t" in files.readers and draft_vocab(files, read_head(files, target.config), device):
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
     if count > size:
         raise ValueError(
-            f"--draft_vocab must be at most the {size} tokens of the vocabulary; it is {count}; lower it"
+            f"--draft_vocab must be at most the {size} tokens of the vocabulary; "
+            f"it is {count}; lower it"
         )
     path = Path(config.token_ranks or head / RANKS)
     if not path.is_file():
-        command = f"python scripts/train/rank_tokens.py --checkpoint {config.checkpoint} --data FILES --out {path}"
+        script = "python scripts/train/rank_tokens.py"
+        command = f"{script} --checkpoint {config.checkpoint} --data FILES --out {path}"
         raise ValueError(
-            f"--draft_vocab needs the tokens in order of frequency; there is no {path}; make it: {command}"
+            "--draft_vocab needs the tokens in order of frequency; "
+            f"there is no {path}; make it: {command}"
         )
     ids = read_ranks(path, size)
     if count > len(ids):
         raise ValueError(
             f"--draft_vocab {count} is more than the {len(ids)} tokens that {path} ranks; lower it"
         )
-    return DraftVocab(
-        size, torch.tensor(sorted(ids[:count]), device=target.embedding.weight.device)
-    )
+    return DraftVocab(size, torch.tensor(sorted(ids[:count]), device=device))
 
 
 def read_ranks(path: Path, size: int) -> list[int]:
     """Read token ids by frequency: a JSON list, or a list saved by torch (FR-Spec's freq_*.pt).
 
-    Raises: ValueError for a file with anything else than distinct ids below `size`.
+    Raises: ValueError for a file of anything else than distinct ids below `size`.
     """
     if path.suffix == ".pt":
         with read_untrusted(path, "make it again"):
             ids = load_pickle(path, mmap=False)
-            ids = ids.tolist() if isinstance(ids, Tensor) else ids
+            if isinstance(ids, Tensor):
+                ids = ids.tolist()
     else:
         ids = parse_json(read_text(path), path)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
@@ -81,7 +86,8 @@ def read_ranks(path: Path, size: int) -> list[int]:
     bad = next((i for i in ids if not 0 <= i < size), None)
     if bad is not None:
         raise ValueError(
-            f"{path} ranks the token {bad}, the target has 0..{size - 1}; use ranks of its own tokenizer"
+            f"{path} ranks the token {bad}, the target has 0..{size - 1}; "
+            "use ranks of its own tokenizer"
         )
     if len(set(ids)) < len(ids):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What --inflate, --draft_vocab and --draft eagle+ngram add to a draft head."""
+"""Additions of --inflate, --draft_vocab and --draft eagle+ngram to a draft head."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from options import GenerateConfig
 
 
 def head_extras(target: Transformer, config: GenerateConfig) -> dict[str, Any]:
-    """Arguments of `eagle_draft.load_drafter`. Raises: ValueError for options or files that do not fit."""
-    found: dict[str, Any] = {}
+    """Return further arguments of `eagle_draft.load_drafter`.
+
+    Raises: ValueError for options or files that do not fit.
+    """
+    extras: dict[str, Any] = {}
     if config.inflate:
         from extras.stand_in import head_source
 
-        found["source"] = head_source(config, target)
+        extras["source"] = head_source(config, target)
     if config.draft_vocab:
         from extras.draft_vocab import vocab_from
 
-        found["vocab"] = vocab_from(config, target)
+        extras["vocab"] = vocab_from(config, target)
     if config.draft == "eagle+ngram":
         from extras.ngram_draft import Ngram
 
-        found["lookup"] = Ngram.from_config(config)
-    return found
+        extras["lookup"] = Ngram.from_config(config)
+    return extras

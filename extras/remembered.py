@@ -1,13 +1,13 @@
-"""What one process has learned and the next begins with: a small JSON file per key, in the user's cache folder.
+"""Measurements that one process saves for the next: a small JSON file per key in the user's cache.
 
-A key stands for everything that a cycle's time and its accepted tokens depend on: the files of the target and of the
-draft, formats, options of the draft, rows, whether tokens are sampled, threads, and the processor. Files are told apart
-by path, size and time of change.
-What cannot be read is as if it were not there; what cannot be written is said in one line. A file is replaced whole, by
-one process at a time; the last one to end is remembered.
+A key covers everything that the time and the accepted tokens of a cycle depend on: the files of the
+target and of the draft, formats, options of the draft, batch size, greedy or sampled decoding,
+threads, and the processor. Files are distinguished by path, size and time of change.
+An unreadable file counts as missing; a failed write prints one line. A file is replaced as a unit,
+by one process at a time; the last process to end wins.
 
-`GPT_EAGLE_TREES` in the environment names another folder; empty, nothing is read or written.
-Not here: what the numbers mean, and whether they can be true (autosize.py).
+`GPT_EAGLE_TREES` in the environment names another folder; if empty, nothing is read or written.
+Not here: the meaning of the numbers and the check of their ranges (autosize.py).
 """
 
 from __future__ import annotations
@@ -27,82 +27,93 @@ from decode import Engine
 from files import replace_file
 from ops.cpu.build import alone, check_own, processor
 
-# options that change what a cycle costs or what is accepted
+# options that change the time or the accepted tokens of a cycle
 OPTIONS = (
-    "inflate", "random_twin", "draft", "draft_vocab", "token_ranks", "ngram_tokens", "ngram_branches", "ngram_max",
-    "ngram_min", "children", "sharpness", "quant", "group_size", "quant_draft", "dtype", "device", "compile",
-    "batch_size",
+    "inflate", "random_twin", "draft", "draft_vocab", "token_ranks", "ngram_tokens",
+    "ngram_branches", "ngram_max", "ngram_min", "children", "sharpness", "quant", "group_size",
+    "quant_draft", "dtype", "device", "compile", "batch_size",
 )  # fmt: skip
-WEIGHTS = (".gguf", ".safetensors", ".bin")  # files of a directory that say which model it holds
-MOST_BYTES = 2**16  # of a file
+# suffixes of the files in a directory that identify the model
+WEIGHTS = (".gguf", ".safetensors", ".bin")
+# largest file that is read
+MOST_BYTES = 2**16
 
 
 def folder() -> Path | None:
-    """The folder of the files; None where nothing is remembered. Raises: RuntimeError without a home."""
+    """Return the folder of the files; None where nothing is remembered.
+
+    Raises: RuntimeError without a home directory.
+    """
     named = os.environ.get("GPT_EAGLE_TREES")
     if named is not None:
         return Path(named) if named else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle" / "trees"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "gpt-eagle" / "trees"
 
 
 def file_of(engine: Engine) -> Path | None:
-    """The file for an engine's presets; None where nothing is remembered."""
+    """Return the file for an engine's presets; None where nothing is remembered."""
     config = engine.config
+    paths = (config.checkpoint, config.eagle, config.draft_checkpoint)
     try:
-        place = folder()
-        models = [
-            _identity(path)
-            for path in (config.checkpoint, config.eagle, config.draft_checkpoint)
-            if path
-        ]
+        parent = folder()
+        models = [_identity(path) for path in paths if path]
     except (OSError, RuntimeError):
         return None
-    chip = torch.cuda.get_device_name() if config.device.startswith("cuda") else processor()
+    if parent is None:
+        return None
+    on_cuda = config.device.startswith("cuda")
+    chip = torch.cuda.get_device_name() if on_cuda else processor()
     options = [getattr(config, name) for name in OPTIONS]
+    samples = config.temperature > 0
     presets = [preset.name for preset in engine.drafter.presets]
-    key = json.dumps(
-        [models, options, config.temperature > 0, presets, torch.get_num_threads(), chip]
-    )
-    return place and place / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    key = json.dumps([models, options, samples, presets, torch.get_num_threads(), chip])
+    return parent / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _identity(path: str) -> list[Any]:
-    """Facts that change with the weights of a file or a directory."""
+    """Return values that change with the weights of a file or a directory."""
     real = Path(os.path.realpath(path))
-    files = (
-        sorted(file for file in real.iterdir() if file.suffix in WEIGHTS)
-        if real.is_dir()
-        else [real]
-    )
-    facts = [(file.name, file.stat()) for file in files]
-    return [str(real), *([name, each.st_size, each.st_mtime_ns] for name, each in facts)]
+    files = [real]
+    if real.is_dir():
+        files = sorted(file for file in real.iterdir() if file.suffix in WEIGHTS)
+    identity: list[Any] = [str(real)]
+    for file in files:
+        status = file.stat()
+        identity.append([file.name, status.st_size, status.st_mtime_ns])
+    return identity
 
 
 def recall(file: Path) -> Any:
-    """The JSON value that was remembered; None where there is none, or the folder is not the user's own."""
+    """Read the remembered JSON value.
+
+    Returns: the value; None where there is none, or where the folder is not the user's own.
+    """
     with suppress(OSError, RuntimeError, ValueError, RecursionError):
         check_own(file.parent)
-        facts = file.lstat()
-        if stat.S_ISREG(facts.st_mode) and facts.st_size <= MOST_BYTES:
+        status = file.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= MOST_BYTES:
             return json.loads(file.read_text(encoding="utf-8"))
     return None
 
 
 def remember(file: Path, value: Any) -> None:
-    """Replace what is remembered. Writes: the file; where that fails, one line to standard error."""
-    place = file.parent
+    """Replace the remembered value.
+
+    Writes: the file; where that fails, one line to standard error.
+    """
+    parent = file.parent
+    text = json.dumps(value) + "\n"
     try:
-        for made in (place.parent, place):  # `mkdir` gives parents that it makes another mode
+        for made in (parent.parent, parent):  # `mkdir` creates missing parents with another mode
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(place)
-        with alone(place):
-            replace_file(
-                file, lambda path: path.write_text(json.dumps(value) + "\n", encoding="utf-8")
-            )
+        check_own(parent)
+        with alone(parent):
+            replace_file(file, lambda path: path.write_text(text, encoding="utf-8"))
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
             print(
-                f"note: --tree auto cannot write to {place} ({reason}) and will start anew",
+                f"note: --tree auto cannot write to {parent} ({reason}) and will start anew",
                 file=sys.stderr,
             )

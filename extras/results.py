@@ -1,9 +1,10 @@
-"""`--results FILE.jsonl`: one line per conversation, written as it ends; the next run decodes what is missing.
+"""`--results FILE.jsonl`: one line per finished conversation; the next run decodes the rest.
 
-A line holds `run`, `prompt` and `sample` (numbers from 0), and per turn `tokens`, `text`, `finish_reason` and
-`prompt_tokens`, as in `--json`. `run` is a digest of all that decides the tokens: the conversation, its numbers, the
-checkpoint's path, the kind of device, and the options but for those that only change how fast they come. A line that a
-kill has cut is written again. The file is locked: a second run is refused.
+A line holds `run`, `prompt` and `sample` (numbers from 0), and per turn `tokens`, `text`,
+`finish_reason` and `prompt_tokens`, as in `--json`. `run` is a digest of everything that decides
+the tokens: the conversation, its numbers, the checkpoint's path, the kind of device, and the
+options except those that change only the speed. A line that was cut by a kill is written again.
+The file is locked: a second run is refused.
 """
 
 from __future__ import annotations
@@ -22,45 +23,47 @@ from decode import Engine
 from files import parse_json, read_text
 from prompts import Conversation
 
+# start of every line
 BEGIN = '{"run": "'
+# options that decide the tokens with --accept exact
 DECIDES = (
-    "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "seed", "ignore_eos", "max_new_tokens",
-    "quant", "group_size", "dtype", "accept",
+    "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "seed",
+    "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept",
 )  # fmt: skip
-# with the residual rule all decides that says who drafts and how, but these; of the device only its kind, see `Results`
+# With the residual rule every option of the drafter decides them too. These never do; of the
+# device only its kind does (`_facts`).
 DECIDES_NOTHING = (
-    "batch_size", "compare", "compile", "device", "interactive", "json", "num_samples", "profile", "prompt",
-    "prompt_file", "prompt_ids", "results", "trace",
+    "batch_size", "compare", "compile", "device", "interactive", "json", "num_samples", "profile",
+    "prompt", "prompt_file", "prompt_ids", "results", "trace",
 )  # fmt: skip
 
 
 class Results:
-    """The file, and what is in it."""
+    """The file and its content."""
 
     def __init__(self, engine: Engine, conversations: Sequence[Conversation]):
-        """Read what an earlier run has written.
+        """Read the results of an earlier run.
 
-        Raises: ValueError for a file of other options or prompts, for one that another run writes, and where --json or
-        --trace would hold a part of the results only.
+        Raises: ValueError for a file of other options or prompts, for one that another run writes,
+        and where --json or --trace would hold only a part of the results.
         """
-        config, self.path = asdict(engine.config), Path(engine.config.results)
-        names = DECIDES if config["accept"] == "exact" else config.keys() - set(DECIDES_NOTHING)
-        facts = {name: config[name] for name in names}
-        facts |= {"checkpoint": os.path.realpath(config["checkpoint"]), "context": engine.context}
-        facts |= {"device": config["device"].partition(":")[0]}  # each rounds otherwise
-        self.facts, self.conversations = json.dumps(facts, sort_keys=True), conversations
+        config = engine.config
+        self.path = Path(config.results)
+        self.facts = json.dumps(_facts(engine), sort_keys=True)
+        self.conversations = conversations
         self.done: set[tuple[int, int]] = set()  # (prompt, sample)
-        self.samples = engine.config.num_samples
-        self._append("")  # or say now that it cannot be written
-        self.lock = self.path.open("a")  # held as long as it is open
+        self.samples = config.num_samples
+        self._append("")  # report at once that the file cannot be written
+        self.lock = self.path.open("a")  # held while the file is open
         try:
             self._lock()
             self._read()
-            part = next((name for name in ("json", "trace") if config[name] and self.done), "")
-            if part:
-                raise ValueError(
-                    f"--{part} would hold only what this run decodes; drop it, or name another --results"
-                )
+            for name in ("json", "trace"):
+                if getattr(config, name) and self.done:
+                    raise ValueError(
+                        f"--{name} would hold only what this run decodes; "
+                        "drop it, or name another --results"
+                    )
         except ValueError:
             self.lock.close()
             raise
@@ -74,9 +77,11 @@ class Results:
             ) from None
 
     def _read(self) -> None:
+        """Collect the finished conversations. Writes: the file, without a cut last line."""
         text = read_text(self.path)
-        whole, _, rest = text.rpartition("\n")
-        for number, line in enumerate(whole.split("\n") if whole else (), 1):
+        complete, _, rest = text.rpartition("\n")
+        lines = complete.split("\n") if complete else []
+        for number, line in enumerate(lines, 1):
             self.done.add(self._key(line, f"--results: {self.path} line {number}"))
         if not rest.startswith(BEGIN[: len(rest)]):
             raise ValueError(
@@ -85,35 +90,33 @@ class Results:
         if rest:
             os.truncate(self.path, len(text.encode()) - len(rest.encode()))
         if text:
-            total, done = (
-                len(self.conversations) * self.samples,
-                sum(key[1] < self.samples for key in self.done),
-            )
+            total = len(self.conversations) * self.samples
+            done = sum(sample < self.samples for _, sample in self.done)
             print(f"note: {done} of {total} results are in {self.path} already", file=sys.stderr)
 
     def _digest(self, prompt: int, sample: int) -> str:
-        mine = json.dumps([self.facts, self.conversations[prompt], prompt, sample])
-        return hashlib.sha256(mine.encode()).hexdigest()[:16]
+        parts = json.dumps([self.facts, self.conversations[prompt], prompt, sample])
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def _key(self, line: str, where: str) -> tuple[int, int]:
-        row = parse_json(line, where)
-        known = isinstance(row, dict) and {"run", "prompt", "sample"} <= row.keys()
-        key = (row["prompt"], row["sample"]) if known else ()
-        ours = (
-            known
-            and all(type(n) is int and n >= 0 for n in key)
-            and key[0] < len(self.conversations)
-        )
-        if not ours or row["run"] != self._digest(*key):
-            raise ValueError(
-                f"{where} is no result of these prompts and options; name another file"
-            )
-        return key
+        """Check a line and return its prompt and sample. where: its place, for the message"""
+        entry = parse_json(line, where)
+        if isinstance(entry, dict) and {"run", "prompt", "sample"} <= entry.keys():
+            key = (entry["prompt"], entry["sample"])
+            valid = all(type(number) is int and number >= 0 for number in key)
+            valid = valid and key[0] < len(self.conversations)
+            if valid and entry["run"] == self._digest(*key):
+                return key
+        raise ValueError(f"{where} is no result of these prompts and options; name another file")
 
     def add(self, turns: list[dict[str, Any]]) -> None:
-        """Append a conversation that is over. turns: `index` and what the line tells of each. Raises: ValueError."""
-        key = turns[0]["index"][:2]
-        line = {"run": self._digest(*key), "prompt": key[0], "sample": key[1]}
+        """Append a finished conversation.
+
+        turns: `index` and the fields of the line, per turn
+        Raises: ValueError where the file cannot be written.
+        """
+        prompt, sample = turns[0]["index"][:2]
+        line = {"run": self._digest(prompt, sample), "prompt": prompt, "sample": sample}
         line |= {name: [turn[name] for turn in turns] for name in turns[0] if name != "index"}
         self._append(json.dumps(line) + "\n")
 
@@ -125,3 +128,16 @@ class Results:
             raise ValueError(
                 f"--results: cannot write {self.path}: {error.strerror}; name another file"
             ) from None
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    """Return the options and other values that decide the tokens."""
+    config = asdict(engine.config)
+    names = set(DECIDES)
+    if config["accept"] != "exact":
+        names = config.keys() - set(DECIDES_NOTHING)
+    facts = {name: config[name] for name in names}
+    facts["checkpoint"] = os.path.realpath(config["checkpoint"])
+    facts["context"] = engine.context
+    facts["device"] = config["device"].partition(":")[0]  # kinds of device round differently
+    return facts

@@ -1,14 +1,18 @@
 """Stand-ins: a small model and its EAGLE head, rewritten as the same function in a larger shape.
 
     files = inflate_target(Path("checkpoints/demo"), Shape.parse("llama2-7b"))
-    target = load_model(files.path, source=files)         # a 7B's memory and time per step, the demo's tokens
+    target = load_model(files.path, source=files)  # a 7B's memory and time, the demo's tokens
 
-The time of a step depends on a model's shape and not on its numbers. The number of accepted tokens depends on the
-numbers. A stand-in has the time of its shape and the acceptance of the small model. `Placement` says how it is made.
-With `random_twin` all numbers are random, and none of the activations is zero. The function is useless; its time per
-step checks that of the stand-in. (For a Mixtral at one token only, because the routers are random too.)
-Trade-off: a tensor is computed when it is read, and is not stored. No disk is needed, and every load computes again.
-Not here: writing to disk (scripts/bench/inflate.py); EAGLE-3; models with biases; making a mixture of a dense model.
+The time of a step depends on a model's shape and not on its numbers. The number of accepted tokens
+depends on the numbers. A stand-in has the time of its shape and the acceptance of the small model.
+`Placement` describes the construction.
+With `random_twin` all numbers are random, and no activation is zero. Such a function is useless,
+but its time per step checks the stand-in's (of a Mixtral at one token only, because the routers are
+random too).
+Trade-off: a tensor is computed when it is read, and is not stored. No disk is needed, and every
+load computes again.
+Not here: writing to disk (scripts/bench/inflate.py); EAGLE-3; models with biases; making a mixture
+of a dense model.
 """
 
 from __future__ import annotations
@@ -33,13 +37,15 @@ from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
 
-NEVER = -4096.0  # LM head weight of ids beyond the small vocabulary, at the constant channel
+# LM head weight of ids beyond the small vocabulary, at the constant channel
+NEVER = -4096.0
+# upper bounds of sizes in `Shape.parse`; others: 2^20
+MOST = {"n_layers": 2**10, "vocab_size": 2**24, "n_experts": 2**12}
 
-MOST = {
-    "n_layers": 2**10,
-    "vocab_size": 2**24,
-    "n_experts": 2**12,
-}  # of a size that can be asked for; others: 2^20
+# a method of `Placement`
+Writer = Callable[[Tensor, Tensor | None], None]
+# the size of a tensor, and the method that writes it
+Part = tuple[tuple[int, ...], Writer]
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Shape:
 
     @staticmethod
     def parse(text: str) -> Shape:
-        """Read `NAME` or `NAME,dim=1024,n_layers=9`. Raises: ValueError for what is neither."""
+        """Read `NAME` or `NAME,dim=1024,n_layers=9`. Raises: ValueError for any other text."""
         name, *changes = text.split(",")
         if name not in SHAPES:
             raise ValueError(f"{name} is not a known shape; use one of {', '.join(SHAPES)}")
@@ -67,15 +73,18 @@ class Shape:
         for change in changes:
             if not re.fullmatch(rf"({'|'.join(sizes)})=[1-9]\d*", change):
                 raise ValueError(
-                    f"shape {text}: {change!r} must be like n_layers=9; the sizes are {', '.join(sizes)}"
+                    f"shape {text}: {change!r} must be like n_layers=9; "
+                    f"the sizes are {', '.join(sizes)}"
                 )
-        values = {key: int(value) for key, value in (change.split("=") for change in changes)}
-        big = next(
-            (f"{key}={value}" for key, value in values.items() if value > MOST.get(key, 2**20)),
-            None,
-        )
-        if big:
-            raise ValueError(f"shape {text}: no model has {big}; choose a smaller shape")
+        values = {}
+        for change in changes:
+            key, _, value = change.partition("=")
+            values[key] = int(value)
+        for key, value in values.items():
+            if value > MOST.get(key, 2**20):
+                raise ValueError(
+                    f"shape {text}: no model has {key}={value}; choose a smaller shape"
+                )
         return replace(SHAPES[name], name=text, **values)
 
 
@@ -91,130 +100,135 @@ def _mixtral(*sizes: Any) -> Shape:
     return replace(_shape(*sizes), n_experts=8, experts_per_token=2)
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        _shape(
-            "tiny-0.5b", 1024, 24, 8, 4, 5376, 32000
-        ),  # 0.47 B in the layers + 0.03 B in the LM head
-        _shape(
-            "tiny-1b", 2048, 22, 16, 4, 5632, 32000
-        ),  # 0.99 B + 0.07 B; TinyLlama with heads of 128
-        _shape("llama2-7b", 4096, 32, 32, 32, 11008, 32000),
-        _shape("llama2-13b", 5120, 40, 40, 40, 13824, 32000),
-        _shape("llama2-70b", 8192, 80, 64, 8, 28672, 32000),
-        _shape("llama3-8b", 4096, 32, 32, 8, 14336, 128256),
-        _shape("llama3-70b", 8192, 80, 64, 8, 28672, 128256),
-        _mixtral(
-            "mixtral-tiny", 1024, 32, 8, 4, 3584, 32000
-        ),  # a quarter of 8x7b's width: 2.99 B, 0.87 B of them used
-        _mixtral(
-            "mixtral-8x7b", 4096, 32, 32, 8, 14336, 32000
-        ),  # 46.7 B, 12.9 B of them used for a token
-    )
-}
+# name, width, layers, heads, KV heads, width of the feed-forward, vocabulary
+_SHAPES = (
+    # 0.47 B in the layers + 0.03 B in the LM head
+    _shape("tiny-0.5b", 1024, 24, 8, 4, 5376, 32000),
+    # 0.99 B + 0.07 B; TinyLlama with heads of 128
+    _shape("tiny-1b", 2048, 22, 16, 4, 5632, 32000),
+    _shape("llama2-7b", 4096, 32, 32, 32, 11008, 32000),
+    _shape("llama2-13b", 5120, 40, 40, 40, 13824, 32000),
+    _shape("llama2-70b", 8192, 80, 64, 8, 28672, 32000),
+    _shape("llama3-8b", 4096, 32, 32, 8, 14336, 128256),
+    _shape("llama3-70b", 8192, 80, 64, 8, 28672, 128256),
+    # a quarter of 8x7b's width: 2.99 B, 0.87 B of them used for a token
+    _mixtral("mixtral-tiny", 1024, 32, 8, 4, 3584, 32000),
+    # 46.7 B, 12.9 B of them used for a token
+    _mixtral("mixtral-8x7b", 4096, 32, 32, 8, 14336, 32000),
+)
+SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
 def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int = 0) -> None:
-    """Check that `small`, read from `where`, can have this shape. Raises: ValueError with the first rule it breaks."""
+    """Check that `small`, read from `where`, can have this shape.
+
+    spare_neurons: 1 for a head, which needs one more neuron
+    Raises: ValueError with the first rule that it breaks.
+    """
     if small.qkv_bias or small.o_bias or small.mlp_bias:
         raise ValueError(
-            f"{where} has biases in its layers, and only layers without can be inflated; use another model"
+            f"{where} has biases in its layers, and only layers without can be inflated; "
+            "use another model"
         )
     if small.qk_norm or (small.rope_scaling or {}).get("rope_type") == "yarn":
         raise ValueError(
-            f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; use another model"
+            f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; "
+            "use another model"
         )
     _check_mixture(small, shape, where)
     if shape.n_heads % shape.n_kv_heads:
         raise ValueError(
-            f"shape {shape.name}: n_kv_heads must divide n_heads; {shape.n_kv_heads} does not divide {shape.n_heads}"
+            f"shape {shape.name}: n_kv_heads must divide n_heads; "
+            f"{shape.n_kv_heads} does not divide {shape.n_heads}"
         )
     if shape.head_dim % small.head_dim:
         raise ValueError(
-            f"shape {shape.name}: head_dim must be a multiple of {where}'s {small.head_dim}; it is {shape.head_dim}"
+            f"shape {shape.name}: head_dim must be a multiple of {where}'s {small.head_dim}; "
+            f"it is {shape.head_dim}"
         )
-    group, large_group = small.n_heads // small.n_kv_heads, shape.n_heads // shape.n_kv_heads
-    for name, least, why in (
+    group = small.n_heads // small.n_kv_heads
+    large_group = shape.n_heads // shape.n_kv_heads
+    kv_heads = small.n_kv_heads * math.ceil(group / large_group)
+    neurons = small.ffn_dim + spare_neurons
+    for name, least, reason in (
         ("dim", small.dim + 1, "the width and one channel"),
         ("n_layers", small.n_layers, "every layer"),
-        (
-            "n_kv_heads",
-            small.n_kv_heads * math.ceil(group / large_group),
-            f"its heads in groups of {large_group}",
-        ),
-        (
-            "ffn_dim",
-            small.ffn_dim + spare_neurons,
-            "every neuron" + " and one more" * spare_neurons,
-        ),
+        ("n_kv_heads", kv_heads, f"its heads in groups of {large_group}"),
+        ("ffn_dim", neurons, "every neuron" + " and one more" * spare_neurons),
         ("vocab_size", small.vocab_size, "every token"),
     ):
         if getattr(shape, name) < least:
             raise ValueError(
-                f"shape {shape.name}: {name} must be at least {least}, for {why} of {where}; "
+                f"shape {shape.name}: {name} must be at least {least}, for {reason} of {where}; "
                 f"it is {getattr(shape, name)}: choose a larger shape"
             )
 
 
 def _check_mixture(small: ModelConfig, shape: Shape, where: Path) -> None:
-    if (small.n_experts > 0) != (shape.n_experts > 0):
-        what, other = (
-            ("a mixture of experts", "dense")
-            if small.n_experts
-            else ("dense", "a mixture of experts")
-        )
+    """Check that both are dense, or mixtures of the same routing."""
+    is_mixture = small.n_experts > 0
+    if is_mixture != (shape.n_experts > 0):
+        own_kind = "a mixture of experts" if is_mixture else "dense"
+        other_kind = "dense" if is_mixture else "a mixture of experts"
         fits = ", ".join(
-            name for name, s in SHAPES.items() if (s.n_experts > 0) == (small.n_experts > 0)
+            name for name, known in SHAPES.items() if (known.n_experts > 0) == is_mixture
         )
         raise ValueError(
-            f"shape {shape.name} is {other}, and {where} is {what}: one cannot become the other; choose one of {fits}"
+            f"shape {shape.name} is {other_kind}, and {where} is {own_kind}: "
+            f"one cannot become the other; choose one of {fits}"
         )
     for name in ("n_experts", "experts_per_token"):
-        ours, theirs = getattr(small, name), getattr(shape, name)
-        if ours != theirs:
+        own = getattr(small, name)
+        wanted = getattr(shape, name)
+        if own != wanted:
             raise ValueError(
-                f"shape {shape.name}: {name} must be {where}'s {ours}, so that routing stays as it is; it is {theirs}"
+                f"shape {shape.name}: {name} must be {where}'s {own}, "
+                f"so that routing stays as it is; it is {wanted}"
             )
 
 
-# ------------------------------------------------------------------------------------------- placement
+# -------------------------------------------------------------------------------------- placement
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the small model's numbers lie in the large shape, and a method per kind of tensor that writes them there.
+    """The places of the small model's numbers in the large shape; one method per kind of tensor.
 
-    A method is given `out`, full of random numbers (the filler), and `small`, the small model's tensor in fp64, or None
-    in a layer that the small model does not have. It writes `out`. (d, e: width and head size of the small model; D, E:
-    of the large one.)
+    A method gets `out`, full of random numbers (the filler), and `small`, the small model's tensor
+    in fp64, or None in a layer that the small model does not have. It writes `out`. (d, e: width
+    and head size of the small model; D, E: of the large one.)
 
-    1. Where filler would turn a number other than zero into one that must be zero, its column is set to zero. All other
-       filler stays: no product is timed on zero weights.
-    2. The residual stream holds the small model in channels 0 .. d-1, a constant C in channel d, and zeros above.
-       RMSNorm's mean is smaller by d/D there. A norm weight times sqrt(d/D), and eps' = (eps d - C^2) / D, undo that.
-    3. RoPE turns the pairs (j, j + E/2). Pair j of the small head becomes pair j E/e, which turns as fast, and q is
-       multiplied by sqrt(E/e). Values keep their order. KV heads are repeated where the large groups are smaller.
-    4. Further heads and neurons, and the further layers between the small model's, compute on what they read. Their
-       values and gates are zero, so that they add exactly zero.
-    5. A mixture keeps its number of experts and its routers; each expert is placed like a feed-forward. A further layer
-       uses norm and router of the small model's layer before it, and so touches about as many experts.
-    6. Ids beyond the small vocabulary get logits of about -3000 (float16: -300). Their rows of the LM head read channel
-       d, which the final norm amplifies, and in a head, which has no final norm, a further neuron of the last layer.
+    1. Where filler would make a required zero nonzero, its column is set to zero. All other filler
+       stays: no product is timed on zero weights.
+    2. The residual stream holds the small model in channels 0 .. d-1, a constant C in channel d,
+       and zeros above. There RMSNorm's mean is smaller by d/D. A norm weight times sqrt(d/D), and
+       eps' = (eps d - C^2) / D, undo that.
+    3. RoPE turns the pairs (j, j + E/2). Pair j of the small head becomes pair j E/e, which turns
+       as fast, and q is multiplied by sqrt(E/e). Values keep their order. KV heads are repeated
+       where the large groups are smaller.
+    4. Further heads, further neurons, and the further layers between the small model's compute on
+       their actual inputs. Their values and gates are zero, so that they add exactly zero.
+    5. A mixture keeps its number of experts and its routers; each expert is placed like a
+       feed-forward. A further layer uses norm and router of the small model's layer before it, and
+       so activates about as many experts.
+    6. Ids beyond the small vocabulary get logits of about -3000 (float16: -300). Their rows of the
+       LM head read channel d. The final norm amplifies that channel; in a head, which has no final
+       norm, a further neuron of the last layer does.
 
-    Filler is smaller than the largest of the small model's numbers in its row. So plain symmetric int8 (scaled by row)
-    and int4 (by 128 inputs) find the same codes; in o_proj, whose heads are E apart, those of groups of e.
-    In bf16, where D/d and E/e are powers of four, scaling is exact, and C^2 vanishes in the fp32 sum of a norm. The
-    logits are then equal bit for bit, if the zeros of step 3 change no sum of attention. They change none where terms
-    are added one after the other, as in ops/cpu. They change some in oneMKL with AVX512-BF16 or AMX, which PyTorch's
-    attention uses on Intel processors; there the logits agree up to rounding.
+    Filler is smaller than the largest of the small model's numbers in its row. So plain symmetric
+    int8 (scaled by row) and int4 (by 128 inputs) find the same codes; in o_proj, whose heads are E
+    apart, those of groups of e.
+    In bf16, where D/d and E/e are powers of four, scaling is exact, and C^2 vanishes in the fp32
+    sum of a norm. The logits are then equal bit for bit, if the zeros of item 3 change no sum of
+    attention. They change none where terms are added one after the other, as in ops/cpu. They
+    change some in oneMKL with AVX512-BF16 or AMX, which PyTorch's attention uses on Intel
+    processors; there the logits agree up to rounding.
     """
 
     small: ModelConfig
     shape: Shape
-    amplifies: bool = (
-        False  # whether a neuron of this layer amplifies channel d: in the last layer of a head
-    )
+    # True in the last layer of a head, where a further neuron amplifies channel d
+    amplifies: bool = False
 
     @property
     def shrink(self) -> float:
@@ -223,7 +237,10 @@ class Placement:
 
     @property
     def constant(self) -> float:
-        """C: a power of two. Its square is at most a millionth of what eps adds to a norm's sum of squares."""
+        """C, a power of two.
+
+        Its square is at most a millionth of the term that eps adds to a norm's sum of squares.
+        """
         return 2.0 ** (math.floor(math.log2(math.sqrt(self.small.norm_eps * self.small.dim))) - 10)
 
     @property
@@ -233,26 +250,33 @@ class Placement:
 
     @property
     def copies(self) -> int:
-        """How many large KV heads repeat a small one."""
-        small, shape = self.small, self.shape
+        """Number of large KV heads that repeat a small one."""
+        small = self.small
+        shape = self.shape
         return math.ceil((small.n_heads // small.n_kv_heads) / (shape.n_heads // shape.n_kv_heads))
 
     def kv_heads(self) -> Tensor:
-        """The small KV head that each of the first large ones repeats: [copies * Hkv] int64."""
+        """Return the small KV head that each of the first large ones repeats.
+
+        Returns: [copies * Hkv] int64.
+        """
         return torch.arange(self.small.n_kv_heads).repeat_interleave(self.copies)
 
     def q_heads(self) -> Tensor:
-        """The large head of each small one, in the group of a KV head that repeats its own: [H] int64."""
-        group, large_group = (
-            self.small.n_heads // self.small.n_kv_heads,
-            self.shape.n_heads // self.shape.n_kv_heads,
-        )
+        """Return the large head of each small one, in the group of a copy of its own KV head.
+
+        Returns: [H] int64.
+        """
+        group = self.small.n_heads // self.small.n_kv_heads
+        large_group = self.shape.n_heads // self.shape.n_kv_heads
         head = torch.arange(self.small.n_heads)
-        kv, i = head // group, head % group
-        return (kv * self.copies + i // large_group) * large_group + i % large_group
+        kv_head = head // group
+        member = head % group
+        copy = kv_head * self.copies + member // large_group
+        return copy * large_group + member % large_group
 
     def rotary(self) -> Tensor:
-        """The place in a large rotated head of each element of a small one: [e] int64."""
+        """Return the place in a large rotated head of each element of a small one: [e] int64."""
         step = self.shape.head_dim // self.small.head_dim
         pairs = torch.arange(self.small.head_dim // 2) * step
         return torch.cat((pairs, self.shape.head_dim // 2 + pairs))
@@ -260,7 +284,7 @@ class Placement:
     def _heads(self, heads: Tensor, places: Tensor, head_dim: int) -> Tensor:
         return (heads[:, None] * head_dim + places).flatten()  # rows of a projection, head by head
 
-    # ----------------------------------------------------------------------------- residual stream
+    # ------------------------------------------------------------------------- residual stream
 
     def embedding(self, out: Tensor, small: Tensor) -> None:  # [V, D]
         out.zero_()  # filler would enter the residual stream
@@ -270,14 +294,13 @@ class Placement:
     def norm(self, out: Tensor, small: Tensor | None) -> None:  # [D]
         if small is not None:
             out[: self.small.dim] = small * self.shrink
-        if (
-            self.amplifies
-        ):  # the root mean square there is about 2 in the demo's head: 0.1 after the norm
+        if self.amplifies:
+            # the root mean square there is about 2 in the demo's head: 0.1 after the norm
             out[self.small.dim] = self.shrink / (4 * self.constant)
 
     def final_norm(self, out: Tensor, small: Tensor) -> None:  # [D]
         self.norm(out, small)
-        # the root mean square there is about 16 in the demo: 1 after the norm, as large as its features
+        # the root mean square there is about 16 in the demo: 1 after the norm, like its features
         most = torch.finfo(out.dtype).max / 2  # float16 holds less
         out[self.small.dim] = min(16 * self.shrink / self.constant, most)
 
@@ -297,12 +320,15 @@ class Placement:
             out[: self.small.dim] = small
         out[self.small.dim] = self.constant
 
-    # -------------------------------------------------------------------------------------- layers
+    # ---------------------------------------------------------------------------------- layers
 
     def _project(
         self, out: Tensor, small: Tensor, to: Tensor, source: Tensor | None = None
     ) -> None:
-        """Write rows of a projection of the residual stream. to, source: [R] int64, large and small rows."""
+        """Write rows of a projection of the residual stream.
+
+        to, source: [R] int64, large and small rows; source None: all small rows
+        """
         rows = small if source is None else small[source]
         out[:, : self.small.dim + 1] = 0
         out[to] *= _limit(out, rows.abs().amax(1))[:, None]
@@ -311,9 +337,8 @@ class Placement:
     def q_proj(self, out: Tensor, small: Tensor | None) -> None:  # [H * E, D]
         if small is not None:
             gain = math.sqrt(self.shape.head_dim / self.small.head_dim)
-            self._project(
-                out, small * gain, self._heads(self.q_heads(), self.rotary(), self.shape.head_dim)
-            )
+            to = self._heads(self.q_heads(), self.rotary(), self.shape.head_dim)
+            self._project(out, small * gain, to)
 
     def k_proj(self, out: Tensor, small: Tensor | None) -> None:  # [Hkv * E, D]
         if small is not None:
@@ -326,27 +351,24 @@ class Placement:
             self._project_kv(out, small, torch.arange(self.small.head_dim))
 
     def _project_kv(self, out: Tensor, small: Tensor, places: Tensor) -> None:
+        e = self.small.head_dim
         heads = self.kv_heads()
         to = self._heads(torch.arange(len(heads)), places, self.shape.head_dim)
-        self._project(
-            out,
-            small,
-            to,
-            self._heads(heads, torch.arange(self.small.head_dim), self.small.head_dim),
-        )
+        source = self._heads(heads, torch.arange(e), e)
+        self._project(out, small, to, source)
 
     def o_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, H * E]
         if small is None:
             return
-        d, e, shape = self.small.dim, self.small.head_dim, self.shape
+        d = self.small.dim
+        e = self.small.head_dim
+        shape = self.shape
         small = small.view(d, -1, e)  # [d, h, e]
         large = out.view(shape.dim, shape.n_heads, shape.head_dim)  # [D, H, E]
-        large[:d] *= _limit(out, small.abs().amax(2).amin(1))[
-            :, None, None
-        ]  # below the largest number of every head
-        reached = len(self.kv_heads()) * (
-            shape.n_heads // shape.n_kv_heads
-        )  # heads that read values other than zero
+        largest = small.abs().amax(2).amin(1)  # [d], no head of the row has a smaller maximum
+        large[:d] *= _limit(out, largest)[:, None, None]
+        # heads that read values other than zero
+        reached = len(self.kv_heads()) * (shape.n_heads // shape.n_kv_heads)
         large[:, :reached, :e] = 0
         large[:d, self.q_heads(), :e] = small.to(out.dtype)
 
@@ -381,51 +403,55 @@ def _filler_bound(size: tuple[int, ...]) -> float:
 
 
 def _limit(out: Tensor, largest: Tensor) -> Tensor:
-    """Factors that make filler smaller than `largest`, so that it changes no quantization scale. largest: [R]."""
+    """Return factors that make filler smaller than `largest`, [R], to keep quantization scales."""
     # 0.98: bf16 rounds the bound, the factor and the product by up to 0.4 % each
     return (0.98 * largest / _filler_bound(out.shape)).clamp(max=1).to(out.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------ files
 
 
 class Recipe(NamedTuple):
-    """How to compute a tensor of the stand-in."""
+    """The computation of one tensor of the stand-in."""
 
     size: tuple[int, ...]
-    make: Callable[[Tensor, Tensor | None], None]  # a method of `Placement`
+    make: Writer
     source: str | None  # name of the small model's tensor
 
 
-def _ffn_parts(
-    place: Placement,
-) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor | None], None]]]:
-    """Sizes and methods for a feed-forward, or for those of all experts, by Hugging Face name."""
-    wide, narrow = (place.shape.ffn_dim, place.shape.dim), (place.shape.dim, place.shape.ffn_dim)
-    parts = ((wide, place.gate_proj), (wide, place.up_proj), (narrow, place.down_proj))
-    if not place.shape.n_experts:
-        return {f"mlp.{name}_proj": part for name, part in zip(("gate", "up", "down"), parts)}
-    moe = "block_sparse_moe.experts."
-    experts = range(place.shape.n_experts)
-    return {
-        f"{moe}{e}.{name}": part for e in experts for name, part in zip(("w1", "w3", "w2"), parts)
-    }
+def _ffn_parts(place: Placement) -> dict[str, Part]:
+    """Return the parts of a feed-forward, or those of all experts, by Hugging Face name."""
+    shape = place.shape
+    wide = (shape.ffn_dim, shape.dim)
+    narrow = (shape.dim, shape.ffn_dim)
+    gate = (wide, place.gate_proj)
+    up = (wide, place.up_proj)
+    down = (narrow, place.down_proj)
+    if not shape.n_experts:
+        return {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
+    parts = {}
+    for number in range(shape.n_experts):
+        expert = f"block_sparse_moe.experts.{number}"
+        parts |= {f"{expert}.w1": gate, f"{expert}.w3": up, f"{expert}.w2": down}
+    return parts
 
 
 def _layer_recipes(
     place: Placement, large: str, small: str, real: bool = True
 ) -> dict[str, Recipe]:
-    """The tensors of one layer, by Hugging Face name.
+    """Return the tensors of one layer, by Hugging Face name.
 
-    large, small: what the names begin with; real: False for a further layer, which adds zero and routes like `small`
+    large, small: prefixes of the names
+    real: False for a further layer, which adds zero and routes like `small`
     """
     shape = place.shape
-    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    q = shape.n_heads * shape.head_dim
+    kv = shape.n_kv_heads * shape.head_dim
     unamplified = replace(place, amplifies=False)
-    routing = {"post_attention_layernorm": ((shape.dim,), place.norm)}
+    routing: dict[str, Part] = {"post_attention_layernorm": ((shape.dim,), place.norm)}
     if shape.n_experts:
         routing["block_sparse_moe.gate"] = ((shape.n_experts, shape.dim), place.router)
-    parts = {
+    parts: dict[str, Part] = {
         "input_layernorm": ((shape.dim,), unamplified.norm),
         "self_attn.q_proj": ((q, shape.dim), place.q_proj),
         "self_attn.k_proj": ((kv, shape.dim), place.k_proj),
@@ -434,45 +460,45 @@ def _layer_recipes(
         **routing,
         **_ffn_parts(place),
     }
-    copied = parts if real else routing if shape.n_experts else {}
-    return {
-        f"{large}{part}.weight": Recipe(
-            size, make, f"{small}{part}.weight" if part in copied else None
-        )
-        for part, (size, make) in parts.items()
-    }
+    recipes = {}
+    for part, (size, make) in parts.items():
+        copied = real or (shape.n_experts > 0 and part in routing)
+        source = f"{small}{part}.weight" if copied else None
+        recipes[f"{large}{part}.weight"] = Recipe(size, make, source)
+    return recipes
 
 
 def _target_recipes(place: Placement) -> dict[str, Recipe]:
-    small, shape = place.small, place.shape
-    real = {
-        i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)
-    }  # evenly spread, in order
-    embedding, table = "model.embed_tokens.weight", (shape.vocab_size, shape.dim)
-    recipes, before = {embedding: Recipe(table, place.embedding, embedding)}, 0
+    small = place.small
+    shape = place.shape
+    # the small model's layers by their place in the large one: evenly spread, in order
+    real = {i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)}
+    table = (shape.vocab_size, shape.dim)
+    embedding = "model.embed_tokens.weight"
+    norm = "model.norm.weight"
+    lm_head = "lm_head.weight"
+    recipes = {embedding: Recipe(table, place.embedding, embedding)}
+    latest = 0  # the last of the small model's layers so far
     for i in range(shape.n_layers):
-        before = real.get(i, before)  # the last real layer up to here
-        recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{before}.", i in real)
-    recipes["model.norm.weight"] = Recipe((shape.dim,), place.final_norm, "model.norm.weight")
-    recipes["lm_head.weight"] = Recipe(
-        table, place.lm_head, embedding if small.tie_embeddings else "lm_head.weight"
-    )
+        latest = real.get(i, latest)
+        recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{latest}.", i in real)
+    recipes[norm] = Recipe((shape.dim,), place.final_norm, norm)
+    recipes[lm_head] = Recipe(table, place.lm_head, embedding if small.tie_embeddings else lm_head)
     return recipes
 
 
 def _head_recipes(place: Placement, biased: bool) -> dict[str, Recipe]:
-    dim, last = place.shape.dim, place.small.n_layers - 1
+    dim = place.shape.dim
+    last = place.small.n_layers - 1
     recipes = {
         "fc.weight": Recipe((dim, 2 * dim), place.fc, "fc.weight"),
         "fc.bias": Recipe((dim,), place.fc_bias, "fc.bias" if biased else None),
     }
     for i in range(place.small.n_layers):
-        recipes |= _layer_recipes(
-            replace(place, amplifies=i == last), f"layers.{i}.", f"layers.{i}."
-        )
-    del recipes[
-        "layers.0.input_layernorm.weight"
-    ]  # the first layer has no norm before its attention
+        layer = replace(place, amplifies=i == last)
+        recipes |= _layer_recipes(layer, f"layers.{i}.", f"layers.{i}.")
+    # the first layer has no norm before its attention
+    del recipes["layers.0.input_layernorm.weight"]
     return recipes
 
 
@@ -495,31 +521,34 @@ class InflatedFiles(TensorSource):
         return {name: partial(self.read, name) for name in self.recipes}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute one tensor, in the model's dtype. It is the same every time on one kind of device."""
+        """Compute one tensor, in the model's dtype.
+
+        It is the same every time on one kind of device.
+        """
         recipe = self.recipes[name]
         out = torch.empty(recipe.size, dtype=self.dtype, device=self.device)
-        low, high = (
-            (0.5, 1.5)
-            if out.dim() == 1
-            else (-_filler_bound(recipe.size), _filler_bound(recipe.size))
-        )
-        out.uniform_(
-            low, high, generator=torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
-        )
+        high = _filler_bound(recipe.size)
+        low = -high
+        if out.dim() == 1:
+            low = 0.5
+            high = 1.5
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        out.uniform_(low, high, generator=generator)
         if not self.random_twin:
-            recipe.make(
-                out,
-                self._source(recipe.source).to(self.device, torch.float64)
-                if recipe.source
-                else None,
-            )
+            small = None
+            if recipe.source:
+                small = self._source(recipe.source).to(self.device, torch.float64)
+            recipe.make(out, small)
         return out
 
     def _source(self, name: str) -> Tensor:
-        small, size = self.small.read(name), self.sizes[name]
+        """Read a tensor of the small model and check its size."""
+        small = self.small.read(name)
+        size = self.sizes[name]
         if small.shape != size:
             raise ValueError(
-                f"{self.path}: {name} is {list(small.shape)}, config.json says {list(size)}; correct it"
+                f"{self.path}: {name} is {list(small.shape)}, "
+                f"config.json says {list(size)}; correct it"
             )
         return small
 
@@ -533,7 +562,8 @@ def inflate_target(
 ) -> InflatedFiles:
     """Describe a stand-in of this shape for the target in `path`.
 
-    dtype: None keeps the small model's; random_twin: filler everywhere
+    dtype: None keeps the small model's
+    random_twin: filler everywhere
     Raises: ValueError for a directory or a shape that cannot be used.
     """
     small = read_config(path)
@@ -555,25 +585,19 @@ def inflate_head(
     small: the head's own configuration
     Raises: ValueError for a directory or a shape that cannot be used.
     """
-    shape = replace(
-        shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0
-    )  # a head's layers are dense
+    # a head's layers are dense
+    shape = replace(shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0)
     check_fit(small, shape, path, spare_neurons=1)
     place = Placement(small, shape)
-    recipes = partial(_head_recipes, biased=bool(read_json(path / "config.json").get("bias", True)))
-    files = _inflate(path, place, recipes, dtype, device, random_twin)
+    biased = bool(read_json(path / "config.json").get("bias", True))
+    recipes_of = partial(_head_recipes, biased=biased)
+    files = _inflate(path, place, recipes_of, dtype, device, random_twin)
     return replace(files, config=files.config | {"bias": True})
 
 
 def _own_shape(small: ModelConfig) -> Shape:
-    return Shape(
-        "",
-        **{
-            field.name: getattr(small, field.name)
-            for field in fields(Shape)
-            if field.name != "name"
-        },
-    )
+    sizes = [field.name for field in fields(Shape) if field.name != "name"]
+    return Shape("", **{name: getattr(small, name) for name in sizes})
 
 
 def _inflate(
@@ -584,12 +608,11 @@ def _inflate(
     device: str,
     random_twin: bool,
 ) -> InflatedFiles:
+    """Check the small model's files and describe the stand-in."""
     recipes = recipes_of(place)
-    sizes = {
-        name: recipe.size
-        for name, recipe in recipes_of(replace(place, shape=_own_shape(place.small))).items()
-    }
-    files, shape = open_source(path), place.shape
+    own_recipes = recipes_of(replace(place, shape=_own_shape(place.small)))
+    sizes = {name: recipe.size for name, recipe in own_recipes.items()}
+    files = open_source(path)
     raw = files.config
     if raw.get("stand_in"):
         raise ValueError(
@@ -600,17 +623,27 @@ def _inflate(
             f"{path} is quantized; inflate the original, and quantize the result with --quant"
         )
     check_experts(place.small, files)
-    missing = sorted({r.source for r in recipes.values() if r.source} - set(files.readers))
+    sources = {recipe.source for recipe in recipes.values() if recipe.source}
+    missing = sorted(sources - set(files.readers))
     if missing:
         kinds = "a LLaMA, a Mixtral, or an EAGLE-1 or EAGLE-2 head"
         raise ValueError(f"{path}: {missing[0]} is missing; {kinds} can be inflated")
     dtype = dtype or DTYPES.get(place.small.dtype)
     if dtype is None:
         raise ValueError(
-            f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; use --dtype"
+            f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; "
+            "use --dtype"
         )
-    what = "model of random weights" if random_twin else f"function of {path.resolve().name}"
-    config = raw | {
+    kind = "model of random weights" if random_twin else f"function of {path.resolve().name}"
+    config = raw | _large_config(place, dtype)
+    config["stand_in"] = f"a {place.shape.name}-shaped {kind}"
+    return InflatedFiles(path, config, files, recipes, sizes, dtype, device, random_twin)
+
+
+def _large_config(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the entries of config.json that differ from the small model's."""
+    shape = place.shape
+    return {
         "hidden_size": shape.dim,
         "intermediate_size": shape.ffn_dim,
         "num_hidden_layers": shape.n_layers,
@@ -621,31 +654,37 @@ def _inflate(
         "rms_norm_eps": place.norm_eps,
         "tie_word_embeddings": False,  # channel d differs between embedding and LM head
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "stand_in": f"a {shape.name}-shaped {what}",
     }
-    return InflatedFiles(path, config, files, recipes, sizes, dtype, device, random_twin)
 
 
-# ---------------------------------------------------------------------------------------------- options
+# ---------------------------------------------------------------------------------------- options
 
 
 def target_source(config: GenerateConfig) -> TensorSource:
-    """The tensors of the target that `--inflate` asks for."""
-    path, shape = Path(config.checkpoint), Shape.parse(config.inflate)
-    return inflate_target(path, shape, DTYPES.get(config.dtype), config.device, config.random_twin)
+    """Return the tensors of the target under `--inflate`."""
+    path = Path(config.checkpoint)
+    shape = Shape.parse(config.inflate)
+    dtype = DTYPES.get(config.dtype)
+    return inflate_target(path, shape, dtype, config.device, config.random_twin)
 
 
 def head_config(path: Path) -> ModelConfig:
-    """The shape of a head that can be inflated. Raises: ValueError for a head of version 3."""
+    """Read the configuration of a head that can be inflated.
+
+    Raises: ValueError for a head of version 3.
+    """
     if version_of(WeightFiles(path).readers) == 3:
         raise ValueError(
-            f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; name another --eagle"
+            f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
+            "name another --eagle"
         )
     return EagleConfig.from_dir(path).model
 
 
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
-    """The tensors of its head."""
-    path, weight = Path(config.eagle), target.embedding.weight
-    small, shape = head_config(path), Shape.parse(config.inflate)
+    """Return the tensors of the head under `--inflate`."""
+    path = Path(config.eagle)
+    weight = target.embedding.weight
+    small = head_config(path)
+    shape = Shape.parse(config.inflate)
     return inflate_head(path, small, shape, weight.dtype, str(weight.device), config.random_twin)

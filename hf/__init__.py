@@ -1,1 +1,1 @@
-"""Reads what a Hugging Face directory or a GGUF file holds: config.json, weights, tokenizer, chat template."""
+"""Read Hugging Face directories and GGUF files: config.json, weights, tokenizer, chat template."""

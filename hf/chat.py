@@ -1,14 +1,16 @@
 """Chat templates: the text before, between and after the turns of a conversation.
 
-`chat_template` gives one of two kinds, with one interface:
+`chat_template` returns one of two kinds, with one interface:
 
-1. `JinjaTemplate`, for `--chat`: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as `transformers`
-   does. It writes BOS itself. `stop_ids` renders a probe, so that one that fails is refused before decoding.
-2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to repeat the official
-   EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation templates). None is chosen unasked.
+1. `JinjaTemplate`, for `--chat`: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as
+   `transformers` does. It writes BOS itself. `stop_ids` renders a probe, so that a template that
+   fails is refused before decoding.
+2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to
+   repeat the official EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation
+   templates). None is a default.
 
-`--system TEXT` takes the place of a template's own system message. An empty text leaves it out of a fixed template; the
-checkpoint's own is given an empty message.
+`--system TEXT` takes the place of a template's own system message. An empty text leaves it out of a
+fixed template; the checkpoint's own gets an empty message.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from files import is_gguf, read_text
-from hf.gguf import chat_template_text
+from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer, optional_json
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
@@ -31,27 +33,33 @@ PROBE = ("A question.", "The answer of the probe.", "Another question.")
 class ChatTemplate:
     """Renders conversations. Subclasses give `render` and `turn_ends`."""
 
-    bos = True  # whether to begin with BOS where the text does not
+    bos = True  # begin with BOS where the text does not
     reply: str  # the text before an earlier answer
 
     def render(self, turns: list[str], answers: list[str]) -> str:
-        """The text of the prompt for the next answer. answers: one fewer than turns."""
+        """Return the text of the prompt for the next answer. answers: one fewer than turns"""
         raise NotImplementedError
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The ids that end an answer besides EOS."""
+        """Return the ids that end an answer besides EOS."""
         raise NotImplementedError
 
     def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
-        """Token ids of the prompt for the next answer. Control tokens within a turn are parsed too."""
+        """Return the token ids of the prompt for the next answer.
+
+        Control tokens within a turn are parsed too.
+        """
         return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The ids that end an answer. Raises: ValueError when the template cannot work with this tokenizer."""
+        """Return the ids that end an answer.
+
+        Raises: ValueError when the template cannot work with this tokenizer.
+        """
         return tuple(dict.fromkeys((*tokenizer.eos_ids, *self.turn_ends(tokenizer))))
 
 
-# ------------------------------------------------------------------------------------- a checkpoint's own
+# ---------------------------------------------------------------------------- a checkpoint's own
 
 
 @dataclass(frozen=True)
@@ -67,26 +75,40 @@ class JinjaTemplate(ChatTemplate):
 
     @cached_property
     def reply(self) -> str:
-        """What a rendered probe has between the prompt for an answer and that answer, once it is an earlier one."""
+        """The text between the prompt for an answer and that answer, once it is an earlier one.
+
+        A rendered probe shows it.
+        """
         question, answer, another = PROBE
-        prompt, whole = self.render([question], []), self.render([question, another], [answer])
-        before = whole.partition(answer)[0]
+        prompt = self.render([question], [])
+        conversation = self.render([question, another], [answer])
+        before = conversation.partition(answer)[0]
         return before.removeprefix(prompt) if before.startswith(prompt) else ""
 
     def render(self, turns: list[str], answers: list[str]) -> str:
-        """As the base class. Raises: ValueError when the template fails; it says whether --system is the cause."""
-        said = [{"role": "user", "content": turn} for turn in turns]
+        """Render, as the base class.
+
+        Raises: ValueError when the template fails; it says whether --system is the cause.
+        """
+        messages = [{"role": "user", "content": turn} for turn in turns]
         for number, answer in enumerate(answers):
-            said.insert(2 * number + 1, {"role": "assistant", "content": answer})
+            messages.insert(2 * number + 1, {"role": "assistant", "content": answer})
         if self.system is not None:
-            said.insert(0, {"role": "system", "content": self.system})
-        given = {"messages": said, "tools": None, "documents": None, "add_generation_prompt": True}
+            messages.insert(0, {"role": "system", "content": self.system})
         try:
-            return self.program.render(**given, **self.special)
+            return self.program.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.special,
+            )
         except ValueError as error:
             if self.system is not None and self._renders_without_system(turns, answers):
-                reason = f"takes no system message ({error}); drop --system"
-                raise ValueError(f"{self.path}: its chat template {reason}") from None
+                raise ValueError(
+                    f"{self.path}: its chat template takes no system message ({error}); "
+                    "drop --system"
+                ) from None
             raise refusal(self.path, error) from None
 
     def _renders_without_system(self, turns: list[str], answers: list[str]) -> bool:
@@ -97,12 +119,13 @@ class JinjaTemplate(ChatTemplate):
         return True
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The control or added token that follows an answer in a rendered probe, if one does.
+        """Return the control or added token after an answer in a rendered probe, if there is one.
 
         Raises: ValueError when the template fails, or leaves out the system message.
         """
         question, answer, another = PROBE
-        turns, answers = [question, another], [answer]
+        turns = [question, another]
+        answers = [answer]
         text = self.render(turns, answers)
         # compared with another message, not with none: this one may be the template's own default
         other = replace(self, system=f"{question} {self.system}")
@@ -114,14 +137,18 @@ class JinjaTemplate(ChatTemplate):
 
 
 def refusal(path: Path, reason: Any) -> ValueError:
-    """The one line about a template that cannot be used."""
+    """Return the error about a template that cannot be used, one line."""
     return ValueError(
-        f"{path}: its chat template {reason}; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        f"{path}: its chat template {reason}; "
+        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
     )
 
 
 def template_text(path: Path) -> str | None:
-    """The Jinja template that a checkpoint brings, or None. Raises: ValueError when it cannot be read."""
+    """Read the Jinja template of a checkpoint; None: it has none.
+
+    Raises: ValueError when it cannot be read.
+    """
     if is_gguf(path):
         return chat_template_text(path)
     jinja = path / "chat_template.jinja"
@@ -132,7 +159,7 @@ def template_text(path: Path) -> str | None:
         raise refusal(path, f"cannot be read ({error})") from None
     found = optional_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # of {name, template}
-        named = {row.get("name"): row.get("template") for row in found if isinstance(row, dict)}
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default", found)
     if found is not None and not isinstance(found, str):
         raise refusal(path, "is neither a text nor a list of named ones with a default")
@@ -140,7 +167,10 @@ def template_text(path: Path) -> str | None:
 
 
 def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> JinjaTemplate:
-    """The checkpoint's own template. Raises: ValueError when it has none, or one that fails."""
+    """Return the checkpoint's own template.
+
+    Raises: ValueError when it has none, or one that fails.
+    """
     text = template_text(path)
     if text is None:
         raise ValueError(
@@ -161,7 +191,7 @@ def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> Jinj
         raise refusal(path, error) from None
 
 
-# ------------------------------------------------------------------------------------------------- fixed
+# ----------------------------------------------------------------------------------------- fixed
 
 
 @dataclass(frozen=True)
@@ -177,34 +207,38 @@ class FixedTemplate(ChatTemplate):
     reply: str  # before an earlier answer
     next: str  # between an earlier answer and the turn after it
     stops: tuple[str, ...] = ()  # tokens that end an answer besides EOS
-    trim_turns: bool = (
-        False  # whether to drop white space around a turn; around an answer it is always dropped
-    )
+    # drop white space around a turn; around an answer it is always dropped
+    trim_turns: bool = False
 
     def render(self, turns: list[str], answers: list[str]) -> str:
-        """As the base class."""
-        *earlier, last = (turn.strip() for turn in turns) if self.trim_turns else turns
-        pairs = zip(earlier, answers, strict=True)
-        past = "".join(
-            turn + self.ask + self.reply + answer.strip() + self.next for turn, answer in pairs
-        )
+        """Render, as the base class."""
+        if self.trim_turns:
+            turns = [turn.strip() for turn in turns]
+        past = ""
+        for turn, answer in zip(turns[:-1], answers, strict=True):
+            past += turn + self.ask + self.reply + answer.strip() + self.next
         opening = self.slot.replace("{system}", self.system) if self.system else ""
-        return self.start + opening + self.turn + past + last + self.ask
+        return self.start + opening + self.turn + past + turns[-1] + self.ask
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """As the base class. Raises: ValueError when the tokenizer lacks one of the template's tokens."""
-        for token in CONTROL.findall(
-            self.start + self.slot + self.turn + self.ask + self.reply + self.next
-        ):
+        """Return the ids of `stops`, as the base class.
+
+        Raises: ValueError when the tokenizer lacks one of the template's tokens.
+        """
+        text = self.start + self.slot + self.turn + self.ask + self.reply + self.next
+        for token in CONTROL.findall(text):
             if tokenizer.id_of(token) is None:
                 raise ValueError(
-                    f"the chat template {self.name} needs the control token {token}, which this tokenizer lacks; "
-                    f"use another --chat: {', '.join(CHAT_TEMPLATES)}"
+                    f"the chat template {self.name} needs the control token {token}, which this "
+                    f"tokenizer lacks; use another --chat: {', '.join(CHAT_TEMPLATES)}"
                 )
         return tuple(map(tokenizer.id_of, self.stops))
 
     def with_system(self, text: str) -> FixedTemplate:
-        """The template with another system message. Raises: ValueError when it has no place for one."""
+        """Return the template with another system message.
+
+        Raises: ValueError when it has no place for one.
+        """
         if not self.slot:
             raise ValueError(
                 f"the chat template {self.name} has no place for a system message; drop --system"
@@ -215,11 +249,13 @@ class FixedTemplate(ChatTemplate):
 CONTROL = re.compile(r"</?s>|<\|\w+\|>")  # the control tokens in the templates' text
 # LLaMA-2's default; the two spaces after "safe." are Meta's
 SYSTEM = (
-    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being "
-    "safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal "
-    "content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
-    "If a question does not make any sense, or is not factually coherent, explain why instead of answering "
-    "something not correct. If you don't know the answer to a question, please don't share false information."
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
+    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, "
+    "toxic, dangerous, or illegal content. Please ensure that your responses are socially unbiased "
+    "and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of "
+    "answering something not correct. If you don't know the answer to a question, please don't "
+    "share false information."
 )
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -227,40 +263,64 @@ VICUNA_SYSTEM = (
 )
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n".format
 # LLaMA-3's text begins with BOS; `encode` adds it to the others
-CHAT_TEMPLATES = {
-    template.name: template
-    for template in (
-        FixedTemplate(  # LLaMA-3.1's own has two more lines, with dates, before the system message
-            name="llama3", start="<|begin_of_text|>", slot=f"{HEADER('system')}{{system}}<|eot_id|>", system=SYSTEM,
-            turn=HEADER("user"), ask=f"<|eot_id|>{HEADER('assistant')}", reply="", next=f"<|eot_id|>{HEADER('user')}",
-            stops=("<|eot_id|>",), trim_turns=True,
-        ),
-        FixedTemplate(
-            name="llama2", start="[INST] ", slot="<<SYS>>\n{system}\n<</SYS>>\n\n", system=SYSTEM,
-            turn="", ask=" [/INST] ", reply="", next=" </s><s>[INST] ",
-        ),
-        FixedTemplate(  # Mixtral uses it too
-            name="mistral", start="[INST] ", slot="", system="",
-            turn="", ask=" [/INST]", reply=" ", next="</s>[INST] ",
-        ),
-        FixedTemplate(
-            name="vicuna", start="", slot="{system} ", system=VICUNA_SYSTEM,
-            turn="USER: ", ask=" ASSISTANT:", reply=" ", next="</s>USER: ",
-        ),
-    )
-}  # fmt: skip
+LLAMA3 = FixedTemplate(  # LLaMA-3.1's own has two more lines, with dates, before the system message
+    name="llama3",
+    start="<|begin_of_text|>",
+    slot=f"{HEADER('system')}{{system}}<|eot_id|>",
+    system=SYSTEM,
+    turn=HEADER("user"),
+    ask=f"<|eot_id|>{HEADER('assistant')}",
+    reply="",
+    next=f"<|eot_id|>{HEADER('user')}",
+    stops=("<|eot_id|>",),
+    trim_turns=True,
+)
+LLAMA2 = FixedTemplate(
+    name="llama2",
+    start="[INST] ",
+    slot="<<SYS>>\n{system}\n<</SYS>>\n\n",
+    system=SYSTEM,
+    turn="",
+    ask=" [/INST] ",
+    reply="",
+    next=" </s><s>[INST] ",
+)
+MISTRAL = FixedTemplate(  # Mixtral uses it too
+    name="mistral",
+    start="[INST] ",
+    slot="",
+    system="",
+    turn="",
+    ask=" [/INST]",
+    reply=" ",
+    next="</s>[INST] ",
+)
+VICUNA = FixedTemplate(
+    name="vicuna",
+    start="",
+    slot="{system} ",
+    system=VICUNA_SYSTEM,
+    turn="USER: ",
+    ask=" ASSISTANT:",
+    reply=" ",
+    next="</s>USER: ",
+)
+CHAT_TEMPLATES = {template.name: template for template in (LLAMA3, LLAMA2, MISTRAL, VICUNA)}
 
 
 def chat_template(
     path: Path, tokenizer: Tokenizer, name: str = "", system: str | None = None
 ) -> ChatTemplate:
-    """Choose the chat template: the fixed one called `name`, or for "" the own one of the checkpoint in `path`.
+    """Choose the fixed chat template called `name`, or for "" the own one of the checkpoint.
 
+    path: the checkpoint
     system: the system message; None: the template's own
-    Raises: ValueError for an unknown name, and when the template is missing, fails, or has no place for `system`.
+    Raises: ValueError for an unknown name, and when the template is missing, fails, or has no place
+    for `system`.
     """
     if not name:
         return jinja_template(path, tokenizer, system)
     if name not in CHAT_TEMPLATES:
         raise ValueError(f"--chat must be one of {', '.join(CHAT_TEMPLATES)}; got {name}")
-    return CHAT_TEMPLATES[name] if system is None else CHAT_TEMPLATES[name].with_system(system)
+    template = CHAT_TEMPLATES[name]
+    return template if system is None else template.with_system(system)

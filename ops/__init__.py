@@ -1,1 +1,1 @@
-"""Operators and products: a reference and an implementation per device in each file."""
+"""Operators and products; each file has a reference and an implementation per device."""

@@ -1,9 +1,10 @@
-"""Attention of T new rows over a static cache, of which only the used part is read.
+"""Attention of T new tokens over a static cache, of which only the used part is read.
 
-The used length changes every cycle; it stays data and never becomes a shape of the compiled graph. On a CPU the
-operator reads the length, which is free there: cpu/attention.cpp, whose result for a row does not depend on the tree
-around it; PyTorch's SDPA serves other dtypes and machines without a compiler. On CUDA, where reading it would stop the
-host, kernels read it from device memory (cuda/attention.py); without Triton the whole capacity is masked.
+The used length changes every cycle; it stays data and never becomes a shape of the compiled graph.
+On a CPU the operator reads the length, which is free there (cpu/attention.cpp); a token's result
+does not depend on the draft tree around it. PyTorch's SDPA serves other dtypes and machines without
+a compiler. On CUDA, where reading the length would stop the host, kernels read it from device
+memory (cuda/attention.py); without Triton the whole capacity is masked.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor ma
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
-    """Attend from T new rows to a prefix and to a masked window behind it.
+    """Attend from T new tokens to a prefix and to a masked window behind it.
 
     q: [B, T, H, E]
-    k, v: [B, Hkv, S, E], the cache; the rows' own keys and values are already in it
-    start: [B] int64, slots below it are visible to all rows; start + W <= S
-    mask: [B, T, W] bool, which of the slots start .. start+W-1 each row sees; at least one per row
+    k, v: [B, Hkv, S, E], the cache; the tokens' own keys and values are already in it
+    start: [B] int64, slots below it are visible to all tokens; start + W <= S
+    mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
     Returns: [B, T, H * E] in q's dtype.
     """
     if uses_cpp(q) and q.shape[3] % 16 == 0:
@@ -32,7 +33,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
 
 
 def visible_slots(start: Tensor, mask: Tensor, slots: int) -> Tensor:
-    """Spread prefix and window over the cache: [B, T, slots] bool."""
+    """Return the slots of the cache that each token sees: [B, T, slots] bool."""
     T, W = mask.shape[1:]
     offset = torch.arange(slots, device=start.device) - start[:, None]  # [B, slots]
     inside = ((offset >= 0) & (offset < W))[:, None]  # [B, 1, slots]
@@ -43,10 +44,11 @@ def visible_slots(start: Tensor, mask: Tensor, slots: int) -> Tensor:
 def tree_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor
 ) -> Tensor:
-    """The same in the plainest way: every slot is read, softmax in fp32."""
+    """Compute `tree_attention` plainly: every slot is read, softmax in fp32."""
     B, T, H, E = q.shape
     group = H // k.shape[1]
-    k, v = (t.repeat_interleave(group, dim=1).float() for t in (k, v))  # [B, H, S, E]
+    k = k.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
+    v = v.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
     scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * E**-0.5  # [B, H, T, S]
     hidden = ~visible_slots(start, mask, k.shape[2])[:, None]  # [B, 1, T, S]
     y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v  # [B, H, T, E]
@@ -54,7 +56,7 @@ def tree_attention_reference(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """SDPA with the query heads of a group folded into rows, so that no key is copied per head.
+    """Run SDPA with the query heads of a group folded into rows, so that no key is copied per head.
 
     visible: [B, T, S] bool, or None for all.
     """
@@ -71,9 +73,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
 def _tree_attention_torch(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
     longest = int(start.max())
     used = longest + mask.shape[2]
-    k, v = k[:, :, :used], v[:, :, :used]
+    k = k[:, :, :used]
+    v = v[:, :, :used]
     if q.shape[0] == 1:
-        if mask.shape[1:] == (1, 1):  # one row that sees everything: no mask at all
+        if mask.shape[1:] == (1, 1):  # one token that sees everything: no mask at all
             return _attend(q, k, v, None)
         return _attend(q, k, v, F.pad(mask, (longest, 0), value=True))
     return _attend(q, k, v, visible_slots(start, mask, used))
@@ -89,10 +92,8 @@ def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: T
     import ops.cuda.attention
 
     with torch.cuda.device(q.device):
-        device, done = (
-            triton_products().device_of(q.device.index),
-            ops.cuda.attention.counters(q.device.index),
-        )
+        device = triton_products().device_of(q.device.index)
+        done = ops.cuda.attention.counters(q.device.index)
         return ops.cuda.attention.tree_attention(q, k, v, start, mask, device, done)
 
 

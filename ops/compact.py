@@ -1,4 +1,7 @@
-"""Moving rows within all buffers of a cache: one launch on CUDA (cuda/compact.py), cpu/compact.cpp on a CPU."""
+"""Moves of cache slots within all buffers: one launch on CUDA, one C++ call on a CPU.
+
+The implementations are in cuda/compact.py and cpu/compact.cpp.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor
 
 
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    """Move rows of all buffers to consecutive slots; every row is read before any is written.
+    """Move slots of all buffers next to each other; all sources are read before any is overwritten.
 
-    buffers: each [B, Hkv, S, E], contiguous; tensors of their own, of one shape and dtype
-    addresses: [buffers] int64, where they lie
-    start: [B] int64, slot of the first row
-    path: [B, D+1] int64, offset from `start` that each row is taken from
+    buffers: each [B, Hkv, S, E], contiguous; they share no memory and have one shape and dtype
+    addresses: [buffers] int64, the buffers' addresses in memory
+    start: [B] int64, the first slot to write
+    path: [B, D+1] int64, the slots to read, as offsets from `start`
     Writes: slots start .. start + D of every buffer.
     """
     if start.is_cuda:
@@ -24,18 +27,17 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
     elif has_cpu_operators():
         torch.ops.gpt_eagle.move_rows(buffers, start, path)
     else:
-        compact_reference(
-            buffers, start, path
-        )  # plain operations: the compiler makes one loop nest of all moves
+        # plain operations: the compiler makes one loop nest of all moves
+        compact_reference(buffers, start, path)
 
 
 def compact_reference(buffers: list[Tensor], start: Tensor, path: Tensor) -> None:
-    """The same by torch's own operators."""
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]  # [B, 1]
+    """Compute `compact` with torch's own operators."""
+    batch = torch.arange(path.shape[0], device=path.device)[:, None]  # [B, 1]
     target = start[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, D+1]
     source = start[:, None] + path
     for buffer in buffers:
-        buffer[rows, :, target] = buffer[rows, :, source]  # [B, D+1, Hkv, E]
+        buffer[batch, :, target] = buffer[batch, :, source]  # [B, D+1, Hkv, E]
 
 
 def _compact_cpu(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:

@@ -1,10 +1,11 @@
 """Products with experts: every row times the weight of its own expert.
 
-The data-dependent part is inside the operators: which experts are hit, and by how many rows, never becomes a shape.
-On a CPU rows are grouped by expert, which is as good for one token as for a tree or a prompt: every weight that is
-needed is read once where it lies, and idle experts cost nothing. On CUDA, where the host may not look, `route` has a
-kernel list the rows of every expert, once for both products of a layer, and cuda/experts.py works through the lists;
-without Triton every row meets every expert there.
+The data-dependent part is inside the operators: the experts that are hit, and the number of rows of
+each, never become a shape. On a CPU rows are grouped by expert, which is as good for one token as
+for a tree or a prompt: every weight that is needed is read once where it lies, and idle experts
+cost nothing. On CUDA, where the host must not read the routing, `route` launches a kernel that
+lists the rows of every expert, once for both products of a layer, and cuda/experts.py works through
+the lists. Without Triton every row is multiplied by every expert there.
 """
 
 from __future__ import annotations
@@ -23,53 +24,63 @@ lib.define("experts_linear(Tensor x, Tensor weight, Tensor routing) -> Tensor")
 
 
 def route(expert: Tensor, experts: int) -> Tensor:
-    """What the products with experts take on this device: [P] int64 as it is on a CPU, its `expert_lists` on CUDA."""
-    return expert_lists(expert, experts) if expert.is_cuda else expert
+    """Return the routing that the products with experts take on this device.
+
+    expert: [P] int64, of each row
+    Returns: `expert` itself on a CPU, its `expert_lists` on CUDA.
+    """
+    if expert.is_cuda:
+        return expert_lists(expert, experts)
+    return expert
 
 
 def expert_lists(expert: Tensor, experts: int) -> Tensor:
     """List the rows of every expert, each in order.
 
     expert: [P] int64, of each row
-    Returns: [experts + 1 + P] int32: where in the rows each expert's begin, and where the last one's end; the rows.
+    Returns: [experts + 1 + P] int32: the place among the rows at which each expert's begin, the end
+    of the last expert's, and the rows.
     """
     return torch.ops.gpt_eagle.expert_lists(expert, experts)
 
 
 def expert_lists_reference(expert: Tensor, experts: int) -> Tensor:
-    """The same by torch's own operators."""
-    begin = (expert[:, None] < torch.arange(experts + 1, device=expert.device)).sum(
-        0
-    )  # [experts + 1]
+    """Compute `expert_lists` with torch's own operators."""
+    bounds = torch.arange(experts + 1, device=expert.device)
+    begin = (expert[:, None] < bounds).sum(0)  # [experts + 1]
     return torch.cat((begin, expert.argsort(stable=True))).int()
 
 
 def expert_of(lists: Tensor, experts: int) -> Tensor:
-    """The expert of each row that `expert_lists` was given: [P] int64."""
-    end, rows = lists[1 : experts + 1], lists[experts + 1 :].long()
+    """Return the expert of each row, from the result of `expert_lists`: [P] int64."""
+    end = lists[1 : experts + 1]
+    rows = lists[experts + 1 :].long()
     place = torch.arange(len(rows), device=lists.device, dtype=torch.int32)
     return torch.empty_like(rows).scatter(0, rows, torch.searchsorted(end, place, right=True))
 
 
 def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
-    """Multiply every row with the weight of its expert. Its gradients are in scripts/train/experts_gradient.py.
+    """Multiply every row by the weight of its expert.
 
     x: [P, K]
     weight: [E, N, K], one matrix per expert
-    routing: what `route` made of the rows' experts
-    Returns: [P, N] in x's dtype.
+    routing: from `route`
+    Returns: [P, N] in x's dtype. Gradients are in scripts/train/experts_gradient.py.
     """
     return torch.ops.gpt_eagle.experts_linear(x, weight, routing)
 
 
 def experts_linear_reference(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """The same in the plainest way: every row through every expert. expert: [P] int64."""
+    """Compute `experts_linear` plainly: every row through every expert. expert: [P] int64."""
     every = torch.einsum("pk,enk->pen", x, weight)  # [P, E, N]
     return every[torch.arange(len(x), device=x.device), expert]  # [P, N]
 
 
 def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The experts that are hit, in order, and the rows of each. Reads the data: not for steps that are captured."""
+    """Yield the experts that are hit, in order, each with its rows.
+
+    This reads the data, so captured steps must not call it.
+    """
     for e in expert.unique().tolist():
         yield e, (expert == e).nonzero().flatten()
 

@@ -1,10 +1,11 @@
-"""The operator library `torch.ops.gpt_eagle`, and which of its implementations this machine can run.
+"""The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-An operator has a file beside this one, with a plain PyTorch reference and an implementation per device: C++ in `cpu/`
-for CPUs, Triton in `cuda/` for CUDA. Elsewhere are the passes of a model and of a draft head (cpu/layers.py; their
-references are model.py and eagle_draft.py), `gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `advance`
-(decode.py), `widen_blocks` (hf/gguf.py), and those of extras/. All are registered with `torch.library`, so that a step
-that uses them compiles with `fullgraph=True`.
+An operator has a file beside this one, with a plain PyTorch reference and an implementation per
+device: C++ in `cpu/` for CPUs, Triton in `cuda/` for CUDA. Elsewhere are the forward passes of a
+model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py),
+`gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `advance` (decode.py), `widen_blocks`
+(hf/gguf.py), and those of extras/. All are registered with `torch.library`, so that a step that
+uses them compiles with `fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ lib = torch.library.Library("gpt_eagle", "DEF")
 
 @cache
 def has_triton() -> bool:
-    """Whether there is Triton; says once what it means that there is none."""
+    """Check that Triton is installed; print once the consequences if it is not."""
     if importlib.util.find_spec("triton") is not None:
         return True
     print(
-        "note: without Triton attention, top-k and experts are slow, and steps not timed; pip install triton",
+        "note: without Triton attention, top-k and experts are slow, and steps not timed; "
+        "pip install triton",
         file=sys.stderr,
     )
     return False
@@ -50,29 +52,32 @@ def triton_products() -> ModuleType:
     return products
 
 
-_cpp_available: list[
-    bool
-] = []  # whether the C++ operators are, once somebody has asked; a step that is traced only reads it
+# Empty until the first call of `has_cpu_operators`, then its result. A traced step only reads it.
+_cpp_available: list[bool] = []
 
 
 def has_cpu_operators() -> bool:
-    """Whether the C++ operators are there; the first call builds them, and says once why it cannot."""
+    """Check that the C++ operators are loaded.
+
+    The first call builds them; if that fails, it prints the reason once.
+    """
     if not _cpp_available:
         _cpp_available.append(not build.load_operators())
     return _cpp_available[0]
 
 
 def cpu_operators_are_loaded() -> bool:
-    """Whether the C++ operators are there already; this builds nothing."""
+    """Check that the C++ operators are loaded already, without building them."""
     return _cpp_available == [True]
 
 
 @contextmanager
 def single_torch_thread(whether: bool = True) -> Iterator[None]:
-    """Run PyTorch's own loops on one thread, those of the C++ operators on as many as before.
+    """Run PyTorch's own loops on one thread, and the C++ operators' on as many as before.
 
-    After each of its loops PyTorch's threads (OpenMP's) spin for milliseconds, on cores that the operators' need.
-    whether: or do nothing
+    After each loop PyTorch's threads (OpenMP's) spin for milliseconds, on cores that the threads of
+    the C++ operators need.
+    whether: False: do nothing
     """
     count = torch.get_num_threads()
     if not whether or count == 1:
@@ -88,13 +93,15 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
 
 
 def on_cpp_device(x: Tensor) -> bool:
-    """Whether x is where the C++ operators are."""
+    """Check that x is on the CPU and the C++ operators are loaded."""
     return x.device.type == "cpu" and has_cpu_operators()
 
 
 def uses_cpp(x: Tensor) -> bool:
-    """Whether our C++ takes x. Callers name its operators themselves: a layer of Python costs 6 us a call."""
-    known = (
-        x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
-    )  # the operators have no gradients
-    return known and on_cpp_device(x)
+    """Check that the C++ operators take x.
+
+    Callers name the operators themselves, because a layer of Python costs 6 us a call.
+    """
+    # the operators have no gradients
+    supported = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
+    return supported and on_cpp_device(x)

@@ -1,7 +1,8 @@
-"""The norm of features, alone or behind the sum with a layer's output, and the SwiGLU.
+"""RMSNorm, alone or after the residual sum, and SwiGLU.
 
-C++ on a CPU (cpu/layers.cpp), Triton on CUDA (cuda/norm.py); elsewhere plain operations, which the compiler fuses with
-their surroundings. A row has the same bits in eager and in compiled steps.
+C++ on a CPU (cpu/layers.cpp), Triton on CUDA (cuda/norm.py); elsewhere plain operations, which the
+compiler fuses with the operations around them. A row has the same bits in eager and in compiled
+steps.
 """
 
 from __future__ import annotations
@@ -30,25 +31,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _trained(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(
-        x.requires_grad for x in inputs
-    )  # the operators have no gradients
+    """Check that gradients are needed: the operators have none."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same by torch's own operators."""
+    """Compute `rms_norm` with torch's own operators."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
 
 
 def add(x: Tensor, delta: Tensor) -> Tensor:
-    """Add a layer's output to the stream. x: [..., F]; delta: [..., F], or its partial sums, [S, ..., F] fp32."""
-    return (x + delta.sum(0)).to(x.dtype) if delta.dim() > x.dim() else x + delta
+    """Add a layer's output to the residual stream.
+
+    x: [..., F]; delta: [..., F], or its partial sums (split-K), [S, ..., F] fp32
+    """
+    if delta.dim() > x.dim():
+        return (x + delta.sum(0)).to(x.dtype)
+    return x + delta
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add`, and the `rms_norm` of that; weight: [F]. Returns both, [..., F] each."""
+    """Compute `add` and the `rms_norm` of its result; weight: [F]. Returns: both, [..., F] each."""
     if x.is_cuda and x.dtype == weight.dtype and not _trained(x, delta, weight):
         return torch.ops.gpt_eagle.add_norm(x, delta, weight, eps)
     x = add(x, delta)
@@ -58,13 +63,16 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def add_norm_reference(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by torch's own operators."""
+    """Compute `add_norm` with torch's own operators."""
     x = add(x, delta)
     return x, rms_norm_reference(x, weight, eps)
 
 
 def swiglu(y: Tensor) -> Tensor:
-    """SiLU of the first half of every row, times the second. y: [..., 2 F]. Source: arXiv 2002.05202."""
+    """Multiply the SiLU of the first half of every row by the second half.
+
+    y: [..., 2 F]. Returns: [..., F]. Source: arXiv 2002.05202.
+    """
     gate, up = y.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -75,9 +83,8 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        return ops.cuda.norm.add_norm(
-            x, delta, weight, eps, triton_products().device_of(x.device.index)
-        )
+        device = triton_products().device_of(x.device.index)
+        return ops.cuda.norm.add_norm(x, delta, weight, eps, device)
 
 
 def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,9 +93,9 @@ def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        return ops.cuda.norm.add_norm(
-            x, None, weight, eps, triton_products().device_of(x.device.index)
-        )[1]
+        device = triton_products().device_of(x.device.index)
+        _, y = ops.cuda.norm.add_norm(x, None, weight, eps, device)
+        return y
 
 
 @torch.library.register_fake("gpt_eagle::norm", lib=lib)

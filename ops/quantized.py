@@ -1,12 +1,13 @@
-"""Products with int8 and int4 weights, x W^T: one function per format and device, for any number of rows.
+"""Products with int8 and int4 weights, x W^T: a function per format and device, for any row count.
 
-CPU (`w4a8`, `w8a8`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row and block of K, and
-everything is integer dot products. A row's result does not depend on the other rows, bit for bit. Without a C++
-compiler the references below compute the same function, slowly.
+CPU (`w4a8`, `w8a8`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row
+and block of K, and all dot products are in integers. A row's result does not depend on the other
+rows, bit for bit. Without a C++ compiler the references below compute the same function, slowly.
 CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits.
 
-`PRODUCTS` says for a format and a kind of device how weights are packed, unpacked and multiplied. Given a routing
-(`ops.experts.route`), x is [P, K], weights are stacked, and row i meets the weight of its own expert.
+`PRODUCTS` holds, per format and kind of device, the functions that pack, unpack and multiply
+weights. With a routing (`ops.experts.route`), x is [P, K], weights are stacked, and row i is
+multiplied by the weight of its own expert.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ops.cuda.layout import (
     unpack_int4_planes,
     unpack_int8_planes,
     unpack_scales,
-)  # fmt: skip
+)
 from ops.experts import rows_by_expert
 from ops.library import has_cpu_operators, lib, triton_products
 
@@ -43,63 +44,62 @@ lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epil
 
 
 class Product(NamedTuple):
-    """How one device multiplies with one format."""
+    """The product of one format on one kind of device."""
 
-    pack: Callable[
-        [Tensor, Tensor], tuple[Tensor, Tensor]
-    ]  # codes, scale -> two tensors in the operator's layout
-    unpack: Callable[
-        [Tensor, Tensor, int, int], tuple[Tensor, Tensor]
-    ]  # the same, N, K -> codes, scale
-    # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: the result in fp32
+    # (codes, scale) -> (packed, scale), in the operator's layout
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    # (packed, scale, N, K) -> (codes, scale)
+    unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+    # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: in fp32
     multiply: Callable[..., Tensor]
-    # (x, packed, scale) -> what `ops.norm.add` takes; SwiGLU of outputs with gate above up, [..., n / 2]. None: neither
+    # (x, packed, scale) -> the partial sums that `ops.norm.add` takes; None: not available
     split_k: Callable[..., Tensor] | None = None
+    # (x, packed, scale) -> SwiGLU of outputs with gate above up, [..., n / 2]; None: not available
     swiglu: Callable[..., Tensor] | None = None
 
 
-# ------------------------------------------------------------------------------------------- zero points
+# ------------------------------------------------------------------------------------- zero points
 
 
 def join_zeros(scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Put the scale and the zero point of an int4 group into a word, without rounding either.
+    """Put the scale and the zero point of an int4 group into one word, without rounding either.
 
-    As fp32, a bfloat16 or float16 scale ends in 13 zeros; 8 + zero takes the last five bits.
-    scale: [N, K/G] bfloat16 or float16; zero: [N, K/G] int8 in -8 .. 8; None: all zero
+    A bfloat16 or float16 scale ends in 13 zero bits as fp32; 8 + zero takes the last five.
+    scale: [N, K/G] bfloat16 or float16
+    zero: [N, K/G] int8 in -8 .. 8; None: all zero
     Returns: [N, K/G] int32.
     """
     assert scale.dtype in (torch.bfloat16, torch.float16), scale.dtype
     assert zero is None or (zero.shape == scale.shape and zero.int().abs().max() <= 8), zero
-    return scale.float().view(torch.int32) | (8 if zero is None else zero.int() + 8)
+    low_bits = 8 if zero is None else zero.int() + 8
+    return scale.float().view(torch.int32) | low_bits
 
 
 def split_zeros(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors of int4 weights. codes: [N, K] int8; scale: [N, K/G] bfloat16, or int32 from `join_zeros`.
+    """Return the two factors of int4 weights.
 
+    codes: [N, K] int8; scale: [N, K/G] bfloat16, or int32 from `join_zeros`
     Returns: codes less their zero points, [N, K/G, G]; scales, [N, K/G, 1]; both fp32.
     """
-    groups, words = codes.float().unflatten(1, (scale.shape[1], -1)), scale[..., None]
+    groups = codes.float().unflatten(1, (scale.shape[1], -1))
+    words = scale[..., None]
     if scale.dtype != torch.int32:
         return groups, words.float()
     return groups + 8 - (words & 31), (words & ~31).view(torch.float32)
 
 
-# --------------------------------------------------------------------------------------------------- CPU
+# --------------------------------------------------------------------------------------------- CPU
 
 
 def _w4a8(
     x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
 ) -> Tensor:
     if not has_cpu_operators():
-        return _plainly(
-            lambda rows, w, s: w4a8_reference(rows, *unpack_int4_strips(w, n)),
-            x,
-            packed,
-            scale,
-            n,
-            fp32_out,
-            expert,
-        )
+
+        def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
+            return w4a8_reference(rows, *unpack_int4_strips(w, n))
+
+        return _multiply_plainly(reference, x, packed, scale, n, fp32_out, expert)
     y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
 
@@ -108,15 +108,11 @@ def _w8a8(
     x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
 ) -> Tensor:
     if not has_cpu_operators():
-        return _plainly(
-            lambda rows, w, s: w8a8_reference(rows, unpack_int8_strips(w, n), s),
-            x,
-            packed,
-            scale,
-            n,
-            fp32_out,
-            expert,
-        )
+
+        def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
+            return w8a8_reference(rows, unpack_int8_strips(w, n), s)
+
+        return _multiply_plainly(reference, x, packed, scale, n, fp32_out, expert)
     y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
 
@@ -125,11 +121,16 @@ def _readable(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x  # the operators read bf16 and fp32
 
 
-def _plainly(
+def _multiply_plainly(
     reference: Callable[[Tensor, Tensor, Tensor], Tensor],
-    x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """By a reference, for machines without a compiler; eager only, as everything is there."""
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    n: int,
+    fp32_out: bool,
+    expert: Tensor | None,
+) -> Tensor:
+    """Multiply by a reference on machines without a compiler, where every step is eager."""
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(len(rows), n, dtype=torch.float32 if fp32_out else x.dtype)
     if expert is None:
@@ -141,17 +142,26 @@ def _plainly(
 
 
 def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Round rows to int8 block by block. x: [..., K]. Returns: codes [..., blocks, block] and scales [..., blocks, 1],
-    both fp32; the last block is padded with zeros."""
+    """Round rows to int8 block by block.
+
+    x: [..., K]
+    Returns: codes [..., blocks, block] and scales [..., blocks, 1], both fp32; the last block is
+    padded with zeros.
+    """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
     most = blocks.abs().amax(-1, keepdim=True)
-    # divided as in the source: for a plain number, 127 / most is 127 * (1 / most), which rounds twice
+    # divided as in cpu/quantized.cpp: with a plain number, 127 / most is 127 * (1 / most), which
+    # rounds twice
     to_code = torch.where(most > 1e-30, torch.tensor(127.0) / most, 0)
     return (blocks * to_code).round(), most / 127
 
 
 def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """`w4a8` in plain operations. x: [M, K]; codes, scale: as for `pack_int4_strips`. Returns: [M, N] fp32."""
+    """Compute `w4a8` plainly.
+
+    x: [M, K]; codes, scale: as for `pack_int4_strips`
+    Returns: [M, N] fp32.
+    """
     activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
     weights, steps = split_zeros(codes, scale)
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact
@@ -159,58 +169,62 @@ def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """`w8a8` in plain operations. x: [M, K]; codes: [N, K]; scale: [N] fp32. Returns: [M, N] fp32."""
+    """Compute `w8a8` plainly. x: [M, K]; codes: [N, K]; scale: [N] fp32. Returns: [M, N] fp32."""
     activations, scales = round_activations(x, BLOCK8)
-    weights = F.pad(codes.float(), (0, -codes.shape[1] % BLOCK8)).unflatten(1, (-1, BLOCK8))
+    padded = F.pad(codes.float(), (0, -codes.shape[1] % BLOCK8))
+    weights = padded.unflatten(1, (-1, BLOCK8))
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)
     return (sums * scales).sum(1) * scale
 
 
-# -------------------------------------------------------------------------------------------------- CUDA
+# -------------------------------------------------------------------------------------------- CUDA
 
 
 def _check(x: Tensor, packed: Tensor, bits: int, scale_is_packed: bool) -> None:
     blocks = -(-x.shape[-1] * bits // (16 * COLUMNS))
     if packed.shape[-3] != blocks:
-        rule = f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of {16 * COLUMNS // bits}"
-        raise ValueError(f"{rule}; these have {packed.shape[-3]}: pack the weights of this layer")
-    if not scale_is_packed:
         raise ValueError(
-            f"w{bits}a16 takes scales as {'pack_scales' if bits == 4 else '[N] float32'} lays them out"
+            f"x of {x.shape[-1]} inputs needs int{bits} weights packed in {blocks} blocks of "
+            f"{16 * COLUMNS // bits}; these have {packed.shape[-3]}: pack the weights of this layer"
         )
+    if not scale_is_packed:
+        layout = "pack_scales" if bits == 4 else "[N] float32"
+        raise ValueError(f"w{bits}a16 takes scales as {layout} lays them out")
 
 
 def w4a16(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
 ) -> Tensor:
-    """Multiply rows by int4 weights, x W^T; dots of a group are taken over the codes, then scaled and added in fp32.
+    """Multiply rows by int4 weights, x W^T.
+
+    Dot products of a group are taken over the codes, then scaled and added in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed, scale: from `pack_int4_planes` and `pack_scales`
-    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the epilogue is "none"
-    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
-    Returns: [..., N] in x's dtype, or what the epilogue says.
+    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
+    epilogue is "none"
+    epilogue: "none", "fp32", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
+    Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
-    _check(
-        x,
-        packed,
-        4,
-        scale.dtype in (torch.int32, torch.float32) and scale.shape[:-1] == packed.shape[:-1],
-    )
+    packed_dtype = scale.dtype in (torch.int32, torch.float32)
+    _check(x, packed, 4, packed_dtype and scale.shape[:-1] == packed.shape[:-1])
     return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, epilogue)
 
 
 def w8a16(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
 ) -> Tensor:
-    """Multiply rows by int8 weights, x W^T; the product is taken over the codes, then scaled in fp32.
+    """Multiply rows by int8 weights, x W^T.
+
+    The product is taken over the codes, then scaled in fp32.
 
     x: [..., K] bfloat16, float16 or float32
     packed: from `pack_int8_planes`; scale: [N] float32
-    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the epilogue is "none"
-    epilogue: "none", "fp32_out", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
-    Returns: [..., N] in x's dtype, or what the epilogue says.
+    lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
+    epilogue is "none"
+    epilogue: "none", "fp32", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
+    Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
     stacked = packed.shape[:-3] + packed.shape[-2:-1]
@@ -219,14 +233,15 @@ def w8a16(
 
 
 def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """`w4a16` in the plainest way: the weights in fp32."""
-    K, N = x.shape[-1], packed.shape[1]
+    """Compute `w4a16` plainly, with the weights in fp32."""
+    K = x.shape[-1]
+    N = packed.shape[1]
     weights, steps = split_zeros(unpack_int4_planes(packed, N, K), unpack_scales(scale, K))
     return (x.float() @ (weights * steps).flatten(1).T).to(x.dtype)
 
 
 def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """`w8a16` in the plainest way: the weights in fp32."""
+    """Compute `w8a16` plainly, with the weights in fp32."""
     w = unpack_int8_planes(packed, packed.shape[1], x.shape[-1]) * scale[:, None]  # [N, K]
     return (x.float() @ w.T).to(x.dtype)
 
@@ -247,16 +262,16 @@ def _quantized_matmul_cuda(
 def _quantized_matmul_fake(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
 ) -> Tensor:
-    shape, dtype = [*x.shape[:-1], packed.shape[-2]], x.dtype
+    shape = [*x.shape[:-1], packed.shape[-2]]
+    dtype = torch.float32 if epilogue in ("fp32", "split_k") else x.dtype
     if epilogue == "swiglu":
         shape[-1] //= 2
     if epilogue == "split_k":
         products = triton_products()
-        shape.insert(
-            0,
-            products.plan_of(x, packed, scale, products.device_of(x.device.index), epilogue).splits,
-        )
-    return x.new_empty(shape, dtype=torch.float32 if epilogue in ("fp32_out", "split_k") else dtype)
+        device = products.device_of(x.device.index)
+        plan = products.plan_of(x, packed, scale, device, epilogue)
+        shape.insert(0, plan.splits)
+    return x.new_empty(shape, dtype=dtype)
 
 
 for _name in ("w4a16", "w8a16"):
@@ -264,14 +279,14 @@ for _name in ("w4a16", "w8a16"):
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
 
 
-# ------------------------------------------------------------------------------------------------- table
+# ------------------------------------------------------------------------------------------- table
 
 
 def _on_cuda(product: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
-    """A CUDA product as `Product` has it."""
+    """Return a CUDA product as fields of `Product`."""
     return {
         "multiply": lambda x, packed, scale, n, fp32_out, lists=None: product(
-            x, packed, scale, lists, "fp32_out" if fp32_out else "none"
+            x, packed, scale, lists, "fp32" if fp32_out else "none"
         ),
         "split_k": lambda x, packed, scale: product(x, packed, scale, epilogue="split_k"),
         "swiglu": lambda x, packed, scale: product(x, packed, scale, epilogue="swiglu"),

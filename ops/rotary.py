@@ -1,7 +1,8 @@
-"""The rotary embedding of queries and keys, which are normed before where the model does that, and the cache's rows.
+"""RoPE of queries and keys, after their norms if the model has any, and the writes to the cache.
 
-`rotary_cache` turns queries and keys; keys and values go into the cache: one launch on CUDA (cuda/rotary.py);
-elsewhere `rotary` (cpu/rotary.cpp on a CPU, behind the norms) and two assignments.
+`rotary_cache` rotates queries and keys, and writes keys and values to the cache. It is one launch
+on CUDA (cuda/rotary.py); elsewhere it is the norms, `rotary` (cpu/rotary.cpp on a CPU) and two
+assignments.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from torch import Tensor
 from ops.library import has_triton, lib, triton_products, uses_cpp
 from ops.norm import rms_norm
 
-HeadNorms = tuple[
-    Tensor, Tensor, float
-]  # the norms of each query and of each key: weights, [E] each, and epsilon
+# the norms of every query head and every key head: weights, [E] each, and epsilon
+HeadNorms = tuple[Tensor, Tensor, float]
 
 lib.define(
     "rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, "
@@ -23,7 +23,11 @@ lib.define(
 
 
 def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`, times a factor. positions: [B, T] int64. Returns two [B, T, 1, E] fp32."""
+    """Compute the cosines and sines for `rotate`, times a factor.
+
+    freq: [E/2]; positions: [B, T] int64
+    Returns: two [B, T, 1, E] fp32.
+    """
     if freq.dtype == torch.float32 and uses_cpp(freq):
         return torch.ops.gpt_eagle.angles(freq, positions, factor)
     angles = positions[..., None].float() * freq  # [B, T, E/2]
@@ -46,18 +50,19 @@ def rotary(
     kv_heads: int,
     norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the queries and keys of T rows, which are normed before, head by head, if there are norms.
+    """Rotate the queries and keys of T tokens; norm them before, head by head, if there are norms.
 
     qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
     rope: cosines and sines, [B, T, 1, E] fp32 each
-    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E]. Source of the norms: Qwen3 (arXiv 2505.09388).
+    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E].
+    Source: Qwen3 (arXiv 2505.09388) for the norms.
     """
     if norms is not None:
-        of_q, of_k, eps = norms
+        q_weight, k_weight, eps = norms
         q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
-        qkv = torch.cat(
-            (rms_norm(q, of_q, eps), rms_norm(k, of_k, eps)), dim=2
-        )  # [B, T, H + Hkv, E]
+        q = rms_norm(q, q_weight, eps)
+        k = rms_norm(k, k_weight, eps)
+        qkv = torch.cat((q, k), dim=2)  # [B, T, H + Hkv, E]
     if uses_cpp(qkv):
         return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
     return rotary_reference(qkv, rope, heads, kv_heads)
@@ -66,7 +71,7 @@ def rotary(
 def rotary_reference(
     qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations, without norms."""
+    """Compute `rotary` without norms, with torch's own operators."""
     q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
     return rotate(q, rope), rotate(k, rope)
 
@@ -79,15 +84,15 @@ def rotary_cache(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """`rotary` of T rows, whose keys and values go into the cache.
+    """Compute `rotary` for T tokens and write their keys and values to the cache.
 
     k, v: [B, Hkv, S, E]; slots: [B, T] int64
-    Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
+    Writes: k, v at the slots.
+    Returns: the queries, [B, T, H, E].
     """
     if qkv.is_cuda:
-        return torch.ops.gpt_eagle.rotary_cache(
-            qkv, *rope, k, v, slots, *(norms or (None, None, 0.0))
-        )
+        norms = norms or (None, None, 0.0)
+        return torch.ops.gpt_eagle.rotary_cache(qkv, *rope, k, v, slots, *norms)
     return rotary_cache_plainly(qkv, rope, k, v, slots, norms)
 
 
@@ -99,22 +104,21 @@ def rotary_cache_plainly(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """The same by `rotary`."""
+    """Compute `rotary_cache` by `rotary` and two assignments."""
     kv_heads = k.shape[1]
-    queries, keys = rotary(
-        qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads, norms
-    )  # [B, T, H, E], [B, T, Hkv, E]
-    rows = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
-    k[rows, :, slots] = keys
-    v[rows, :, slots] = qkv[:, :, -kv_heads:]
+    heads = qkv.shape[2] - 2 * kv_heads
+    # [B, T, H, E] and [B, T, Hkv, E]
+    queries, keys = rotary(qkv, rope, heads, kv_heads, norms)
+    batch = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
+    k[batch, :, slots] = keys
+    v[batch, :, slots] = qkv[:, :, -kv_heads:]
     return queries
 
 
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     if not has_triton():
-        return rotary_cache_plainly(
-            qkv, (cos, sin), k, v, slots, None if norms[0] is None else norms
-        )
+        given = None if norms[0] is None else norms
+        return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, given)
     import ops.cuda.rotary
 
     with torch.cuda.device(qkv.device):

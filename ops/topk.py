@@ -1,7 +1,8 @@
-"""The best score of every row, with noise added on demand, and the k best with the row's normalizer.
+"""The argmax of every row of scores, with optional noise, and the k best with their logsumexp.
 
-C++ on a CPU (cpu/topk.cpp), Triton on CUDA (cuda/topk.py); elsewhere plain operations, which the compiler fuses with
-their surroundings. A row has the same bits in eager and in compiled steps.
+C++ on a CPU (cpu/topk.cpp), Triton on CUDA (cuda/topk.py); elsewhere plain operations, which the
+compiler fuses with the operations around them. A row has the same bits in eager and in compiled
+steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None)
     """Find the best token of every row of scores; of equal ones the lowest.
 
     scores: [B, N, V] fp32
-    noise: [B, R, V] fp32, of which row [B, N] int64 is added to each node's scores; None: nothing is
+    noise: [B, R, V] fp32, added to the scores; None: no noise
+    row: [B, N] int64, the row of the noise for each node
     Returns: [B, N] int64.
     """
     if uses_cpp(scores):
@@ -29,20 +31,19 @@ def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None)
 def best_reference(
     scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None
 ) -> Tensor:
-    """The same by torch's own operators."""
+    """Compute `best` with torch's own operators."""
     if noise is not None:
-        scores = scores + noise.gather(
-            1, row[:, :, None].expand(-1, -1, noise.shape[2])
-        )  # [B, N, V]
+        index = row[:, :, None].expand(-1, -1, noise.shape[2])
+        scores = scores + noise.gather(1, index)  # [B, N, V]
     return scores.argmax(-1)
 
 
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the k best of every row of scores, best first, and the logarithm of the row's sum of exponentials.
+    """Find the k best of every row of scores, best first, and the row's logsumexp.
 
     scores: [..., V] float32
-    Returns: their values and indices, both [..., k]; the logsumexp, [..., 1]. Equal values come in the order of
-    their indices, except where torch.topk serves, which has no such rule.
+    Returns: values and indices, both [..., k]; the logsumexp, [..., 1]. Equal values come in the
+    order of their indices, except where torch.topk serves, which has no such rule.
     Raises: ValueError for scores of another dtype.
     """
     if scores.dtype != torch.float32:
@@ -53,14 +54,14 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
     if uses_cpp(scores):
         return torch.ops.gpt_eagle.topk(scores, k)
-    return topk_logsumexp_reference(
-        scores, k
-    )  # plain operations: the compiler fuses them with what made the scores
+    # plain operations: the compiler fuses them with those that computed the scores
+    return topk_logsumexp_reference(scores, k)
 
 
 def topk_logsumexp_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by torch's own operators."""
-    return *scores.topk(k, dim=-1), scores.logsumexp(-1, keepdim=True)
+    """Compute `topk_logsumexp` with torch's own operators."""
+    values, index = scores.topk(k, dim=-1)
+    return values, index, scores.logsumexp(-1, keepdim=True)
 
 
 def _topk_logsumexp_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

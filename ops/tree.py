@@ -1,9 +1,10 @@
-"""Operators of a draft tree: the next level, the nodes, and where the rows of a step lie in the cache.
+"""Operators of a draft tree: the next level, the nodes, and the cache slots of a step's tokens.
 
-`next_level` scores the children of a frontier and picks the next frontier. `rerank` picks the nodes of the tree.
-`place_rows` says where the rows of a step lie in the cache. On a CPU each is one C++ call (cpu/tree.cpp). Elsewhere they
-are made of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in Triton (cuda/topk.py, cuda/tree.py),
-and plain ones, which the compiler fuses.
+`next_level` scores the children of a frontier and picks the next frontier. `rerank` picks the nodes
+of the tree. `place_rows` computes the cache slots and positions of a step's tokens. On a CPU each
+is one C++ call (cpu/tree.cpp). Elsewhere they consist of smaller operators: on CUDA `grow_level`,
+`best_nodes` and `relate` in Triton (cuda/topk.py, cuda/tree.py), and plain ones, which the compiler
+fuses.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ops.library import has_triton, lib, on_cpp_device, uses_cpp
 from ops.topk import topk_logsumexp
 
 lib.define(
-    "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, Tensor? places, int k, "
-    "int count, int slot, bool by_value) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, "
+    "Tensor? places, int k, int count, int slot, bool by_value) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 lib.define("best_nodes(Tensor values, int count) -> Tensor")
 lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -30,11 +32,11 @@ class Children(NamedTuple):
 
     tokens: Tensor  # [B, R, k] int64
     scores: Tensor  # [B, R, k] fp32, log-probabilities
-    q: Tensor | None = None  # [B, R, V] fp32, what they were sampled from, if they were
+    q: Tensor | None = None  # [B, R, V] fp32, the proposal distributions, if they were sampled
 
 
 class Scores(NamedTuple):
-    """What R nodes say of all their children, of which the k best are wanted. They add log softmax(c z) to a path."""
+    """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value."""
 
     logits: Tensor  # [B, R, V] fp32, z
     sharpness: float  # c
@@ -42,25 +44,26 @@ class Scores(NamedTuple):
     q: Tensor | None = None  # None: nothing was sampled
 
     def best(self, k: int) -> Children:
-        """The k best."""
-        best, columns, total = topk_logsumexp(
-            self.sharpness * self.logits, k
-        )  # [B, R, k] twice, [B, R, 1]
+        """Return the k best children of every node."""
+        # [B, R, k] twice, [B, R, 1]
+        best, columns, total = topk_logsumexp(self.sharpness * self.logits, k)
+        tokens = columns if self.ids is None else self.ids[columns]
         # no value may exceed its parent's, not even by the rounding of the logarithm
-        return Children(
-            columns if self.ids is None else self.ids[columns], (best - total).clamp(max=0)
-        )
+        return Children(tokens, (best - total).clamp(max=0))
 
 
 class Frontier(NamedTuple):
     """The nodes of a level that have children."""
 
     values: Tensor  # [B, R] fp32, sum of the scores along the path
-    seen: Tensor  # [B, R, W] bool, which scratch slots each one sees: its ancestors' and its own
+    seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
 
 
 class Expansion(NamedTuple):
-    """Which candidates of a level have children: the first `count` by value, or by their own score, or by place."""
+    """The choice of the candidates of a level that have children.
+
+    They are the best `count` by value or by their own score, or those at given places.
+    """
 
     k: int  # children per node of the frontier
     count: int  # R'; 0: none
@@ -70,18 +73,17 @@ class Expansion(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A level: X = R k candidates, by their parents' order, then by rank; of them the next frontier."""
+    """A level of X = R k candidates, by parents' order, then by rank, and the next frontier."""
 
     tokens: Tensor  # [B, X] int64
     values: Tensor  # [B, X] fp32
-    order: Tensor | None = (
-        None  # [B, R'] int64, which candidates the frontier is; None or empty where there is none
-    )
+    # [B, R'] int64, places of the frontier's nodes among the candidates; None or empty: no frontier
+    order: Tensor | None = None
     front: Frontier | None = None
 
 
 def grow_level(found: Children | Scores, front: Frontier, step: Expansion) -> Grown:
-    """Value the children of a frontier, and choose the next one. Of equal candidates the first is chosen."""
+    """Value the children of a frontier and choose the next one; of equal candidates, the first."""
     if isinstance(found, Children):
         return grow_level_reference(found, front, step)
     if not found.logits.is_cuda:
@@ -101,57 +103,47 @@ def grow_level(found: Children | Scores, front: Frontier, step: Expansion) -> Gr
 
 
 def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> Grown:
-    """The same by torch's own operators."""
-    tokens, values = (
-        found.tokens.flatten(1),
-        (front.values[:, :, None] + found.scores).flatten(1),
-    )  # [B, X]
+    """Compute `grow_level` with torch's own operators."""
+    tokens = found.tokens.flatten(1)  # [B, X]
+    values = (front.values[:, :, None] + found.scores).flatten(1)  # [B, X]
     if not step.count:
         return Grown(tokens, values)
     if step.places is None:
-        order = best_first(values if step.by_value else found.scores.flatten(1))[:, : step.count]
+        ranked = values if step.by_value else found.scores.flatten(1)
+        order = best_first(ranked)[:, : step.count]  # [B, R']
     else:
         order = step.places.expand(len(values), -1)  # [B, R']
     parent = (order // step.k)[:, :, None]  # [B, R', 1]
-    rows, slots = (torch.arange(n, device=order.device) for n in (step.count, front.seen.shape[2]))
-    own = slots == step.slot + rows[:, None]  # [R', W]
-    seen = (
-        front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
-    )  # a node sees its ancestors and itself
+    nodes = torch.arange(step.count, device=order.device)
+    slots = torch.arange(front.seen.shape[2], device=order.device)
+    own = slots == step.slot + nodes[:, None]  # [R', W]
+    # a node sees its ancestors and itself
+    seen = front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
     return Grown(tokens, values, order, Frontier(values.gather(1, order), seen))
 
 
 def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     step = Expansion(k, count, slot, places, by_value)
-    grown = grow_level_reference(
-        Scores(logits, sharpness, ids).best(k), Frontier(values, seen), step
-    )
+    children = Scores(logits, sharpness, ids).best(k)
+    grown = grow_level_reference(children, Frontier(values, seen), step)
     if not count:
         nothing = values.new_empty(len(values), 0)
-        return (
-            grown.tokens,
-            grown.values,
-            nothing.long(),
-            nothing,
-            seen.new_empty(len(values), 0, seen.shape[2]),
-        )
-    return (
-        grown.tokens,
-        grown.values,
-        grown.order.clone(memory_format=torch.contiguous_format),
-        *grown.front,
-    )
+        nothing_seen = seen.new_empty(len(values), 0, seen.shape[2])
+        return grown.tokens, grown.values, nothing.long(), nothing, nothing_seen
+    order = grown.order.clone(memory_format=torch.contiguous_format)
+    return grown.tokens, grown.values, order, *grown.front
 
 
-def _grow_level_cuda(logits, sharpness, ids, values, seen, places, *step):
+def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     if has_triton():
         import ops.cuda.topk
 
-        if step[0] <= ops.cuda.topk.MOST:
+        if k <= ops.cuda.topk.MOST:
+            found = Scores(logits, sharpness, ids)
+            step = Expansion(k, count, slot, places, by_value)
             with torch.cuda.device(logits.device):
-                found, step = Scores(logits, sharpness, ids), Expansion(*step[:3], places, step[3])
                 return ops.cuda.topk.grow_level(found, Frontier(values, seen), step)
-    return _grow_level_plain(logits, sharpness, ids, values, seen, places, *step)
+    return _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value)
 
 
 lib.impl("grow_level", _grow_level_plain, "CPU")
@@ -161,16 +153,18 @@ lib.impl("grow_level", _grow_level_cuda, "CUDA")
 @torch.library.register_fake("gpt_eagle::grow_level", lib=lib)
 def _(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     B, R, _ = logits.shape
-    candidates, front = values.new_empty(B, R * k), values.new_empty(B, count)
-    tokens, order = (x.new_empty(x.shape, dtype=torch.long) for x in (candidates, front))
+    tokens = values.new_empty(B, R * k, dtype=torch.long)
+    candidates = values.new_empty(B, R * k)
+    order = values.new_empty(B, count, dtype=torch.long)
+    front = values.new_empty(B, count)
     return tokens, candidates, order, front, seen.new_empty(B, count, seen.shape[2])
 
 
-# ------------------------------------------------------------------------------------- nodes of a draft tree
+# ------------------------------------------------------------------------ nodes of a draft tree
 
 
 class Nodes(NamedTuple):
-    """How N nodes are related; node 0 is the root, and parents precede children."""
+    """The relations of N nodes; node 0 is the root, and parents precede children."""
 
     number: Tensor  # [B, P+1] int64, the node of the root and of each candidate; 0: none
     parents: Tensor  # [B, N] int64; the root is its own parent
@@ -179,14 +173,21 @@ class Nodes(NamedTuple):
 
 
 def best_first(values: Tensor) -> Tensor:
-    """Indices by descending value; equal values keep their order, so a parent stays before its child. [B, P]."""
+    """Return the indices by descending value: [B, P].
+
+    Equal values keep their order, so a parent stays before its child.
+    """
     return values.sort(dim=1, descending=True, stable=True).indices
 
 
 def best_nodes(values: Tensor, count: int) -> Tensor:
-    """The best candidates of a pool: [B, count] flat indices, ascending. values: [B, P] fp32.
+    """Choose the best candidates of a pool.
 
-    A value never exceeds its parent's and ties keep the parent first, so every chosen node's parent is chosen.
+    A value never exceeds its parent's, and ties keep the parent first: the parent of every chosen
+    node is chosen.
+
+    values: [B, P] fp32
+    Returns: [B, count] flat indices, ascending.
     """
     if values.is_cuda:
         return torch.ops.gpt_eagle.best_nodes(values, count)
@@ -194,7 +195,7 @@ def best_nodes(values: Tensor, count: int) -> Tensor:
 
 
 def best_nodes_reference(values: Tensor, count: int) -> Tensor:
-    """The same by torch's own operators."""
+    """Compute `best_nodes` with torch's own operators."""
     return best_first(values)[:, :count].sort(dim=1).values
 
 
@@ -210,26 +211,27 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
 
 
 def relate_reference(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
-    """The same by torch's own operators."""
-    B, size = chosen.shape[0], chosen.shape[1] + 1
-    number = torch.zeros(
-        B, parents.shape[1] + 1, dtype=torch.long, device=chosen.device
-    )  # [B, P+1]
-    number = number.scatter(
-        1, chosen + 1, torch.arange(1, size, device=chosen.device).expand_as(chosen)
-    )
+    """Compute `relate` with torch's own operators."""
+    B, drafted = chosen.shape
+    P = parents.shape[1]
+    nodes = torch.arange(1, drafted + 1, device=chosen.device).expand_as(chosen)
+    number = torch.zeros(B, P + 1, dtype=torch.long, device=chosen.device)  # [B, P+1]
+    number = number.scatter(1, chosen + 1, nodes)
     above = number.gather(1, parents.gather(1, chosen) + 1)  # [B, N-1]
     above = torch.cat((torch.zeros_like(number[:, :1]), above), 1)
     return Nodes(number, above, *ancestors(above, depth))
 
 
 def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The depths and the mask of `Nodes`. parents: [B, N], which precede their children; depth: as in `relate`."""
+    """Return the depths and the mask of `Nodes`.
+
+    parents: [B, N]; parents precede their children
+    depth: a bound on the depth of any node
+    """
     N = parents.shape[1]
     eye = torch.eye(N, dtype=torch.bool, device=parents.device)
-    reach = eye | (
-        parents[:, :, None] == torch.arange(N, device=parents.device)
-    )  # [B, N, N]: self and parent
+    nodes = torch.arange(N, device=parents.device)
+    reach = eye | (parents[:, :, None] == nodes)  # [B, N, N]: self and parent
     hops = 1
     while hops < depth:  # squaring doubles the reach
         reach = torch.bmm(reach.float(), reach.float()) > 0
@@ -269,24 +271,23 @@ def _(values, count):
 
 @torch.library.register_fake("gpt_eagle::relate", lib=lib)
 def _(chosen, parents, depth):
-    (B, N), P = chosen.shape, parents.shape[1]
-    above, depths = (chosen.new_empty(B, N + 1) for _ in range(2))
-    return (
-        chosen.new_empty(B, P + 1),
-        above,
-        depths,
-        chosen.new_empty(B, N + 1, N + 1, dtype=torch.bool),
-    )
+    B, drafted = chosen.shape
+    N = drafted + 1
+    number = chosen.new_empty(B, parents.shape[1] + 1)
+    above = chosen.new_empty(B, N)
+    depths = chosen.new_empty(B, N)
+    mask = chosen.new_empty(B, N, N, dtype=torch.bool)
+    return number, above, depths, mask
 
 
-# ---------------------------------------------------------------------- a level and the nodes in one call
+# ----------------------------------------------------------------------------------- the next level
 
 
 class Shared(NamedTuple):
-    """The noise by which the target itself will choose among the children of a level."""
+    """The noise with which the target itself will choose among the children of a level."""
 
     noise: Tensor  # [B, D+1, V] fp32 Gumbel noise, of every token
-    level: int  # which row of it
+    level: int  # row of the noise
     temperature: float
 
 
@@ -299,22 +300,26 @@ class Candidates(NamedTuple):
 
     @staticmethod
     def none(root: Tensor) -> Candidates:
-        """No candidates. root: [B] int64."""
+        """Return no candidates. root: [B] int64."""
         empty = root.new_zeros(len(root), 0)  # [B, 0]
         return Candidates(empty, empty.float(), empty)
 
     @staticmethod
     def join(levels: Sequence[Candidates]) -> Candidates:
-        """The candidates of several levels, one after the other."""
-        return Candidates(*(torch.cat(parts, 1) for parts in zip(*levels)))
+        """Concatenate the candidates of several levels."""
+        return Candidates(
+            torch.cat([level.tokens for level in levels], 1),
+            torch.cat([level.values for level in levels], 1),
+            torch.cat([level.parents for level in levels], 1),
+        )
 
 
 class Next(NamedTuple):
-    """The nodes of a level that have children: the next frontier."""
+    """The next frontier: the nodes of a level that have children."""
 
     index: Tensor  # [B, R] int64, flat indices
     tokens: Tensor  # [B, R] int64
-    parent: Tensor  # [B, R] int64, which node of the frontier before is their parent
+    parent: Tensor  # [B, R] int64, their parents' places in the frontier before
     front: Frontier
 
 
@@ -326,10 +331,12 @@ def next_level(
     begin: int,
     slots: int,
 ) -> tuple[Candidates, Next]:
-    """Value the children of a frontier and choose the next one. Of equal candidates the first is chosen.
+    """Value the children of a frontier and choose the next one; of equal candidates, the first.
 
-    shared: noise to add to the scores; front: None: the root
-    begin: flat index of the level's first candidate; slots: W, scratch slots of the whole tree
+    shared: noise to add to the scores
+    front: the frontier; None: the root
+    begin: flat index of the level's first candidate
+    slots: W, scratch slots of the whole tree
     Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
     """
     if isinstance(found, Scores) and uses_cpp(found.logits):
@@ -351,14 +358,13 @@ def next_level_reference(
     begin: int,
     slots: int,
 ) -> tuple[Candidates, Next | None]:
-    """The same by smaller operators."""
-    of = found.tokens if isinstance(found, Children) else found.logits
+    """Compute `next_level` by smaller operators."""
+    per_node = found.tokens if isinstance(found, Children) else found.logits
     if front is None:
-        values = torch.zeros(of.shape[:2], device=of.device)  # [B, 1]
-        seen = torch.zeros(*of.shape[:2], slots, dtype=torch.bool, device=of.device)
-        front = Next(
-            torch.full_like(values, -1, dtype=torch.long), values, values, Frontier(values, seen)
-        )
+        values = torch.zeros(per_node.shape[:2], device=per_node.device)  # [B, 1]
+        seen = torch.zeros(*per_node.shape[:2], slots, dtype=torch.bool, device=per_node.device)
+        index = torch.full_like(values, -1, dtype=torch.long)
+        front = Next(index, values, values, Frontier(values, seen))
     if shared is not None:
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
         noise = noise if found.ids is None else noise.index_select(-1, found.ids)
@@ -370,7 +376,7 @@ def next_level_reference(
     return level, Next(begin + order, tokens.gather(1, order), order // step.k, best)
 
 
-# ------------------------------------------------------------------------------------------------- nodes
+# ------------------------------------------------------------------------------------------- nodes
 
 
 class Chosen(NamedTuple):
@@ -382,7 +388,9 @@ class Chosen(NamedTuple):
     mask: Tensor  # [B, N, N] bool
     valid: Tensor  # [B, N] bool
     values: Tensor  # [B, N] fp32
-    places: Tensor  # [B, N] int64, which of the nodes that ran each one is, counted from the root's; 0: it did not run
+    # [B, N] int64, each node's place among the nodes that the drafter ran, counted from the root's;
+    # 0: it did not run
+    places: Tensor
     number: Tensor  # [B, P+1] int64, the node of the root and of each candidate; 0: none
 
 
@@ -393,16 +401,27 @@ def rerank(
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> Chosen:
-    """Choose the nodes of a tree among the candidates of all levels. Source: EAGLE-2 (arXiv 2406.16858) 4.2.
+    """Choose the nodes of a tree among the candidates of all levels.
 
-    ran: per level, the flat indices of the candidates that ran, [B, R]
-    nodes: [1 or B, N-1] flat indices, ascending; a number: so many, the best, of equal ones the first
-    depth: a bound on the depth of any node; text: tokens [B, S+1], and the index of the root in them, [B]
+    ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
+    nodes: [1 or B, N-1] flat indices, ascending; a number: as many of the best, of equal ones the
+    first
+    depth: a bound on the depth of any node
+    text: tokens [B, S+1], and the index of the root in them, [B]
+    Source: EAGLE-2 (arXiv 2406.16858) 4.2.
     """
-    fixed, count = (nodes, nodes.shape[1]) if isinstance(nodes, Tensor) else (None, nodes)
     if on_cpp_device(text[1]):
-        columns = [list(column) for column in zip(*levels)] or [[], [], []]
-        return Chosen(*torch.ops.gpt_eagle.rerank(*columns, list(ran), fixed, count, *text))
+        if isinstance(nodes, Tensor):
+            fixed = nodes
+            count = nodes.shape[1]
+        else:
+            fixed = None
+            count = nodes
+        tokens = [level.tokens for level in levels]
+        values = [level.values for level in levels]
+        parents = [level.parents for level in levels]
+        chosen = torch.ops.gpt_eagle.rerank(tokens, values, parents, list(ran), fixed, count, *text)
+        return Chosen(*chosen)
     return rerank_reference(levels, ran, nodes, depth, text)
 
 
@@ -413,42 +432,45 @@ def rerank_reference(
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> Chosen:
-    """The same by smaller operators."""
-    pool, root = Candidates.join(levels), text[0].gather(1, text[1][:, None])  # [B, 1]
-    chosen = (
-        best_nodes(pool.values, nodes) if isinstance(nodes, int) else nodes.expand(len(root), -1)
-    )
+    """Compute `rerank` by smaller operators."""
+    pool = Candidates.join(levels)
+    root = text[0].gather(1, text[1][:, None])  # [B, 1]
+    if isinstance(nodes, int):
+        chosen = best_nodes(pool.values, nodes)
+    else:
+        chosen = nodes.expand(len(root), -1)
     number, *related = relate(chosen, pool.parents, depth)
     tokens = torch.cat((root, pool.tokens.gather(1, chosen)), 1)
-    values = torch.cat(
-        (pool.values.new_zeros(len(root), 1), pool.values.gather(1, chosen)), 1
-    )  # [B, N]
-    every = torch.cat(
-        (torch.full_like(root, -1), *ran), 1
-    )  # [B, 1 + sum R]: the root, then the frontiers
+    root_value = pool.values.new_zeros(len(root), 1)
+    values = torch.cat((root_value, pool.values.gather(1, chosen)), 1)  # [B, N]
+    # [B, 1 + sum R]: the root, then the frontiers
+    every = torch.cat((torch.full_like(root, -1), *ran), 1)
     order = torch.arange(every.shape[1], device=root.device).expand_as(every)
     places = torch.zeros_like(number).scatter(1, every + 1, order)  # [B, P+1]
     places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
     return Chosen(tokens, *related, values > float("-inf"), values, places, number)
 
 
-# ------------------------------------------------------------------------------------------------ places
+# ------------------------------------------------------------------------------------------ places
 
 
 def place_rows(
     pos: Tensor, depths: Tensor | int, rows: int, slot: int = 0, done: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the rows of a step lie in the cache.
+    """Compute the cache slots and positions of the tokens of a step.
 
-    pos: [B] int64, slot and position of the root; depths: [B, T] int64, or one for all rows, below the root
-    slot: of the first row, counted from the root's; the others follow. done: [B] bool, rows that attend to nothing
+    pos: [B] int64, slot and position of the root
+    depths: [B, T] int64, or one for all tokens, below the root
+    rows: T
+    slot: the first token's, counted from the root's; the others follow
+    done: [B] bool, sequences that attend to nothing
     Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
     """
-    one = isinstance(depths, int)
     if on_cpp_device(pos):
-        return torch.ops.gpt_eagle.place_rows(
-            pos, done, None if one else depths, rows, slot, depths if one else 0
-        )
+        if isinstance(depths, int):
+            return torch.ops.gpt_eagle.place_rows(pos, done, None, rows, slot, depths)
+        return torch.ops.gpt_eagle.place_rows(pos, done, depths, rows, slot, 0)
     slots = pos[:, None] + slot + torch.arange(rows, device=pos.device)  # [B, T]
     positions = (pos[:, None] + depths).expand(-1, rows)
-    return slots, pos if done is None else torch.where(done, 0, pos), positions
+    start = pos if done is None else torch.where(done, 0, pos)
+    return slots, start, positions

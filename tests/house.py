@@ -31,6 +31,7 @@ FOLDERS = (
 )
 WIDE = 90  # columns
 LONGEST = 100
+NO_SUBJECT = "what, who or whose for a subject"
 SUBJECT = re.compile(r"(?:^|(?<=[.:;(] ))(?:what|who|whose|whoever|whatever)\b", re.IGNORECASE)
 
 
@@ -110,11 +111,7 @@ def refused(source: str) -> list[Place]:
         for match in SUBJECT.finditer(text):
             sentence = text[match.start() :].lstrip(".:;( ").split("\n\n")[0]
             if not sentence.split(". ")[0].rstrip().endswith("?"):
-                found.append(
-                    Place(
-                        line, "what, who or whose for a subject", sentence[:80].replace("\n", " ")
-                    )
-                )
+                found.append(Place(line, NO_SUBJECT, sentence[:80].replace("\n", " ")))
     return sorted(found)
 
 

@@ -1,1 +1,1 @@
-"""C++ for CPUs: how it is built, what its weights look like, and its sources."""
+"""C++ operators for CPUs: their sources, their build and the layouts of their weights."""

@@ -1,13 +1,13 @@
-// Attention of a few new rows over a cache on a CPU: the prefix below `start`, and behind it a masked window.
+// Attention of a few new tokens over a cache on a CPU: the prefix below `start`, and behind it a masked window.
 //
 // 1. A thread takes one key-value head and up to ROWS of the query rows that share it (tokens x heads of its group).
-// 2. LANES keys at a time are widened and transposed, and meet all rows: scores, a register per row.
+// 2. LANES keys at a time are widened, transposed and multiplied by all rows: scores, a register per row.
 // 3. Softmax in fp32: exact maximum, exponentials, sums.
 // 4. The values are added up, a few columns and up to TILE rows in registers.
 //
-// Every sum runs in one order, whatever the number of rows: a score over the head's elements, the others over the keys
-// in the order of their slots, where a hidden key adds zero. So a node of a draft tree gets the bits that its token
-// gets alone. Trade-off: all scores of a row are kept (4 bytes a slot), where an online softmax would round by blocks.
+// Every sum runs in one order for any number of rows: a score over the head's elements, the others over the keys in the
+// order of their slots, where a hidden key adds zero. So a node of a draft tree gets the bits that its token gets
+// alone. Trade-off: all scores of a row are kept (4 bytes a slot), where an online softmax would round by blocks.
 
 #include "common.h"
 
@@ -32,7 +32,7 @@ template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side 
 
 // ------------------------------------------------------------------------------------------------- keys
 
-// to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: how many these are.
+// to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: the number of these i.
 template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t e, float* to) {
   constexpr int64_t PER = 4 / sizeof(T);  // elements of a 32-bit word
   const int64_t whole = e / (LANES * PER) * (LANES * PER);
@@ -53,7 +53,7 @@ template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t
   return whole;
 }
 
-// The LANES keys from slot `first` on; beyond `last` the one before it again, whose scores are not used.
+// The LANES keys from slot `first` on; from `last` on the key before it is repeated, and those scores are not used.
 template <class T> void transpose_keys(const T* keys, int64_t slot, int64_t first, int64_t last, int64_t e, float* to) {
   const T* key[LANES];
   for (int64_t l = 0; l < LANES; l++) key[l] = keys + std::min(first + l, last - 1) * slot;
@@ -127,7 +127,7 @@ template <int M = TILE, class Step> void each(int64_t rows, const Step& step) {
 
 // -------------------------------------------------------------------------------------------- attention
 
-// In place: scores [stride] -> exponentials; the slots from `start` on that `seen` hides become 0.
+// Replaces scores [stride] by exponentials; the slots from `start` on that `seen` hides become 0.
 void softmax_row(float* scores, int64_t used, int64_t stride, int64_t start, const bool* seen) {
   for (int64_t w = start; w < used; w++)
     if (!seen[w - start]) scores[w] = -INFINITY;
@@ -140,7 +140,7 @@ struct Buffers {
   std::vector<float> q, keys, scores, out;
 };
 
-// Rows first .. first + n of key-value head h of batch row b; row r is token r / group, head h * group + r % group.
+// Rows first .. first + n of key-value head h of sequence b; row r is token r / group, head h * group + r % group.
 template <class T>
 void attend(const Shape& shape, const T* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
             int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, T* y, Buffers& buffer) {
@@ -183,7 +183,7 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
          const at::Tensor& start, const at::Tensor& mask, T* y) {
   const Strided<T> k(keys), v(values);
   const int64_t total = shape.rows * shape.heads / shape.kv_heads, parts = (total + ROWS - 1) / ROWS;
-  const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a batch row of q and y
+  const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a sequence in q and y
   parallel(q.size(0) * shape.kv_heads * parts, 1, [&](int64_t begin, int64_t end) {
     Buffers buffer;
     for (int64_t item = begin; item < end; item++) {

@@ -1,6 +1,6 @@
-// Blocks of a GGUF file as numbers: 32 of them share a scale, and in Q4_1 a smallest value, in 16 bits.
+// Dequantization of the blocks of a GGUF file: 32 numbers share a scale, and in Q4_1 a minimum, in 16 bits.
 //
-// A product is rounded before it is added to, and the sum before it becomes bfloat16, as in the package gguf and
+// A product is rounded before the addition, and the sum before it becomes bfloat16, as in the package gguf and in
 // PyTorch: the bits are the same.
 
 #include "common.h"

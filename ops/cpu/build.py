@@ -1,12 +1,13 @@
-"""Builds and loads the C++ operators of this folder.
+"""The build and the loading of the C++ operators of this folder.
 
-`load_operators` compiles them for this processor at the first use (20 s), keeps the library in the user's cache under
-a name made of everything that it depends on, and loads it. Where that fails, it says why; PyTorch's operators and the
-references serve then. What the cache holds is run, so only the user may write to it, and a library ends with its own
-SHA-256: one that is damaged is built again.
+`load_operators` compiles them for this processor at the first use (20 s), keeps the library in the
+user's cache under a name made of everything that it depends on, and loads it. If that fails, it
+prints the reason; PyTorch's operators and the references serve then. Code from the cache is
+executed, so only the user may write to it. A library ends with its own SHA-256; a damaged one is
+built again.
 
-`GPT_EAGLE_MARCH` in the environment replaces `-march=native` (`x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512),
-so that the builds of other processors can be tested on this one.
+`GPT_EAGLE_MARCH` in the environment replaces `-march=native`, so that the builds of other
+processors can be tested on this one: `x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512.
 """
 
 from __future__ import annotations
@@ -43,12 +44,10 @@ def _rows_of(x: Tensor, n: int, fp32_out: bool) -> Tensor:
 
 
 def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    row = scores.shape[:-1]
-    return (
-        scores.new_empty(*row, k),
-        scores.new_empty(*row, k, dtype=torch.int64),
-        scores.new_empty(*row, 1),
-    )
+    rows = scores.shape[:-1]
+    values = scores.new_empty(*rows, k)
+    index = scores.new_empty(*rows, k, dtype=torch.int64)
+    return values, index, scores.new_empty(*rows, 1)
 
 
 def _rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -76,125 +75,179 @@ def _next_level(
     by_value,
 ):
     B, R, _ = logits.shape
-    candidates, front = logits.new_empty(B, R * k), logits.new_empty(B, count)
-    whole = [
-        x.new_empty(x.shape, dtype=torch.long)
-        for x in (candidates, candidates, front, front, front)
+    slots = at[2]
+    candidates = [
+        logits.new_empty(B, R * k, dtype=torch.long),  # tokens
+        logits.new_empty(B, R * k),  # values
+        logits.new_empty(B, R * k, dtype=torch.long),  # parents
     ]
-    seen = logits.new_empty(B, count, at[2], dtype=torch.bool)
-    return whole[0], candidates, whole[1], *whole[2:], front, seen
+    front = [
+        logits.new_empty(B, count, dtype=torch.long),  # index
+        logits.new_empty(B, count, dtype=torch.long),  # tokens
+        logits.new_empty(B, count, dtype=torch.long),  # parent
+        logits.new_empty(B, count),  # values
+        logits.new_empty(B, count, slots, dtype=torch.bool),  # seen
+    ]
+    return *candidates, *front
 
 
 def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
-    B, N, P = len(pos), count + 1, sum(level.shape[1] for level in tokens)
-    token, above, depth, place = (pos.new_empty(B, N) for _ in range(4))
-    mask, valid = (pos.new_empty(*shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))
+    B = len(pos)
+    N = count + 1
+    P = sum(level.shape[1] for level in tokens)
     return (
-        token,
-        above,
-        depth,
-        mask,
-        valid,
-        pos.new_empty(B, N, dtype=torch.float32),
-        place,
-        pos.new_empty(B, P + 1),
+        pos.new_empty(B, N),  # tokens
+        pos.new_empty(B, N),  # parents
+        pos.new_empty(B, N),  # depths
+        pos.new_empty(B, N, N, dtype=torch.bool),  # mask
+        pos.new_empty(B, N, dtype=torch.bool),  # valid
+        pos.new_empty(B, N, dtype=torch.float32),  # values
+        pos.new_empty(B, N),  # places
+        pos.new_empty(B, P + 1),  # number
     )
 
 
-# schema -> what its results look like, for the compiler; None: it is never compiled
+def _place_rows(pos, done, depths, rows, slot, depth):
+    slots = pos.new_empty(len(pos), rows)
+    return slots, torch.empty_like(pos), torch.empty_like(slots)
+
+
+def _lookup(text, pos, tokens, branches, least, longest):
+    chains = text.new_empty(len(text), branches, tokens)
+    return chains, text.new_empty(len(text), branches, dtype=torch.bool)
+
+
+def _add_chains(tokens, values, parents, chains, found):
+    added = chains[0].numel()
+    return tuple(x.new_empty(len(x), x.shape[1] + added) for x in (tokens, values, parents))
+
+
+def _causal(first, rows, back):
+    slots = first.new_empty(len(first), rows)
+    mask = first.new_empty(len(first), rows, rows, dtype=torch.bool)
+    return slots, torch.empty_like(first), mask
+
+
+# schema -> a function that returns empty results of the right shapes, for torch.compile; None: the
+# operator is never compiled
 OPERATORS: dict[str, Callable | None] = {
-    "w4a8(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor":
-        lambda x, packed, n, fp32_out, expert=None: _rows_of(x, n, fp32_out),
-    "w8a8(Tensor x, Tensor packed, Tensor scale, bool fp32_out, Tensor? expert=None) -> Tensor":
-        lambda x, packed, scale, fp32_out, expert=None: _rows_of(x, scale.shape[-1], fp32_out),
-    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool fp32_out, Tensor? expert=None) -> Tensor":
-        lambda x, weight, bias, fp32_out, expert=None: _rows_of(x, weight.shape[-2], fp32_out),
-    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor":
-        lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3]),
+    "w4a8(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor": (
+        lambda x, packed, n, fp32_out, expert=None: _rows_of(x, n, fp32_out)
+    ),
+    "w8a8(Tensor x, Tensor packed, Tensor scale, bool fp32_out, Tensor? expert=None) -> Tensor": (
+        lambda x, packed, scale, fp32_out, expert=None: _rows_of(x, scale.shape[-1], fp32_out)
+    ),
+    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool fp32_out, Tensor? expert=None) "
+    "-> Tensor": (
+        lambda x, weight, bias, fp32_out, expert=None: _rows_of(x, weight.shape[-2], fp32_out)
+    ),
+    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor": (
+        lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
+    ),
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
-    "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)": _rotary,
-    "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": lambda buffers, start, path: None,
+    "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) "
+    "-> (Tensor, Tensor)": _rotary,
+    "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": (
+        lambda buffers, start, path: None
+    ),
     "angles(Tensor freq, Tensor positions, float factor) -> (Tensor, Tensor)": _angles,
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": lambda x, weight, eps: x.new_empty(x.shape),
-    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor first, int rows, int vocab, int domain) -> Tensor":
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": (
+        lambda x, weight, eps: x.new_empty(x.shape)
+    ),
+    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor first, int rows, int vocab, "
+    "int domain) -> Tensor": (
         lambda seed, prompt, sample, first, rows, vocab, domain: first.new_empty(
             len(first), rows, vocab, dtype=torch.float32
-        ),
-    "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor":
-        lambda scores, temperature, top_k, top_p: scores.new_empty(scores.shape),
-    "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor":
-        lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64),
-    "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) -> Tensor": None,
-    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, Tensor freq, Tensor norm, float factor, "
-    "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor": None,
-    "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, Tensor?[] parts, "
-    "float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) "
+        )
+    ),
+    "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor": (
+        lambda scores, temperature, top_k, top_p: scores.new_empty(scores.shape)
+    ),
+    "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor": (
+        lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64)
+    ),
+    "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) "
     "-> Tensor": None,
-    "head_extend(Tensor tokens, Tensor features, Tensor count, Tensor length, Tensor hidden, Tensor prepared, "
-    "Tensor?[] parts, float factor, bool normed_residual, int inputs, Tensor(a!)[] k, Tensor(b!)[] v) "
-    "-> (Tensor, Tensor)": None,
-    "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, float temperature, "
-    "Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, int count, int[] at, bool by_value) "
+    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, Tensor freq, "
+    "Tensor norm, float factor, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, "
+    "Tensor mask, int[] aux_layers) -> Tensor": None,
+    "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, "
+    "Tensor?[] parts, float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, "
+    "Tensor slots, Tensor start, Tensor mask) -> Tensor": None,
+    "head_extend(Tensor tokens, Tensor features, Tensor count, Tensor length, Tensor hidden, "
+    "Tensor prepared, Tensor?[] parts, float factor, bool normed_residual, int inputs, "
+    "Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)": None,
+    "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
+    "float temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
+    "int count, int[] at, bool by_value) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _next_level,
-    "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, int count, Tensor text, "
-    "Tensor pos) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
-    "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, Tensor choice, int depth) "
-    "-> (Tensor, Tensor, Tensor, Tensor)": None,
-    "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, Tensor path, "
-    "Tensor length, Tensor emitted, Tensor ends, Tensor features, int preset) "
+    "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
+    "int count, Tensor text, Tensor pos) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
+    "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
+    "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)": None,
+    "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, "
+    "Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features, int preset) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": None,
-    "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) -> (Tensor, Tensor, Tensor)":
-        lambda pos, done, depths, rows, slot, depth: (
-            pos.new_empty(len(pos), rows), torch.empty_like(pos), pos.new_empty(len(pos), rows)
-        ),
-    "keep_rows(Tensor(a!) kept, Tensor features, Tensor count, Tensor waiting, Tensor passed) -> (Tensor, Tensor)":
-        lambda kept, features, count, waiting, passed: (torch.empty_like(waiting), torch.empty_like(passed)),
-    "has_match(Tensor text, Tensor pos, int least, int longest) -> Tensor":
-        lambda text, pos, least, longest: torch.empty_like(pos),
-    "lookup(Tensor text, Tensor pos, int tokens, int branches, int least, int longest) -> (Tensor, Tensor)":
-        lambda text, pos, tokens, branches, least, longest: (
-            text.new_empty(len(text), branches, tokens), text.new_empty(len(text), branches, dtype=torch.bool)
-        ),
-    "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) -> (Tensor, Tensor, Tensor)":
-        lambda tokens, values, parents, chains, found: tuple(
-            x.new_empty(len(x), x.shape[1] + chains[0].numel()) for x in (tokens, values, parents)
-        ),
-    "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)":
-        lambda first, rows, back: (
-            first.new_empty(len(first), rows), torch.empty_like(first),
-            first.new_empty(len(first), rows, rows, dtype=torch.bool),
-        ),
+    "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
+    "-> (Tensor, Tensor, Tensor)": _place_rows,
+    "keep_rows(Tensor(a!) kept, Tensor features, Tensor count, Tensor waiting, Tensor passed) "
+    "-> (Tensor, Tensor)": (
+        lambda kept, features, count, waiting, passed: (
+            torch.empty_like(waiting),
+            torch.empty_like(passed),
+        )
+    ),
+    "has_match(Tensor text, Tensor pos, int least, int longest) -> Tensor": (
+        lambda text, pos, least, longest: torch.empty_like(pos)
+    ),
+    "lookup(Tensor text, Tensor pos, int tokens, int branches, int least, int longest) "
+    "-> (Tensor, Tensor)": _lookup,
+    "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "
+    "-> (Tensor, Tensor, Tensor)": _add_chains,
+    "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)": _causal,
     "with_times(Tensor facts, int[] times) -> Tensor": None,
     "widen_blocks(Tensor content, str kind, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
-}  # fmt: skip
+}
 
 
-# -------------------------------------------------------------------------------------------- the library
+# -------------------------------------------------------------------------------------- the library
 
 
 def compiler() -> str:
-    """The C++ compiler. Raises: RuntimeError when there is none."""
-    asked = os.environ.get("CXX")
-    found = next(
-        filter(None, map(shutil.which, (asked,) if asked else ("g++", "clang++", "c++"))), None
-    )
-    if found is None:
-        raise RuntimeError(
-            "no C++ compiler" + (f": CXX is {asked}" if asked else "; install g++ or set CXX")
-        )
-    return found
+    """Find the C++ compiler. Raises: RuntimeError when there is none."""
+    requested = os.environ.get("CXX")
+    for name in (requested,) if requested else ("g++", "clang++", "c++"):
+        path = shutil.which(name)
+        if path:
+            return path
+    if requested:
+        raise RuntimeError(f"no C++ compiler: CXX is {requested}")
+    raise RuntimeError("no C++ compiler; install g++ or set CXX")
 
 
 def commands(march: str) -> tuple[list[str], list[str]]:
-    """Returns: how to compile a file, and how to link a library. Raises: RuntimeError where there is no compiler."""
+    """Return the command that compiles a file, and the arguments that link a library.
+
+    Raises: RuntimeError where there is no compiler.
+    """
     include = Path(torch.__file__).parent / "include"
-    # a product must not be fused with a sum unless the source says so: results would depend on the compiler
     command = [
-        compiler(), f"-march={march}", "-std=c++20", "-O3", "-ffp-contract=off", "-fno-trapping-math",
-        "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
-    ]  # fmt: skip
+        compiler(),
+        f"-march={march}",
+        "-std=c++20",
+        "-O3",
+        # a product is fused with a sum only where the source does it, or results would depend on
+        # the compiler
+        "-ffp-contract=off",
+        "-fno-trapping-math",
+        "-fPIC",
+        "-fvisibility=hidden",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}",
+    ]
     return command, ["-shared", f"-L{include.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
 
 
@@ -212,17 +265,11 @@ def build(march: str = "") -> Path:
         for file in sorted(HERE.iterdir())
         if file.suffix in (".cpp", ".h")
     }
-    key = "\n".join(
-        [
-            torch.__version__,
-            processor() if march == "native" else "",
-            *sources.values(),
-            *command,
-            *link,
-        ]
-    )
+    target = processor() if march == "native" else ""
+    parts = [torch.__version__, target, *sources.values(), *command, *link]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
-    library = folder / f"{march}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    library = folder / f"{march}-{key}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_own(folder)
@@ -232,62 +279,74 @@ def build(march: str = "") -> Path:
             alone(folder) as locked,
             tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary,
         ):
-            for leftover in folder.glob("build.*") if locked else ():  # of builds that were killed
-                if leftover != Path(temporary):
-                    shutil.rmtree(leftover, ignore_errors=True)
-            if not is_whole(library):  # made by another process meanwhile
+            if locked:
+                _remove_leftovers(folder, Path(temporary))
+            if not is_whole(library):  # another process may have made it meanwhile
                 made = Path(temporary) / library.name
-                for name, text in sources.items():  # what was read, whatever is edited meanwhile
-                    (made.parent / name).write_text(text)
-                print("note: building the CPU operators, once (20 s)", file=sys.stderr)
-                units = [made.parent / name for name in UNITS]
-                _run(
-                    *(
-                        [*command, "-c", str(unit), "-o", str(unit.with_suffix(".o"))]
-                        for unit in units
-                    )
-                )
-                _run(
-                    [
-                        command[0],
-                        *(str(unit.with_suffix(".o")) for unit in units),
-                        *link,
-                        "-o",
-                        str(made),
-                    ]
-                )
-                made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
-                made.chmod(0o700)  # whatever the umask says
+                _compile_and_link(sources, command, link, made)
                 os.replace(made, library)
     except OSError as error:
         raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
     return library
 
 
+def _remove_leftovers(folder: Path, own: Path) -> None:
+    """Remove the temporary folders of builds that were killed, and keep this build's own."""
+    for leftover in folder.glob("build.*"):
+        if leftover != own:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _compile_and_link(
+    sources: dict[str, str], command: list[str], link: list[str], made: Path
+) -> None:
+    """Compile the sources in the folder of `made`, and link them.
+
+    Writes: `made`, which ends with its SHA-256.
+    Raises: RuntimeError with the compiler's first error line.
+    """
+    # the sources that the key is made of, even if the files are edited meanwhile
+    for name, text in sources.items():
+        (made.parent / name).write_text(text)
+    print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+    units = [made.parent / name for name in UNITS]
+    objects = [str(unit.with_suffix(".o")) for unit in units]
+    _run(*([*command, "-c", str(unit), "-o", out] for unit, out in zip(units, objects)))
+    _run([command[0], *objects, *link, "-o", str(made)])
+    made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
+    made.chmod(0o700)  # independent of the umask
+
+
 def check_own(folder: Path) -> None:
-    """Raises: RuntimeError when the folder is not the user's own, or others may write to it."""
-    fault = _not_own(folder) or ("" if stat.S_ISDIR(folder.lstat().st_mode) else "it is a link")
+    """Check that the folder is the user's own, and that nobody else may write to it.
+
+    Raises: RuntimeError otherwise.
+    """
+    fault = _not_own(folder)
+    if not fault and not stat.S_ISDIR(folder.lstat().st_mode):
+        fault = "it is a link"
     if fault:
         raise RuntimeError(f"code would run from {folder}, and {fault}; remove it")
 
 
 def _not_own(path: Path) -> str:
-    """Why a file or folder is not the user's alone, or nothing."""
-    facts = path.lstat()
+    """Return the reason why a file or folder is not the user's alone, or the empty string."""
+    status = path.lstat()
     if not hasattr(os, "geteuid"):
         return ""
-    if facts.st_uid != os.geteuid():
-        return f"it belongs to another user ({facts.st_uid})"
-    shared = facts.st_mode & 0o022 and not stat.S_ISLNK(
-        facts.st_mode
-    )  # a link has no mode of its own
-    return f"others may write to it (mode {stat.S_IMODE(facts.st_mode):o})" if shared else ""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to another user ({status.st_uid})"
+    # a link has no mode of its own
+    if status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode):
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
 
 
 def is_whole(library: Path) -> bool:
-    """Whether there is a library of the user's alone that ends with the SHA-256 of what comes before.
+    """Check that the library exists, is the user's alone and ends with its own SHA-256.
 
-    A loader crashes on a cut one. Another user's was put there while others could write to the folder.
+    The loader crashes on a truncated library. One of another user was put there while others could
+    write to the folder.
     """
     if not library.is_file() or library.is_symlink() or _not_own(library):
         return False
@@ -297,28 +356,31 @@ def is_whole(library: Path) -> bool:
 
 @contextmanager
 def alone(folder: Path, note: str = "") -> Iterator[bool]:
-    """Wait until no other process is here. Where a file system has no locks, two may make the same file: no harm.
+    """Lock a folder; wait while another process holds the lock.
 
-    note: printed when there is another one to wait for
-    Yields: whether this process is alone, False without locks.
+    Where a file system has no locks, two processes may make the same file, which does no harm.
+
+    note: printed if the lock is held
+    Yields: True with the lock, False without locks.
     """
-    held, locked = os.open(folder, os.O_RDONLY), False
+    descriptor = os.open(folder, os.O_RDONLY)
+    locked = False
     try:
         with suppress(OSError, AttributeError):
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if note:
                     print(note, file=sys.stderr, flush=True)
-                fcntl.flock(held, fcntl.LOCK_EX)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             locked = True
         yield locked
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _run(*commands: list[str]) -> None:
-    """Run the compiler, several at a time. Raises: RuntimeError with its first error line."""
+    """Run compiler commands side by side. Raises: RuntimeError with the first error line."""
     try:
         running = [
             subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands
@@ -328,41 +390,42 @@ def _run(*commands: list[str]) -> None:
     ended = [(process.communicate()[1], process.returncode) for process in running]
     for messages, status in ended:
         if status:
-            errors = [line for line in messages.splitlines() if "error" in line] or [
-                "it gave no reason"
-            ]
-            raise RuntimeError(f"{commands[0][0]} failed: {errors[0].strip()[:200]}")
+            errors = [line for line in messages.splitlines() if "error" in line]
+            reason = errors[0] if errors else "it gave no reason"
+            raise RuntimeError(f"{commands[0][0]} failed: {reason.strip()[:200]}")
 
 
 def processor() -> str:
-    """What `-march=native` stands for here."""
+    """Describe the processor that `-march=native` stands for here."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
-        )
     except OSError:
         return platform.processor() or platform.machine()
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            return line
+    return platform.machine()
 
 
 def register(namespace: str, library: Path) -> torch.library.Library:
     """Define the operators in `torch.ops.<namespace>` with their shapes, and load their code."""
-    code, definition = ctypes.CDLL(str(library)), torch.library.Library(namespace, "FRAGMENT")
-    for schema, shape in OPERATORS.items():
+    code = ctypes.CDLL(str(library))
+    definition = torch.library.Library(namespace, "FRAGMENT")
+    for schema, fake in OPERATORS.items():
         definition.define(schema)
-        if shape is not None:
-            torch.library.register_fake(
-                f"{namespace}::{schema.partition('(')[0]}", shape, lib=definition
-            )
+        if fake is not None:
+            name = schema.partition("(")[0]
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=definition)
     code.add_operators(namespace.encode())
     return definition
 
 
 @functools.cache
 def load_operators() -> str:
-    """Make the operators of `OPERATORS` available in `torch.ops.gpt_eagle`. Safe to call from several threads.
+    """Make the operators of `OPERATORS` available in `torch.ops.gpt_eagle`.
 
-    Returns: why they are not, which is also said once, or the empty string.
+    Several threads may call this.
+    Returns: the reason for a failure, which is also printed once, or the empty string.
     """
     with _one_at_a_time:
         return _load()

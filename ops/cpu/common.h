@@ -1,5 +1,5 @@
-// What the CPU operators share: loops on several threads, vectors of LANES numbers for the processor at hand, bfloat16,
-// the exponential, the rotary embedding and rows of experts.
+// Shared code of the CPU operators: loops on several threads, vectors of LANES numbers for this processor, bfloat16,
+// the exponential, the rotary embedding and the rows of experts.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-// -------------------------------------------------------------------------- what one file takes from another
+// ------------------------------------------------------------------------ functions that other files call
 
 namespace quantized {
 at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
@@ -50,7 +50,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, i
 // ------------------------------------------------------------------------------------------------- threads
 
 struct Loop {
-  void (*run)(const void* body, int64_t begin, int64_t end) noexcept;  // others may be at work on it
+  void (*run)(const void* body, int64_t begin, int64_t end) noexcept;  // several threads may run it at once
   const void* body;
   int64_t size, grain;
 };
@@ -58,7 +58,7 @@ void run_loop(const Loop& loop);  // threads.cpp
 
 namespace {
 
-// f(begin, end) for parts of 0 .. size of about `grain` or more, by several threads where that pays
+// Calls f(begin, end) for parts of 0 .. size of about `grain` or more, on several threads where that pays.
 template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
   const auto run = [](const void* body, int64_t begin, int64_t end) noexcept {
     (*static_cast<const F*>(body))(begin, end);
@@ -67,9 +67,9 @@ template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
 }
 
 // ------------------------------------------------------------------------------------------------ vectors
-// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
-// words_of: the same bits; low_half, high_half: the bfloat16 in either half of a word; transpose: word j of vector i
-// goes to word i of vector j.
+// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
+// words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
+// becomes word i of vector j.
 
 #if defined(__AVX512VNNI__)
 
@@ -220,7 +220,7 @@ inline Floats high_half(Ints v) { return words_of(mask(v, -65536)); }
 
 // ------------------------------------------------------------------------------------------- exponentials
 
-// e^x for x <= 0, to about 1e-7; below -87 it is 0. Without a branch, so that loops vectorize (polynomial of Cephes)
+// e^x for x <= 0, to about 1e-7; below -87 it is 0. It has no branch, so that loops vectorize (polynomial of Cephes).
 inline float exponential(float x) {
   const float held = x > -87.0f ? x : -87.0f;
   const float shifted = held * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: a whole power of two in the low bits
@@ -238,7 +238,7 @@ inline float exponential(float x) {
   return x > -87.0f ? y : (x != x ? x : 0.0f);
 }
 
-// The largest of x [n]
+// Returns the largest of x [n].
 inline float largest(const float* x, int64_t n) {
   float lanes[LANES], most = -INFINITY;
   for (int l = 0; l < LANES; l++) lanes[l] = -INFINITY;
@@ -250,7 +250,7 @@ inline float largest(const float* x, int64_t n) {
   return most;
 }
 
-// The sum of e^(x - most) over x [n], whose largest is `most`
+// Returns the sum of e^(x - most) over x [n]; `most` is the largest of x.
 inline double exponential_sum(const float* x, int64_t n, float most) {
   if (std::isinf(most)) return 1;
   float lanes[64] = {};
@@ -283,7 +283,7 @@ inline void put(at::BFloat16* y, float v) {  // to nearest even, without the lib
 
 // ---------------------------------------------------------------------------------------------- operands
 
-// The data of a tensor that must have this shape and type, in one piece.
+// Returns the data of a tensor after a check of its shape, its type and that it is contiguous.
 template <class T> struct Operand {
   at::Tensor held;
   const T* data;
@@ -298,7 +298,7 @@ template <class T> struct Operand {
 using Whole = Operand<int64_t>;
 using Truth = Operand<bool>;
 
-// An index below `size`
+// Returns an index after a check that it is below `size`.
 inline int64_t within(int64_t index, int64_t size, const char* name) {
   TORCH_CHECK(index >= 0 && index < size, name, " must be 0 to ", size - 1, "; it is ", index);
   return index;
@@ -306,20 +306,20 @@ inline int64_t within(int64_t index, int64_t size, const char* name) {
 
 // ----------------------------------------------------------------------------------------------- results
 
-// Of x [..., any]: a tensor [..., width].
+// Returns an empty tensor [..., width] for x [..., any].
 inline at::Tensor empty_rows(const at::Tensor& x, int64_t width, at::ScalarType type) {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = width;
   return at::empty(shape, x.options().dtype(type));
 }
 
-// f(where the data of y is), which is float or bfloat16
+// Calls f(data of y); y is float or bfloat16.
 template <class F> void fill(const at::Tensor& y, const F& f) {
   if (y.scalar_type() == at::kBFloat16) f(y.mutable_data_ptr<at::BFloat16>());
   else f(y.mutable_data_ptr<float>());
 }
 
-// y [columns] = sums; WHOLE of them in a loop of known length
+// y [columns] = sums; WHOLE of them in a loop of known length.
 template <int64_t WHOLE, class Out> void put_row(Out* y, const float* sums, int64_t columns) {
   if (columns == WHOLE)
     for (int64_t i = 0; i < WHOLE; i++) put(y + i, sums[i]);
@@ -329,7 +329,7 @@ template <int64_t WHOLE, class Out> void put_row(Out* y, const float* sums, int6
 
 // ------------------------------------------------------------------------------------------------ rotary
 
-// x [E] -> y [E], turned by half-rotation; products are rounded before they are added, as PyTorch's operators do
+// x [E] -> y [E] by half-rotation; products are rounded before they are added, as in PyTorch's operators.
 template <class T> void rotate(const T* x, const float* cos, const float* sin, int64_t e, T* y) {
   const int64_t half = e / 2;
   for (int64_t i = 0; i < half; i++) {
@@ -345,13 +345,13 @@ struct Group {
   int64_t expert, first, rows;  // rows of one expert lie side by side
 };
 struct Order {
-  std::vector<int64_t> row;   // which row of x, and of the result, each row is
+  std::vector<int64_t> row;   // the index of each row in x and in the result
   std::vector<Group> groups;  // of the experts that are hit
 };
 
-// Order rows by expert, stably. expert: of each row, or null where all share the only one
+// Sorts rows by expert, stably. expert: of each row; null: all rows have the only expert.
 inline void group_rows(Order& order, const int64_t* expert, int64_t experts, int64_t rows) {
-  std::vector<int64_t> next(experts + 1);  // where the next row of each expert goes
+  std::vector<int64_t> next(experts + 1);  // place of the next row of each expert
   for (int64_t i = 0; i < rows; i++) next[(expert ? expert[i] : 0) + 1]++;
   order.groups.clear();
   for (int64_t e = 0; e < experts; e++) {
@@ -362,7 +362,8 @@ inline void group_rows(Order& order, const int64_t* expert, int64_t experts, int
   for (int64_t i = 0; i < rows; i++) order.row[next[expert ? expert[i] : 0]++] = i;
 }
 
-// How many experts are stacked in `packed`, whose own layout has so many dimensions; expert: of each row, checked
+// Returns the number of experts that are stacked in `packed`. dims: dimensions of one expert's layout; expert: of each
+// row, checked.
 inline int64_t count_experts(const at::Tensor& packed, int64_t dims, int64_t rows,
                              const std::optional<at::Tensor>& expert) {
   TORCH_CHECK(packed.dim() == dims + expert.has_value(), "weights of ", packed.dim(), " dimensions do not fit");

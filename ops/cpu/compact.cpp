@@ -1,4 +1,4 @@
-// Moving rows within the buffers of a cache on a CPU. Only the rows that move are touched, often the tail of a path.
+// Moves of slots within the buffers of a cache on a CPU. Only slots that move are read, often the tail of a path.
 
 #include "common.h"
 

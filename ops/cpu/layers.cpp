@@ -1,11 +1,11 @@
-// A pass of a model, or of a draft head, on a CPU in one call.
+// A forward pass of a model, or of a draft head, on a CPU in one call.
 //
-// The steps are those of model.py's modules, layer after layer, with the products and the attention of the other files
-// between them, from the embedding to the last norm. As operators of their own, the hundreds of small ones of a step cost more in dispatch, guards and
-// allocations than in work. Results are rounded to bfloat16 where the modules round.
+// The steps are those of model.py's modules, from the embedding to the last norm, with the products and the attention
+// of the other files between them. As separate operators, the hundreds of small ones of a step cost more in dispatch,
+// guards and allocations than in work. Results are rounded to bfloat16 where the modules round.
 //
 // A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
-// over the row in one order, everything else is taken element by element.
+// over the row in one order, everything else is computed element by element.
 
 #include "common.h"
 
@@ -25,7 +25,7 @@ constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
 
 const Value* data(const at::Tensor& t) { return t.const_data_ptr<Value>(); }
 
-// f(row) for all rows, by several threads where that pays
+// Calls f(row) for all rows, on several threads where that pays.
 template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
   parallel(rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) f(r);
@@ -42,12 +42,12 @@ struct Layer {
   std::optional<at::Tensor> attention_norm;  // the first layer of a draft head has none
   at::Tensor ffn_norm;
   std::optional<at::Tensor> q_norm, k_norm;  // of every query and key, where the model has them
-  std::optional<at::Tensor> router;          // of a mixture of experts, whose w13 and w2 are stacks
+  std::optional<at::Tensor> router;          // of a mixture of experts; w13 and w2 are stacks then
   Matrix wqkv, wo, w13, w2;
   int64_t inner;  // values between w13 and w2
 };
 struct Prepared {
-  const Prepared* self;  // what the tensor that owns it holds for everybody else
+  const Prepared* self;  // the content of the tensor that owns this record
   std::vector<Layer> layers;
   int64_t heads, chosen;  // chosen: experts of a row
   bool norm;              // the shares of a row's experts add up to 1; else all experts' do
@@ -68,7 +68,7 @@ Layer layer_of(const Weights& weights, int64_t i, int64_t inner) {
   return layer;
 }
 
-// The operator `prepare_layers`: a tensor that owns a `Prepared`.
+// The operator `prepare_layers`. Returns: a tensor that owns a `Prepared`.
 at::Tensor prepare_layers(const Weights& weights, int64_t heads, at::IntArrayRef inner, int64_t chosen, bool norm,
                           double eps) {
   const int64_t count = int64_t(inner.size());
@@ -87,7 +87,7 @@ const Prepared& prepared_in(const at::Tensor& holder) {
   return *static_cast<const Prepared*>(at);
 }
 
-// x [..., K] -> [..., n], by the product that the weight is laid out for. expert: of each row, int64, for a stack
+// x [..., K] -> [..., n], by the product for the weight's layout. expert: of each row, int64, for a stack.
 at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
   if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, false, expert);
@@ -106,9 +106,9 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std:
 
 // --------------------------------------------------------------------------------------------------- rows
 
-// row [width] -> to [width], which may be the row itself
+// row [width] -> to [width], normed; `to` may be the row itself.
 void norm_row(const Value* row, const Value* w, int64_t width, double eps, Value* to) {
-  constexpr int64_t SUMS = 32;  // side by side, whatever the processor
+  constexpr int64_t SUMS = 32;  // side by side, on all processors
   float sums[SUMS] = {}, total = 0;
   int64_t i = 0;
   for (; i + SUMS <= width; i += SUMS)
@@ -135,7 +135,7 @@ at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return y;
 }
 
-// In place: y = x + y
+// y += x, in place.
 void add_to(const at::Tensor& x, at::Tensor& y) {
   RECORD_FUNCTION("gpt_eagle::add", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1);
@@ -146,7 +146,7 @@ void add_to(const at::Tensor& x, at::Tensor& y) {
   });
 }
 
-// gate and up [..., 2 inner], side by side -> silu(gate) * up
+// SwiGLU: gate and up [..., 2 inner], side by side -> silu(gate) * up.
 at::Tensor gate(const at::Tensor& both) {
   RECORD_FUNCTION("gpt_eagle::silu", std::vector<c10::IValue>{});
   constexpr int64_t CHUNK = 256;
@@ -171,7 +171,7 @@ at::Tensor gate(const at::Tensor& both) {
 // ----------------------------------------------------------------------------------------------- feed-forward
 
 struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next row's first ...
-  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own or all; [P, F], what they get
+  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own or all; [P, F], inputs
 };
 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
@@ -214,7 +214,7 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool
   return to;
 }
 
-// y [P, F] -> [..., F] like x: each row's experts by their shares, always added in the router's order
+// y [P, F] -> [..., F] like x: the sum of each row's experts times their shares, always in the router's order.
 at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x) {
   RECORD_FUNCTION("gpt_eagle::merge", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1), rows = x.numel() / width, chosen = y.size(0) / rows;
@@ -232,7 +232,7 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
   return sum;
 }
 
-// x [..., F] -> the same, without norm and residual
+// The feed-forward layer: x [..., F] -> [..., F], without norm and residual.
 at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const at::Tensor& x) {
   const int64_t width = x.size(-1);
   if (!layer.router) return multiply(gate(multiply(x, layer.w13, 2 * layer.inner)), layer.w2, width);
@@ -243,11 +243,11 @@ at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const at::
 
 // ------------------------------------------------------------------------------------------------- layers
 
-struct Rows {  // what is the same for all layers
+struct Rows {  // the inputs that all layers share
   const at::Tensor &cos, &sin, &slots, &start, &mask;
 };
 
-// In place: the norms of the queries and keys of qkv [B, T, H + 2 Hkv, E], where the layer has any.
+// Norms the queries and keys of qkv [B, T, H + 2 Hkv, E] in place, where the layer has such norms.
 void norm_heads(at::Tensor& qkv, const Layer& layer, int64_t heads, int64_t kv_heads, double eps) {
   if (!layer.q_norm) return;
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
@@ -262,7 +262,7 @@ void norm_heads(at::Tensor& qkv, const Layer& layer, int64_t heads, int64_t kv_h
   });
 }
 
-// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values to their slots.
+// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots.
 // Returns: the queries.
 at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
   RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
@@ -291,7 +291,8 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return attention::attention(q, k, v, rows.start, rows.mask);
 }
 
-// x [B, T, F] -> the same. h: what attention reads, where it is not the norm of x. Writes: k and v at the rows' slots.
+// A layer: x [B, T, F] -> [B, T, F]. h: the input of attention, where it is not the norm of x. Writes: k and v at the
+// tokens' slots.
 at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Tensor& x,
                      const std::optional<at::Tensor>& h, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
@@ -325,7 +326,7 @@ at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
   return y;
 }
 
-// a [..., F] and b [..., G], side by side
+// a [..., F] and b [..., G] -> [..., F + G], side by side.
 at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor y = empty_rows(a, a.size(-1) + b.size(-1), at::kBFloat16);
   copy_columns(a, y, 0), copy_columns(b, y, a.size(-1));
@@ -343,13 +344,14 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight) {
   return x;
 }
 
-struct Cache {  // where the rows go, and what they see
+struct Cache {  // the slots of the new tokens, and the slots that they see
   at::TensorList k, v;
   const at::Tensor &slots, &start, &mask;
 };
 
-// x [B, T, F] through all layers; positions: [B, T]; h: as in `run_layer`, of the first. Where `aux_layers` ascend, copies
-// these layers' inputs behind each other to `kept` [B, T, any], from column F on. Writes: the cache.
+// Runs x [B, T, F] through all layers. positions: [B, T]; h: as in `run_layer`, of the first. Where `aux_layers`
+// ascend, copies these layers' inputs (aux hidden states) side by side to `kept` [B, T, any], from column F on. Writes:
+// the cache.
 at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& freq, double factor,
                       const at::Tensor& positions, const Cache& cache, at::IntArrayRef aux_layers, const at::Tensor& kept,
                       const std::optional<at::Tensor>& h) {
@@ -377,15 +379,15 @@ at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& 
 
 // ------------------------------------------------------------------------------------------------- a draft head
 
-// The parts of a head besides its layers, in this order; some heads lack some. Then one norm for each tapped layer.
+// The parts of a head besides its layers, in this order; some heads lack some. Then one norm per aux hidden state.
 enum Part { EMBEDDING, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_SCALE, FC_BIAS, FC_NORMS };
 
 struct Head {
   const Prepared& prepared;
   const Weights& parts;
   double factor;
-  bool normed_residual;  // of version 3: the residual stream begins with the normed hidden state
-  int64_t inputs;        // of version 3's fc
+  bool normed_residual;  // EAGLE-3: the residual stream begins with the normed hidden state
+  int64_t inputs;        // EAGLE-3: inputs of fc
 
   std::optional<at::Tensor> part(int64_t i) const { return parts.get(i); }
   bool of_version_3() const { return part(HIDDEN_NORM).has_value(); }
@@ -395,7 +397,7 @@ struct Head {
   }
   at::Tensor normed(const at::Tensor& x, int64_t i) const { return norm(x, *part(i), prepared.eps); }
 
-  // The target's features as `step` takes them: [B, T, (1 + aux_layers) F] -> [B, T, F]
+  // The target's features -> those that `step` takes: [B, T, (1 + aux_layers) F] -> [B, T, F].
   at::Tensor fuse(const at::Tensor& features) const {
     if (!of_version_3() || !part(FC)) return part(INPUT_NORM) ? normed(features, INPUT_NORM) : features;
     const int64_t each = int64_t(parts.size()) - FC_NORMS, width = features.size(-1), aux_layers = std::max<int64_t>(each, 1);
@@ -406,7 +408,7 @@ struct Head {
         copy_columns(normed(columns_of(x, i * inputs / aux_layers, inputs / aux_layers), FC_NORMS + i), x, i * inputs / aux_layers);
     return fc(x);
   }
-  // One pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F].
+  // One forward pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F].
   at::Tensor step(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& positions,
                   const Cache& cache) const {
     const at::Tensor embedded = embed(tokens, *part(EMBEDDING));
@@ -444,7 +446,7 @@ at::Tensor model(const at::Tensor& tokens, const at::Tensor& positions, const at
 }
 
 // `EagleHead.forward` of eagle_draft.py over nodes [B, R] of a level. out: [B, R', F], outputs of the nodes before;
-// parent: [B, R], which of these each node's is. Writes: k, v at the slots. Returns: [B, R, F].
+// parent: [B, R], the index of each node's parent among these. Writes: k, v at the slots. Returns: [B, R, F].
 at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::Tensor& parent,
                      const at::Tensor& positions, const at::Tensor& holder, const Weights& parts, double factor,
                      bool normed_residual, at::TensorList k, at::TensorList v, const at::Tensor& slots,
@@ -462,8 +464,9 @@ at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::
   return head.step(tokens, rows, positions, {k, v, slots, start, mask});
 }
 
-// `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + aux_layers) F]; count, length: [B];
-// hidden: [B, 1, F]; inputs: of fc. Writes: k, v behind `length`. Returns: hidden and length, of the rows that count.
+// `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + aux_layers) F]; count, length:
+// [B]; hidden: [B, 1, F]; inputs: of fc. Writes: k, v from slot `length` on. Returns: hidden and length after the first
+// `count` tokens.
 std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const at::Tensor& features,
                                                const at::Tensor& count, const at::Tensor& length,
                                                const at::Tensor& hidden, const at::Tensor& holder, const Weights& parts,

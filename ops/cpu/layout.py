@@ -1,4 +1,4 @@
-"""Layouts of int4 and int8 weights on a CPU: strips of 32 outputs, as cpu/quantized.cpp reads them."""
+"""Layouts of int4 and int8 weights on a CPU: strips of 32 outputs, for cpu/quantized.cpp."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STRIP = 32  # outputs whose weights are interleaved; as in the source
+STRIP = 32  # outputs whose weights are interleaved; as in cpu/quantized.cpp
 
 
 def _whole_strips(t: Tensor) -> Tensor:
+    """Pad the outputs with zeros to whole strips."""
     return F.pad(t, (0, 0, 0, -t.shape[0] % STRIP))
 
 
 def pack_int4_strips(codes: Tensor, scale: Tensor) -> Tensor:
     """Lay out int4 weights for `w4a8`.
 
-    codes: [N, K] int8 in -8 .. 7; scale: [N, K/G] bf16, or int32 as `ops.quantized.join_zeros` makes it; G: 32, 64, 128
-    Returns: [ceil(N/32), K/G, 64 or 128 + 16 G] uint8; per strip and group 32 scales, then for every 4 values of k a
-    byte per output i < 16 and k: output i in the low nibble, output i + 16 in the high one, both with 8 added. The
-    last dimension tells both G and the kind of scales: 16 G is a multiple of 512.
+    codes: [N, K] int8 in -8 .. 7
+    scale: [N, K/G] bf16, or int32 from `ops.quantized.join_zeros`; G: 32, 64 or 128
+    Returns: [ceil(N/32), K/G, 64 or 128 + 16 G] uint8. Each strip and group holds 32 scales, then
+    for every 4 values of k a byte per output i < 16 and k: output i in the low nibble, output
+    i + 16 in the high one, both with 8 added. The last dimension implies G and the kind of scales,
+    as 16 G is a multiple of 512.
     """
     blocks = scale.shape[1]
     steps = codes.shape[1] // blocks // 4
     # [strip, half, output, block, step, 4]
     nibbles = _whole_strips(codes + 8).to(torch.uint8).view(-1, 2, STRIP // 2, blocks, steps, 4)
-    both = (nibbles[:, 0] | nibbles[:, 1] << 4).permute(
-        0, 2, 3, 1, 4
-    )  # [strip, block, step, 16, 4]
-    scales = (
-        _whole_strips(scale).view(-1, STRIP, blocks).transpose(1, 2).contiguous()
-    )  # [strip, block, 32]
-    return torch.cat(
-        (scales.view(torch.uint8), both.reshape(*scales.shape[:2], -1)), 2
-    ).contiguous()
+    both = nibbles[:, 0] | nibbles[:, 1] << 4  # [strip, 16, block, step, 4]
+    both = both.permute(0, 2, 3, 1, 4)  # [strip, block, step, 16, 4]
+    scales = _whole_strips(scale).view(-1, STRIP, blocks)
+    scales = scales.transpose(1, 2).contiguous()  # [strip, block, 32]
+    parts = (scales.view(torch.uint8), both.reshape(*scales.shape[:2], -1))
+    return torch.cat(parts, 2).contiguous()
 
 
 def unpack_int4_strips(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_int4_strips`. Returns: codes [N, K] int8; scale [N, K/G] bf16 or int32."""
+    """Invert `pack_int4_strips`. Returns: codes [N, K] int8; scale [N, K/G] bf16 or int32."""
     strips, blocks, size = packed.shape
     scales, both = packed.split((size % 512, size - size % 512), 2)
     kind = torch.bfloat16 if size % 512 == 2 * STRIP else torch.int32
@@ -49,12 +49,16 @@ def unpack_int4_strips(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_int8_strips(codes: Tensor) -> Tensor:
-    """Lay out int8 weights for `w8a8`. codes: [N, K] int8. Returns: [ceil(N/32), K/4, 32, 4] uint8, 128 added."""
+    """Lay out int8 weights for `w8a8`.
+
+    codes: [N, K] int8
+    Returns: [ceil(N/32), K/4, 32, 4] uint8, with 128 added.
+    """
     shifted = (_whole_strips(codes).to(torch.int16) + 128).to(torch.uint8)
     return shifted.view(-1, STRIP, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
 
 
 def unpack_int8_strips(packed: Tensor, n: int) -> Tensor:
-    """The inverse of `pack_int8_strips`. Returns: codes [N, K] int8."""
+    """Invert `pack_int8_strips`. Returns: codes [N, K] int8."""
     shifted = packed.transpose(1, 2).reshape(packed.shape[0] * STRIP, -1)
     return (shifted.to(torch.int16) - 128).to(torch.int8)[:n].contiguous()

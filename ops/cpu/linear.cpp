@@ -2,15 +2,15 @@
 //
 // 1. Weights are read where they lie, [outputs, k]. A thread takes a strip of STRIP outputs, and of it a panel of PANEL
 //    values of k at a time, which it transposes: then a word holds two values of k, and a vector LANES outputs.
-// 2. Tiles of up to TALL rows pass over the panel while it is in the first-level cache, with a sum for every row and
-//    output in a register. AVX512-BF16 multiplies and adds in pairs; elsewhere both are widened to fp32.
+// 2. Tiles of up to TALL rows pass over the panel while it is in the L1 cache, with a sum for every row and output in a
+//    register. AVX512-BF16 multiplies and adds in pairs; elsewhere both are widened to fp32.
 // 3. Meanwhile the next panel is prefetched. In a mixture, each expert's rows pass over its own weight.
 //
 // A row's result does not depend on the other rows, bit for bit: every sum runs over the pairs of k in their order, the
 // second value of a pair first, rounded after every product. All processors give the same bits, except that AVX512-BF16
 // takes numbers below 2^-126 as zeros.
-// Trade-off: transposing in every call halves the speed of a single row over weights in the second-level cache; where
-// they come from memory it costs nothing. Packed weights would be a second copy of what embeddings and training share.
+// Trade-off: transposing in every call halves the speed of a single row over weights in the L2 cache; where they come
+// from memory it costs nothing. Packed weights would be a second copy of weights that embeddings and training share.
 
 #include "common.h"
 
@@ -52,14 +52,14 @@ inline Floats dot(Pairs w, Pairs x, Floats acc) {
 constexpr int64_t STRIP = WIDE * LANES;  // outputs
 constexpr int64_t PANEL = 128;           // k: up to 16 KB of weights
 constexpr int64_t BLOCK = 2 * LANES;     // k that are transposed at a time
-constexpr int64_t ROWS = 64;             // whose sums are kept at a time
+constexpr int64_t ROWS = 64;             // rows with their sums kept at a time
 constexpr int64_t LINE = 32;             // values of a cache line
 constexpr int64_t GRAIN = 1 << 19;       // bytes of weights, or as much work, that pay for a thread's wake-up
 
 // ------------------------------------------------------------------------------------------------ panels
 
-// The next panel, [STRIP, PANEL] values with `stride` between outputs: fetched one output after the other, in step with
-// `parts` parts of the work on this panel. Prefetches past the last weight are harmless.
+// Prefetches the next panel, [STRIP, PANEL] values with `stride` between outputs, one output after the other, in step
+// with `parts` parts of the work on this panel. Prefetches past the last weight are harmless.
 struct Ahead {
   const Value* w;
   int64_t stride, parts, done = 0, outputs = 0;
@@ -70,14 +70,14 @@ struct Ahead {
   }
 };
 
-// `count` values, and zeros.
+// Loads `count` values, padded with zeros.
 inline Ints load_some(const Value* p, int64_t count) {
   Value values[BLOCK] = {};
   std::memcpy(values, p, count * sizeof(Value));
   return load((const uint8_t*)values);
 }
 
-// to[pair][output] = two values of w[output]; what is missing of the last block of `count` values becomes zeros.
+// to[pair][output] = two values of w[output]; the last block of `count` values is padded with zeros.
 void transpose_panel(const Value* const (&w)[STRIP], int64_t first, int64_t count, int32_t* to, Ahead& ahead) {
   for (int64_t v = 0; v < STRIP; v += LANES)
     for (int64_t i = 0; i < count; i += BLOCK) {
@@ -201,7 +201,7 @@ at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std:
               "bias must hold one bfloat16 per output, in one piece");
   const at::Tensor rows = (k % 2 ? at::constant_pad_nd(x, {0, 1}) : x).contiguous();
   const at::Tensor y = empty_rows(x, n, wide ? at::kFloat : at::kBFloat16);
-  static thread_local Layer layer;  // its memory is kept from call to call; threads are handed a reference
+  static thread_local Layer layer;  // its memory is kept from call to call; threads get a reference
   layer.x = rows.const_data_ptr<Value>(), layer.w = weight.const_data_ptr<Value>();
   layer.bias = bias ? bias->const_data_ptr<Value>() : nullptr;
   layer.n = n, layer.k = k, layer.stride = rows.size(-1);

@@ -1,4 +1,4 @@
-// Looking up continuations in the text so far on a CPU: the operators of extras/ngram_draft.py, which says what they do.
+// Lookup of continuations in the text so far on a CPU: the operators of extras/ngram_draft.py, which describes them.
 
 #include "common.h"
 
@@ -13,15 +13,15 @@ namespace {
 
 struct Text {  // of one sequence
   const int64_t* tokens;
-  int64_t size, root;  // root: the last token decided, which continuations follow
+  int64_t size, root;  // root: the last decided token; continuations follow it
 
-  // How many tokens up to place `at`, before the root, equal the last ones, at most `longest`
+  // Returns how many tokens up to place `at`, before the root, equal the last ones, at most `longest`.
   int64_t match_length(int64_t at, int64_t longest) const {
     int64_t length = 0;
     while (length < longest && length <= at && tokens[at - length] == tokens[root - length]) length++;
     return length;
   }
-  // Step `step` of what follows place `at`: a copy that reaches the end of the text runs on into itself
+  // Returns token `step` after place `at`; a copy that reaches the end of the text continues with itself.
   int64_t copied(int64_t at, int64_t step) const {
     const int64_t period = std::max<int64_t>(root - at, 1);
     return tokens[std::min(at + 1 + step % period, size - 1)];
@@ -42,7 +42,8 @@ class Texts {
 
 }  // namespace
 
-// Whether something matches the last `least` tokens of a text or more. text: [B, S]; pos: [B]. Returns: [B] int64, 0 or 1.
+// Checks that an earlier place matches at least the last `least` tokens of a text. text: [B, S]; pos: [B].
+// Returns: [B] int64, 0 or 1.
 at::Tensor has_match(const at::Tensor& text, const at::Tensor& pos, int64_t least, int64_t longest) {
   const Texts texts(text, pos);
   const at::Tensor found = at::zeros_like(pos);
@@ -54,7 +55,7 @@ at::Tensor has_match(const at::Tensor& text, const at::Tensor& pos, int64_t leas
   return found;
 }
 
-// The best continuations, pairwise different. Returns: tokens [B, K, L]; which of them are there, [B, K].
+// Finds the best continuations, pairwise different. Returns: tokens [B, K, L]; found [B, K] bool.
 std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos, int64_t tokens,
                                           int64_t branches, int64_t least, int64_t longest) {
   const Texts texts(text, pos);
@@ -83,8 +84,8 @@ std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tens
   return {chains, found};
 }
 
-// Adds chains below the root to a pool, [B, P] each: chains [B, K, L], of value -k each, of which `found` [B, K] are
-// there. Where the pool has a chain's node, that is used, and its value raised. Returns: the pool, [B, P + K L] each.
+// Adds chains [B, K, L] below the root to a pool, [B, P] each. The value of chain k is -k, or -inf where `found` [B, K]
+// is false. Where the pool has a chain's node, that is used and its value raised. Returns: the pool, [B, P + K L] each.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& tokens, const at::Tensor& values,
                                                           const at::Tensor& parents, const at::Tensor& chains,
                                                           const at::Tensor& found) {

@@ -1,5 +1,5 @@
-// The operators' names, and those files that are not in products.cpp. The two units are compiled side by side; more of
-// them would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
+// The registration of all operators, and the files that are not in products.cpp. The two units are compiled side by
+// side; more units would take longer, since reading PyTorch's headers takes as long as compiling most of the files.
 
 #include "blocks.cpp"
 #include "compact.cpp"
@@ -12,9 +12,9 @@
 
 #include <torch/library.h>
 
-// Adds them to a namespace of torch.ops, whose schemas build.py defines. Called by build.py.
+// Adds the operators to a namespace of torch.ops. Called by build.py, which defines the schemas.
 extern "C" __attribute__((visibility("default"))) void add_operators(const char* name) {
-  static std::vector<torch::Library> libraries;  // an operator ends with its library
+  static std::vector<torch::Library> libraries;  // an operator lives as long as its library
   const auto add = [&](c10::DispatchKey key) -> torch::Library& {
     return libraries.emplace_back(torch::Library::IMPL, name, key, __FILE__, __LINE__);
   };

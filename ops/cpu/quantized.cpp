@@ -5,8 +5,8 @@
 // 2. Weights lie in strips of 32 outputs (layout.py), one contiguous stream each. Codes are stored with an offset (8 or
 //    128), because the hardware multiplies unsigned by signed bytes; integer sums start at -offset * sum(activations),
 //    which takes it out again, exactly. A zero point of a group of int4 is one more offset.
-// 3. Threads share the strips. Within a strip, k goes by panels that stay in the first-level cache while tiles of up to
-//    MB rows pass over them. In a mixture, each expert's rows pass over its own strips; idle experts are not read.
+// 3. Threads share the strips. Within a strip, k is cut into panels that stay in the L1 cache while tiles of up to MB
+//    rows pass over them. In a mixture, each expert's rows pass over its own strips; idle experts are not read.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sum in floating point
 // runs over the blocks of k in their order. Plain references: ops/quantized.py. Sources of the idea: Q8_0 x Q4_0
@@ -240,7 +240,7 @@ template <class F> at::Tensor multiply(const Layer& layer) {
   const bool narrow = rows.scalar_type() == at::kBFloat16;
   TORCH_CHECK(narrow || rows.scalar_type() == at::kFloat, "activations must be bfloat16 or float32");
   const at::Tensor y = empty_rows(rows, layer.n, layer.wide || !narrow ? at::kFloat : at::kBFloat16);
-  static thread_local Activations a;  // its memory is kept from call to call; threads are handed a reference
+  static thread_local Activations a;  // its memory is kept from call to call; threads get a reference
   a.rows = M, a.k = k, a.block = layer.block, a.blocks = (k + layer.block - 1) / layer.block;
   const int64_t experts = count_experts(layer.packed, layer.dims, M, layer.expert);
   const int64_t strips = (layer.n + STRIP - 1) / STRIP, whole = a.blocks * F::HEADER + k / 4 * F::STEP_BYTES;

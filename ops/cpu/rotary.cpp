@@ -1,10 +1,10 @@
 // The rotary embedding on a CPU.
 //
-// 1. `angles` computes cosines and sines, once for all layers. They are tensors: a compiler that fuses them computes
-//    them again for every head of every layer.
-// 2. `rotary` turns the heads of queries and keys.
+// 1. `angles` computes cosines and sines once for all layers. An operator of its own keeps torch.compile from fusing
+//    them, which would compute them again for every head of every layer.
+// 2. `rotary` rotates the heads of queries and keys.
 //
-// Products are rounded before they are added, as PyTorch's operators do, so that the bits of eager code come out.
+// Products are rounded before they are added, as in PyTorch's operators, so that the bits equal those of eager code.
 
 #include "common.h"
 

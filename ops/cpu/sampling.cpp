@@ -2,11 +2,10 @@
 //
 // 1. `gumbel` computes Philox4x32-10 and both logarithms for many counters side by side, in 32 bits where tensors take
 //    64.
-// 2. `cut` sorts only the tokens that can be kept: those beyond the k-th best, or with so little mass that all of them
-//    together are less than what top-p may leave out, are dropped first. Of 49,152 tokens a few hundred stay.
+// 2. `cut` sorts only the tokens that can be kept. Tokens beyond the k-th best are dropped first, and tokens that
+//    together have less mass than top-p may leave out. Of 49,152 tokens a few hundred stay.
 //
-// A row's result does not depend on the other rows, and not on whether a compiled or an eager step asks for it. Scores
-// are not NaN.
+// A row's result does not depend on the other rows, and is the same in compiled and in eager steps. Scores are not NaN.
 
 #include "common.h"
 
@@ -21,7 +20,7 @@ constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
 constexpr int64_t SIDE = 16;        // counters side by side
 constexpr float LEAST = -INFINITY;
 
-// ln x for finite x > 0, to about 1e-7; without a branch, so that loops vectorize (polynomial of Cephes)
+// ln x for finite x > 0, to about 1e-7; it has no branch, so that loops vectorize (polynomial of Cephes).
 inline float logarithm(float x) {
   int32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -41,7 +40,7 @@ inline float logarithm(float x) {
   return m + y + 0.693359375f * float(power);
 }
 
-// ln (1 - u) for 0 < u < 1: what rounding 1 - u loses is given back by the factor (Kahan)
+// ln (1 - u) for 0 < u < 1; the factor corrects the rounding of 1 - u (Kahan).
 inline float logarithm_of_rest(float u) {
   const float rest = 1.0f - u, lost = 1.0f - rest, factor = u / (lost > 0.0f ? lost : 1.0f);
   return lost > 0.0f ? logarithm(rest) * factor : -u;
@@ -51,7 +50,7 @@ struct Key {
   uint32_t seed[2], prompt, sample;
 };
 
-// Noise of tokens first .. first + 4 SIDE of one draw. word: the draw and its use
+// Noise of tokens first .. first + 4 SIDE of one draw. word: the draw and its use.
 void fill_noise(const Key& key, uint32_t word, uint32_t first, float* noise) {
   uint32_t c[4][SIDE], words[4 * SIDE], k0 = key.seed[0], k1 = key.seed[1];
   for (uint32_t i = 0; i < SIDE; i++)
@@ -79,7 +78,7 @@ inline bool before(const Scored& a, const Scored& b) {
   return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
 
-// No token below it is among the k best of z [n]: the k-th best of the maxima of parts.
+// Returns a bound below which no token is among the k best of z [n]: the k-th best of the maxima of parts.
 float least_of_best(const float* z, int64_t n, int64_t k, std::vector<float>& maxima) {
   constexpr int64_t PART = 64;
   maxima.clear();
@@ -89,12 +88,12 @@ float least_of_best(const float* z, int64_t n, int64_t k, std::vector<float>& ma
   return maxima[k - 1];
 }
 
-// The tokens that top-k and top-p keep of scores z [n], in any order.
+// Finds the tokens that top-k and top-p keep of scores z [n], in any order.
 void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Scored>& kept) {
   static thread_local std::vector<float> maxima;  // its memory is kept from row to row
   const float most = largest(z, n);
   const double total = top_p < 1 && top_k <= 0 ? exponential_sum(z, n, most) : 0;
-  const double rest = total * (1 - top_p) / (2 * double(n));  // all tokens below it are half of what may go
+  const double rest = total * (1 - top_p) / (2 * double(n));  // n tokens below it: half of the mass that may go
   float floor = rest > 0 ? most + float(std::log(rest)) : LEAST;
   if (top_k > 0) floor = least_of_best(z, n, top_k, maxima);
   kept.clear();

@@ -1,12 +1,12 @@
 // The threads of the CPU operators.
 //
-// A loop is cut into pieces: each thread takes those of its own share, then those that others have not come to. Threads
+// A loop is cut into pieces. Each thread takes those of its own share, then those that others have not begun. Threads
 // are the caller, and workers that spin for a moment after their last piece, then sleep. The caller waits for pieces
-// that a worker has begun, never for a worker: on a busy machine one that gets no processor delays nothing, where the
+// that a worker has begun, never for a worker: on a busy machine a worker without a processor delays nothing, while the
 // barrier of an OpenMP team would wait for it in every one of the hundreds of loops of a step.
 //
-// Which thread runs a piece never shows in a result. A loop that begins while another thread's runs, runs on its caller
-// alone; so do all loops of a forked process, which has no workers.
+// A result does not depend on the thread that runs a piece. A loop that begins while another thread's loop runs, runs
+// on its caller alone; so do all loops of a forked process, which has no workers.
 
 #include "common.h"
 
@@ -51,7 +51,7 @@ class Pool {
   }
 
  private:
-  // Starts workers until there are so many, or as many as the system gives.
+  // Starts workers until there are this many, or as many as the system allows.
   void hire(int64_t wanted) {
     try {
       for (; workers < wanted; workers++) std::thread([this, number = workers + 1] { work(number); }).detach();
@@ -66,7 +66,7 @@ class Pool {
       }
   }
 
-  // Runs one piece of a share, if there is one left. What a loop is may be read only once a piece of it is taken.
+  // Runs one piece of a share, if one is left. The loop may be read only after a piece of it is taken.
   bool take(uint32_t now, int64_t share) {
     uint64_t state = left[share].load(std::memory_order_acquire);
     do
@@ -95,11 +95,11 @@ class Pool {
   int64_t workers = 0, shares = 0, each = 0;  // pieces of a share
   Loop loop{};
   std::atomic<uint32_t> round{0};                 // of the loop that runs
-  std::atomic<uint64_t> left[MOST_THREADS] = {};  // of every share: its round, and how many pieces nobody has taken
+  std::atomic<uint64_t> left[MOST_THREADS] = {};  // of every share: its round, and its pieces that are not taken
   std::atomic<int64_t> finished{0}, helpers{0};
 };
 
-thread_local int64_t own = 0;  // threads of the loops that this one begins, if PyTorch's own have others
+thread_local int64_t own = 0;  // threads of loops that this thread begins; 0: as many as PyTorch's own
 
 }  // namespace
 

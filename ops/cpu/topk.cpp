@@ -1,9 +1,9 @@
-// The best scores of rows on a CPU: the k best with the normalizer, and the best one with noise added.
+// The best scores of rows on a CPU: the k best with the logsumexp, and the best one with noise added.
 //
-// 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk whose largest score
-//    does not beat the last of the list is skipped, so a row costs about one maximum per element. The second pass adds
-//    up the exponentials.
-// 2. `best` adds the noise of a node's draw while it looks for the largest sum.
+// 1. `topk` keeps a sorted list of the k best so far and passes over the row in chunks. A chunk is skipped if its
+//    largest score does not beat the last of the list, so a row costs about one maximum per element. The second pass
+//    adds up the exponentials.
+// 2. `best` adds the noise of a node's draw while it searches for the largest sum.
 //
 // A row's result does not depend on the other rows. Scores are not NaN.
 
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t CHUNK = 64;       // scores that are passed over together
 constexpr int64_t GRAIN = 1 << 15;  // elements that pay for a thread's wake-up
 
-// The k best of x [n], best first, of equal ones the lower index first.
+// Finds the k best of x [n], best first, of equal ones the lower index first.
 void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) {
   int64_t held = 0;
   const auto offer = [&](int64_t i) {

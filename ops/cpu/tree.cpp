@@ -3,10 +3,10 @@
 // 1. `next_level` scores the children of every node of a frontier, keeps the best, and chooses the next frontier.
 // 2. `rerank` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
 // 3. `accept` finds the deepest path that is the target's own choice; `advance` writes its tokens and moves the roots.
-// 4. `place_rows` and `causal` say where the rows of a step lie in the cache, and what they see.
+// 4. `place_rows` and `causal` compute the cache slots of a step's tokens, and the slots that they see.
 //
-// Each computes what its plain reference does (ops/tree.py, draft_tree.py, decode.py), in one call where that takes
-// dozens. Trees are small: nothing here pays for a thread but the scores of `next_level`.
+// Each computes the same as its plain reference (ops/tree.py, draft_tree.py, decode.py), in one call instead of dozens.
+// Trees are small: only the scores of `next_level` pay for threads.
 
 #include "common.h"
 
@@ -30,7 +30,7 @@ template <class T> std::optional<Operand<T>> optional(const Optional& t, at::Int
   return Operand<T>(*t, shape, name);
 }
 
-// The indices 0 .. n - 1 by descending score; equal scores keep their order
+// The indices 0 .. n - 1 by descending score; equal scores keep their order.
 void best_first(const float* score, int64_t n, std::vector<int64_t>& order) {
   order.resize(n);
   std::iota(order.begin(), order.end(), int64_t(0));
@@ -38,11 +38,11 @@ void best_first(const float* score, int64_t n, std::vector<int64_t>& order) {
 }
 
 struct Shared {
-  const float* noise;  // by which the target will choose, [V of the target], or null
+  const float* noise;  // the noise of the target's own choice, [V of the target], or null
   float temperature;
 };
 
-// z [n] -> scores [n]: with the shared noise, times the sharpness. ids: the token of each column, or null
+// z [n] -> scores [n]: with the shared noise, times the sharpness. ids: the token of each column, or null.
 void score_row(const float* z, int64_t n, const Shared& shared, const int64_t* ids, float sharpness, float* scores) {
   if (!shared.noise)
     for (int64_t i = 0; i < n; i++) scores[i] = sharpness * z[i];
@@ -121,8 +121,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 }
 
 // `rerank` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
-// the flat indices that ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best. text: [B, S];
-// pos: [B]. Returns: tokens, parents, depths, mask, valid, values and places of the nodes; the node of each candidate.
+// the flat indices that the drafter ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best.
+// text: [B, S]; pos: [B]. Returns: tokens, parents, depths, mask, valid, values and places of the nodes; the node of
+// each candidate.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rerank(
     at::TensorList tokens, at::TensorList values, at::TensorList parents, at::TensorList ran, const Optional& nodes,
     int64_t count, const at::Tensor& text, const at::Tensor& pos) {
@@ -215,7 +216,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
     }
     int64_t *to = out(path) + b * D, *from = out(moves) + b * D;
     std::fill_n(to, D, int64_t(0));
-    std::iota(from, from + D, int64_t(0));  // rows past the path stay where they are
+    std::iota(from, from + D, int64_t(0));  // slots past the path stay in place
     for (int64_t i = deepest; i > 0; i = parent[first + i]) {
       const int64_t at = within(level[first + i], D, "a depth");
       to[at] = from[at] = i;
@@ -227,8 +228,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
 }
 
 // `advance` of decode.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
-// path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F]; preset: which the host may choose next.
-// Returns: pos, draws, done, count, [B]; the rows' tokens [B, D+2] and features [B, D+1, F]; the report [B, D+6].
+// path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F]; preset: the one that the host may choose next.
+// Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+6].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> advance(
     at::Tensor tokens, const at::Tensor& pos, const at::Tensor& draws, const at::Tensor& done, const at::Tensor& limit,
     const at::Tensor& roots, const at::Tensor& path, const at::Tensor& length, const at::Tensor& emitted,
@@ -272,8 +273,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {new_pos, new_draws, new_done, count, row_tokens, row_features, facts};
 }
 
-// `Idle.extend` of extras/deferred.py: number i of the rows that wait goes to place i % ROOM. kept: [B, ROOM + 1, F],
-// written; features: [B, R, F]; count, waiting, passed: [B]. Returns: waiting and passed.
+// `Idle.extend` of extras/deferred.py: waiting token i goes to place i % MAX_KEPT. kept: [B, MAX_KEPT + 1, F], written;
+// features: [B, R, F]; count, waiting, passed: [B]. Returns: waiting and passed.
 std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& features, const at::Tensor& count,
                                              const at::Tensor& waiting, const at::Tensor& passed) {
   TORCH_CHECK(kept.dim() == 3 && features.dim() == 3 && kept.is_contiguous() && kept.size(2) == features.size(2) &&
@@ -296,7 +297,8 @@ std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& 
 
 // ---------------------------------------------------------------------------------------------------- places
 
-// `place_rows` of ops/tree.py: slots [B, T], start [B] and positions [B, T]. depths: [B, T]; none: `depth` of all rows
+// `place_rows` of ops/tree.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
+// positions [B, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
                                                           const Optional& depths, int64_t rows, int64_t slot,
                                                           int64_t depth) {
@@ -316,7 +318,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos,
   return {slots, start, positions};
 }
 
-// `causal_window` of model.py: slots [B, T], start [B] and mask [B, T, T]. first: [B]; back: rows before it, from slot 0 on
+// `causal_window` of model.py. first: [B]; back: slots before it, from slot 0 on. Returns: slots [B, T], start [B] and
+// mask [B, T, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, int64_t rows, int64_t back) {
   const int64_t B = first.size(0);
   const Whole begin(first, {B}, "first");

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA, and what their weights look like. Imported by the first call on a GPU."""
+"""Triton kernels for CUDA and the layouts of their weights, imported by the first call on a GPU."""

@@ -1,15 +1,15 @@
-"""CUDA kernels, in Triton: attention of a few rows (a draft tree, a chain, a single token) over a long static cache.
+"""CUDA kernel, in Triton: attention of a draft tree, a chain or one token over a long static cache.
 
-1. A block of threads takes up to 64 or 128 rows of one key head: the new tokens times the query heads that share it,
-   so that a key is read once for all of them.
-2. The cache is cut into chunks of slots, each a block of threads (split-K). The prefix's length is read from device
-   memory, so that one captured graph serves every length; blocks of chunks that are not in use return at once.
-3. A chunk is read 32 or 64 slots at a time, with the running softmax of FlashAttention (arXiv 2205.14135). Slots below
-   the prefix's end need no mask. Slots beyond the window are not read: they may hold anything.
-4. Each chunk writes fp32 sums with their maximum and weight. The block that finishes last adds them in the order of the
-   chunks, whoever was last: equal runs give equal bits. What else a row's bits depend on is said at `plan_attention`.
+1. A block takes up to 64 or 128 rows of one key head: the new tokens times the query heads that
+   share it, so that a key is read once for all of them.
+2. The cache is cut into chunks of slots, one block each (split-K). The prefix length is read from
+   device memory, so that one captured graph serves every length; blocks of unused chunks return.
+3. A chunk is read 32 or 64 slots at a time, with the running softmax of FlashAttention (arXiv
+   2205.14135). Slots below the prefix's end need no mask; slots beyond the window are not read.
+4. Each chunk writes fp32 sums with their maximum and weight. The block that finishes last adds them
+   in the order of the chunks, so equal runs give equal bits. `plan_attention` has the trade-offs.
 
-Trade-off: see `plan_attention`. Not run on a GPU yet. Not here: writing the cache, sliding windows.
+Not run on a GPU yet. Not here: writes to the cache, sliding windows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from ops.cuda.launch import Device, after_others, overlap
 
-CHUNK = 256  # slots of a split, while there are at most
-SPLITS = 16  # of them below the prefix's end; beyond, chunks double
-SPLIT_TOKENS = 64  # more than that are not split
+CHUNK = 256  # slots of a chunk, while at most SPLITS of them lie below the prefix's end
+SPLITS = 16  # chunks below the prefix's end; beyond, chunks double
+SPLIT_TOKENS = 64  # more tokens than these are not split
 COUNTERS = 2**16  # blocks of rows of a split launch, at most
 
 
 class AttentionPlan(NamedTuple):
-    """How a block of threads works. Only `rows` and `warps` depend on the number of rows."""
+    """The tile of a block of threads. Only `rows` and `warps` depend on the number of rows."""
 
     rows: int  # tokens x query heads of a group
     keys: int  # slots at a time
@@ -43,52 +43,56 @@ class AttentionPlan(NamedTuple):
 def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> AttentionPlan:
     """Choose the tile for `rows` rows per key head of width E; no spills up to E = 128.
 
-    A row's bits depend on the slots that it sees and what they hold; not on the number of rows, their masks, the batch,
-    or the prefix's end: blocks and chunks lie at fixed slots, hidden slots add exact zeros, and sums that a compiler
-    could contract in two ways are written as fused multiply-adds. So a chain is verified with the sums of vanilla
-    decoding. This does not hold for branches of a tree, whose ancestors lie in other slots than after compaction; nor
-    across a prefix of 4096 * 2^i slots, where chunks double; nor between up to 64 tokens and more, which are not split.
-    It assumes that tensor cores add zero products exactly, in the same way for both tile heights (test_gpu.py).
+    A row's bits depend on the slots that it sees and on their contents; not on the number of rows,
+    their masks, the batch, or the prefix's end. Blocks and chunks lie at fixed slots, hidden slots
+    add exact zeros, and sums that a compiler could contract in two ways are written as fused
+    multiply-adds. So a chain is verified with the sums of vanilla decoding. This does not hold for
+    branches of a tree, whose ancestors lie in other slots than after compaction; nor across a
+    prefix of 4096 * 2^i slots, where chunks double; nor between up to 64 tokens and more, which are
+    not split. It assumes that tensor cores add zero products exactly, in the same way for both tile
+    heights (test_gpu.py).
 
-    Trade-off: for that, a single token fills one row of 64, and chunks do not grow with the batch, whose sums can be
-    more bytes than the keys. CHUNK and SPLITS are estimates for an H100. fp32 has no tensor cores: for tests.
+    Trade-off: for that, a single token fills one row of 64, and chunks do not grow with the batch,
+    whose sums can be more bytes than the keys. CHUNK and SPLITS are estimates for an H100. fp32 has
+    no tensor cores and serves tests only.
     """
     if dtype == torch.float32:
         return AttentionPlan(16, 32, 1, 8 if E > 64 else 4)
-    hopper, width = device.capability >= 90, max(16, triton.next_power_of_2(E))
-    tile = (
-        128 if hopper and rows > 64 else 64
-    )  # 16 rows a warp in both, so that a row's sums are those of one warp
+    hopper = device.capability >= 90
+    width = max(16, triton.next_power_of_2(E))
+    # 16 rows a warp in both, so that a row's sums are those of one warp
+    tile = 128 if hopper and rows > 64 else 64
     keys = 64 if width == E <= 64 else 32  # more would spill
     stage = keys * width * 4  # bytes of keys and values
-    for limit in (
-        device.shared_bytes // 2,
-        device.shared_bytes,
-    ):  # two blocks hide each other's waits
-        # Hopper's tensor cores read a stage from shared memory; the others hold it, and share probabilities
-        if 2 * tile * width + 2 * stage + (stage if hopper else 2 * tile * keys) <= limit:
+    # Hopper's tensor cores read a stage from shared memory; the others hold it in registers and
+    # share the probabilities
+    in_use = stage if hopper else 2 * tile * keys
+    needed = 2 * tile * width + 2 * stage + in_use
+    # half of the memory if possible: two blocks hide each other's waits
+    for limit in (device.shared_bytes // 2, device.shared_bytes):
+        if needed <= limit:
             return AttentionPlan(tile, keys, 3, tile // 16)
     return AttentionPlan(tile, keys, 2, tile // 16)
 
 
 def splits_of(T: int, S: int, W: int) -> int:
-    """How many chunks a cache of S slots, with W of them in the window, can be cut into."""
+    """Return the largest number of chunks of a cache of S slots, with W of them in the window."""
     if T > SPLIT_TOKENS:
         return 1
     return min(triton.cdiv(S, CHUNK), SPLITS + triton.cdiv(W, CHUNK))
 
 
 def constants_of(E: int) -> dict[str, int]:
-    """What the kernel is compiled for. WIDTH: E padded to a power of two."""
+    """Return the kernel's constants that follow from E. WIDTH: E padded to a power of two."""
     return {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": CHUNK, "SPLITS": SPLITS}
 
 
-# --------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @triton.jit
 def _chunk(start, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
-    """Slots of a chunk when the prefix ends at `start`."""
+    """Return the slots of a chunk when the prefix ends at `start`."""
     chunk = tl.full((), CHUNK, tl.int32)
     while start >= chunk * SPLITS:
         chunk *= 2
@@ -97,23 +101,23 @@ def _chunk(start, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _visible(mask_ptr, t, w, W, mask_t, mask_w):
-    """Which slots of a block each row sees: [ROWS, KEYS].
+    """Return the slots of a block that each row sees: [ROWS, KEYS] bool.
 
     t: [ROWS] int32, tokens; w: [KEYS] int32, the slots' places in the window, negative below it
     """
-    place = (
-        t[:, None] * mask_t + w[None, :] * mask_w
-    )  # 32 bits: addresses of 64 would take too many registers
+    # 32 bits: addresses of 64 would take too many registers
+    place = t[:, None] * mask_t + w[None, :] * mask_w
     inside = ((w >= 0) & (w < W))[None, :]
     return (w < 0)[None, :] | tl.load(mask_ptr + place, mask=inside, other=0).to(tl.int1)
 
 
 @triton.jit
 def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
-    """Take a block of keys into the running softmax.
+    """Add a block of keys to the running softmax.
 
     scores: [ROWS, KEYS] fp32, q k^T, -inf where hidden; v: [KEYS, WIDTH]
-    top, weight: [ROWS] fp32, the maximum so far and the sum of exponentials; total: [ROWS, WIDTH] fp32
+    top, weight: [ROWS] fp32, the maximum so far and the sum of exponentials
+    total: [ROWS, WIDTH] fp32, the weighted sum of values
     """
     new = tl.maximum(top, tl.max(scores, 1) * SCALE)
     base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
@@ -126,13 +130,27 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, keys_ptr, values_ptr, column, mask_ptr, t, start, W, first, last, mask_t, mask_w,
-    E: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Attend to the slots first .. last, KEYS at a time, of which those below `start` are seen by all rows.
+    q,
+    keys_ptr,
+    values_ptr,
+    column,
+    mask_ptr,
+    t,
+    start,
+    W,
+    first,
+    last,
+    mask_t,
+    mask_w,
+    E: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to the slots first .. last, KEYS at a time; all rows see those below `start`.
 
-    q: [ROWS, WIDTH]; keys, values: pointers to the first KEYS slots, [WIDTH, KEYS] and [KEYS, WIDTH]
-    column: [WIDTH] bool, which there are; t: [ROWS] int32, tokens
+    q: [ROWS, WIDTH]
+    keys, values: pointers to the first KEYS slots, [WIDTH, KEYS] and [KEYS, WIDTH]
+    column: [WIDTH] bool, False for padding; t: [ROWS] int32, tokens
     Returns: maximum and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
     """
     SCALE: tl.constexpr = 1.4426950408889634 / E**0.5  # exponentials are to the base 2
@@ -140,9 +158,8 @@ def _attend(
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
-    seen = tl.minimum(
-        tl.maximum(start // KEYS * KEYS, first), last
-    )  # the end of the blocks that all rows see
+    # the end of the blocks that all rows see
+    seen = tl.minimum(tl.maximum(start // KEYS * KEYS, first), last)
     for at in tl.range(first, seen, KEYS, num_stages=STAGES):
         k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
@@ -160,7 +177,10 @@ def _attend(
 
 @triton.jit
 def _is_last(done_ptr, blocks):
-    """Whether all other blocks that share a counter are over. What they wrote can be read then; the counter is 0."""
+    """Check that all other blocks that share a counter have finished.
+
+    Their results can be read then, and the counter is 0 again.
+    """
     tl.debug_barrier()  # all threads of this block have written
     last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
     if last:
@@ -179,7 +199,8 @@ def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
     for i in range(used):
         top = tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
         highest = tl.maximum(highest, top)
-    weight, total = tl.full(live.shape, 0.0, tl.float32), tl.full(inside.shape, 0.0, tl.float32)
+    weight = tl.full(live.shape, 0.0, tl.float32)
+    total = tl.full(inside.shape, 0.0, tl.float32)
     for i in range(used):
         share = tl.exp2(
             tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
@@ -196,25 +217,27 @@ def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr, T, S, W, mask_b, mask_t, mask_w,
-    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
+    T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a key head over one chunk, or over all slots; the last block of the rows adds their chunks.
+    """Attend from ROWS rows of a key head to a chunk, or to all slots; the last block adds chunks.
 
-    q: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, by its strides
-    y: [B, T, H, E]
-    parts: with SPLIT, [chunks, B, T, H, E] fp32, not divided by their weights; stats: [2, chunks, B, T, H] fp32,
-    maximum and weight; done: [blocks of rows, B * KV_HEADS] int32, zeros, and zeros again in the end
-    Writes: y; parts and stats of chunks in use.
+    q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
+    parts: with SPLIT, [chunks, B, T, H, E] fp32, not divided by their weights
+    stats: [2, chunks, B, T, H] fp32, maximum and weight
+    done: [blocks of rows, B * KV_HEADS] int32, zeros before and after. Writes: y; used parts, stats
     """
     after_others(OVERLAPS)
     GROUP: tl.constexpr = H // KV_HEADS
-    b, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    b = tl.program_id(1) // KV_HEADS
+    head = tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
     start = tl.load(start_ptr + b).to(tl.int32)
-    first, last, used = 0, start + W, 1
+    first = 0
+    last = start + W
+    used = 1
     if SPLIT:
         chunk = _chunk(start, CHUNK, SPLITS)
         used = tl.minimum(tl.cdiv(last, chunk), tl.num_programs(2))
@@ -224,25 +247,22 @@ def attention_kernel(
             return
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = r // GROUP
-    row = t * H + head * GROUP + r % GROUP  # of the T * H of its batch row
-    before = b.to(tl.int64) * T * H  # rows of earlier batch rows
-    e, n = tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    row = t * H + head * GROUP + r % GROUP  # of the T * H of its sequence
+    before = b.to(tl.int64) * T * H  # rows of earlier sequences
+    e = tl.arange(0, WIDTH)
+    n = tl.arange(0, KEYS)
     column = (e < E) | (WIDTH == E)
-    q = tl.load(
-        q_ptr + before * E + row[:, None] * E + e[None, :],
-        mask=(t < T)[:, None] & column[None, :],
-        other=0.0,
-    )
+    place = row[:, None] * E + e[None, :]
+    inside = (t < T)[:, None] & column[None, :]
+    q = tl.load(q_ptr + before * E + place, mask=inside, other=0.0)
     base = tl.program_id(1).to(tl.int64) * S * E
     keys_ptr = k_ptr + base + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
     values_ptr = v_ptr + base + n[:, None] * E + e[None, :]  # [KEYS, WIDTH]
     mask_ptr += b.to(tl.int64) * mask_b
     top, weight, total = _attend(
-        q, keys_ptr, values_ptr, column, mask_ptr, tl.minimum(t, T - 1), start, W, first, last, mask_t, mask_w,
-        E, KEYS, STAGES,
+        q, keys_ptr, values_ptr, column, mask_ptr, tl.minimum(t, T - 1), start, W, first, last,
+        mask_t, mask_w, E, KEYS, STAGES,
     )  # fmt: skip
-    place = row[:, None] * E + e[None, :]
-    inside = (t < T)[:, None] & column[None, :]
     if SPLIT:
         size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a chunk
         mine = split * size + before
@@ -258,39 +278,61 @@ def attention_kernel(
     tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-# ---------------------------------------------------------------------------------------------- launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 @cache
 def counters(index: int) -> Tensor:
-    """Zeros for the blocks of one launch after the other, as many as there can be. [COUNTERS] int32, of a device."""
+    """Return zeros that all launches of a device share, one after the other: [COUNTERS] int32."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=f"cuda:{index}")
 
 
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor, device: Device, done: Tensor
 ) -> Tensor:
-    """`ops.attention.tree_attention`. Allocates its result and partial sums, and nothing else; never waits.
+    """Compute `ops.attention.tree_attention`.
+
+    Allocates its result and partial sums, and nothing else; never waits.
 
     done: from `counters`; launches that share it must follow each other, as those of one stream do
     """
     B, T, H, E = q.shape
-    kv_heads, S, W = k.shape[1], k.shape[2], mask.shape[2]
-    assert k.is_contiguous() and v.is_contiguous(), (
-        k.stride(),
-        v.stride(),
-    )  # the cache's own buffers
+    _, kv_heads, S, _ = k.shape
+    W = mask.shape[2]
+    # they are the cache's own buffers
+    assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
     cut = plan_attention(T * H // kv_heads, E, q.dtype, device)
-    splits, blocks = splits_of(T, S, W), triton.cdiv(T * H // kv_heads, cut.rows)
+    splits = splits_of(T, S, W)
+    blocks = triton.cdiv(T * H // kv_heads, cut.rows)
     assert splits == 1 or blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
     y = torch.empty(B, T, H * E, dtype=q.dtype, device=q.device)
-    parts, stats = y, y
+    parts = y  # not used without splits
+    stats = y
     if splits > 1:
         parts = torch.empty(splits, B, T, H, E, dtype=torch.float32, device=q.device)
         stats = torch.empty(2, splits, B, T, H, dtype=torch.float32, device=q.device)
     attention_kernel[blocks, B * kv_heads, splits](
-        q.contiguous(), k, v, start, mask, y, parts, stats, done, T, S, W, *mask.stride(), **constants_of(E),
-        H=H, KV_HEADS=kv_heads, SPLIT=splits > 1, ROWS=cut.rows, KEYS=cut.keys, STAGES=cut.stages,
-        num_warps=cut.warps, **overlap(device),
-    )  # fmt: skip
+        q.contiguous(),
+        k,
+        v,
+        start,
+        mask,
+        y,
+        parts,
+        stats,
+        done,
+        T,
+        S,
+        W,
+        *mask.stride(),
+        **constants_of(E),
+        H=H,
+        KV_HEADS=kv_heads,
+        SPLIT=splits > 1,
+        ROWS=cut.rows,
+        KEYS=cut.keys,
+        STAGES=cut.stages,
+        num_warps=cut.warps,
+        **overlap(device),
+    )
     return y

@@ -1,4 +1,4 @@
-"""The device's clock on CUDA: a kernel that writes down the time when the stream gets there."""
+"""The device's clock on CUDA: a kernel that records the time when the stream reaches it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """CUDA kernels, in Triton: every row times the weight of its own expert, in 16 bits, int8 or int4.
 
-1. `lists_kernel` lists the rows of every expert, once for both products of a layer. A row's place is the number of
-   rows before it, by expert and then by number: a count of smaller keys, without sorting or atomics.
-2. An expert's rows are cut into tiles of 16, 32 or 64. P rows make at most `most_tiles` of them, however they are
-   spread; so many blocks are launched, those of an expert side by side, so that they share its weight in the cache. A
-   block finds its tile in the lists; one that finds none returns at once. Weights are read where they lie.
-3. Between reading rows and writing results through the list is the loop of quantized.py.
+1. `lists_kernel` lists the rows of every expert (sorted token ids), once for both products of a
+   layer. A row's place is a count of smaller keys, expert first, without sorting or atomics.
+2. An expert's rows are cut into tiles of 16, 32 or 64, at most `most_tiles` for P rows. That many
+   blocks are launched, those of an expert side by side, so that they share its weight in the cache.
+   A block finds its tile in the lists; one without a tile returns at once.
+3. The loop over K is that of quantized.py; rows are read and results written through the list.
 
-Trade-off: one kernel serves a single token (a tile per chosen expert), a tree and a prompt, so that a row's bits do not
-depend on the rows beside it (`plan_experts`). Not run on a GPU yet. Source of tiles of one expert each: MegaBlocks
-(arXiv 2211.15841). Not here: SiLU, the sum over a token's experts (model.py).
+Trade-off: one kernel serves a single token (a tile per chosen expert), a tree and a prompt, so that
+a row's bits do not depend on the rows beside it (`plan_experts`). Not run on a GPU yet. Source of
+tiles of one expert each: MegaBlocks (arXiv 2211.15841). Not here: SiLU, the sum over a token's
+experts (model.py).
 """
 
 from __future__ import annotations
@@ -50,35 +51,42 @@ def plan_experts(
     experts: int,
     zeros: bool = False,
 ) -> ProductPlan:
-    """Choose tiles, splits and stages for P rows. zeros: whether int4 has zero points
+    """Choose tiles, splits and stages for P rows.
 
-    The host cannot look at the routing, so the tile's height follows from the rows that an expert has on average.
-    `splits` and the order of every sum are the same for all P: a row's result does not depend on which rows share its
-    expert, on their number, or on its place among them. As in quantized.py, this assumes something of the hardware that
-    test_gpu.py tests.
+    The host must not read the routing, so the tile's height follows from the average rows of an
+    expert. `splits` and the order of every sum are the same for all P: a row's result does not
+    depend on the other rows of its expert, on their number, or on its place among them. As in
+    quantized.py, this assumes a property of the hardware that test_gpu.py tests.
 
-    Trade-off: splits are right for a single token with two experts of 8, or 8 of 128. A prompt reads an expert's weight
-    once per 64 of its rows, mostly from the cache, and unpacks it as often; beyond about 256 tokens with 8 experts a
-    product over unpacked weights would be faster.
+    Trade-off: splits are right for a single token with two experts of 8, or 8 of 128. A prompt
+    reads an expert's weight once per 64 of its rows, mostly from the cache, and unpacks it as
+    often; beyond about 256 tokens with 8 experts a product over unpacked weights would be faster.
 
     bits: 16 for float weights
+    zeros: int4 weights have zero points
     """
-    splits = choose_splits(
-        max(2, experts // 16) * N, triton.cdiv(K, 16 // bits * COLUMNS), device.processors
-    )
+    blocks = triton.cdiv(K, 16 // bits * COLUMNS)
+    splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors)
     each = triton.cdiv(P, experts)
-    return fit(
-        16 if each <= 4 else 32 if each <= 16 else 64, splits, bits, group, dtype, device, zeros
-    )
+    if each <= 4:
+        tokens = 16
+    elif each <= 16:
+        tokens = 32
+    else:
+        tokens = 64
+    return fit(tokens, splits, bits, group, dtype, device, zeros)
 
 
 def most_tiles(P: int, experts: int, tokens: int) -> int:
-    """How many tiles of `tokens` rows P rows can make: most when as many experts as can be are left with one row."""
+    """Return the largest number of tiles of `tokens` rows that P rows can make.
+
+    There are most tiles when as many experts as possible have one row beyond their full tiles.
+    """
     hit = min(P, experts)
     return hit + (P - hit) // tokens
 
 
-# --------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -88,9 +96,8 @@ def lists_kernel(expert_ptr, lists_ptr, P, EXPERTS: tl.constexpr, BLOCK: tl.cons
     expert: [P] int64
     lists: [EXPERTS + 1 + P] int32, as `ops.experts.expert_lists` describes. Writes: lists.
     """
-    j = tl.program_id(0) * BLOCK + tl.arange(
-        0, BLOCK
-    )  # first the experts' beginnings, then the rows
+    # first the experts' beginnings, then the rows
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = j - (EXPERTS + 1)
     is_row = (row >= 0) & (row < P)
     key = tl.load(expert_ptr + row, mask=is_row, other=0).to(tl.int32) * P + row
@@ -106,8 +113,11 @@ def lists_kernel(expert_ptr, lists_ptr, P, EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _tile(lists_ptr, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Find a tile in the lists. Returns: its expert, and where its rows begin and its expert's end; expert EXPERTS
-    and beyond means that there is no such tile."""
+    """Find a tile in the lists.
+
+    Returns: its expert, the place at which its rows begin, and the place at which its expert's
+    end; without such a tile the expert is EXPERTS or more.
+    """
     e = tl.arange(0, triton.next_power_of_2(EXPERTS))
     begin = tl.load(lists_ptr + tl.minimum(e, EXPERTS))
     end = tl.load(lists_ptr + tl.minimum(e + 1, EXPERTS))
@@ -121,7 +131,10 @@ def _tile(lists_ptr, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.constexpr):
-    """w x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32. weight: [N, K]; the rest as quantized_product."""
+    """Compute w x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32.
+
+    weight: [N, K]; the rest as for `quantized_product`
+    """
     COLUMNS: tl.constexpr = 64  # of layout.py
     c = tl.arange(0, COLUMNS)
     weights_ptr = weight_ptr + row[:, None].to(tl.int64) * K + c[None, :]  # [ROWS, COLUMNS]
@@ -138,15 +151,29 @@ def _float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.con
 
 @triton.jit(do_not_specialize=["P"])
 def experts_kernel(
-    x_ptr, weight_ptr, scale_ptr, lists_ptr, y_ptr, P, N, K,
-    EXPERTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One block of y^T = w x^T for a tile of rows and the weight w of their expert, or partial sums over a split of K.
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    lists_ptr,
+    y_ptr,
+    P,
+    N,
+    K,
+    EXPERTS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute a block of y^T = w x^T for a tile of rows and their expert's w, or of partial sums.
 
-    x: [P, K]; weight, with BITS 16: [EXPERTS, N, K] of x's dtype, and scale is not read; otherwise weight and scale
-    are stacks of what matmul_kernel takes, and K is a multiple of BLOCK
-    lists: from lists_kernel; y: [P, N], or [SPLITS, P, N] fp32. Writes: y.
+    x: [P, K]
+    weight, with BITS 16: [EXPERTS, N, K] of x's dtype, and scale is not read; otherwise weight and
+    scale are stacks of the operands of `matmul_kernel`, and K is a multiple of BLOCK
+    lists: from `lists_kernel`
+    Writes: y, [P, N], or [SPLITS, P, N] fp32.
     """
     BLOCK: tl.constexpr = 16 // BITS * 64
     expert, at, end = _tile(lists_ptr, tl.program_id(0), EXPERTS, TOKENS)
@@ -159,7 +186,8 @@ def experts_kernel(
     row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
     split = tl.program_id(2)
     blocks = tl.cdiv(K, BLOCK)
-    first, last = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    first = split * blocks // SPLITS
+    last = (split + 1) * blocks // SPLITS
     x_rows = x_ptr + t.to(tl.int64) * K
     before = expert.to(tl.int64) * N  # outputs of the experts before this one
     if BITS == 16:
@@ -176,11 +204,11 @@ def experts_kernel(
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
 
 
-# ---------------------------------------------------------------------------------------------- launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 def expert_lists(expert: Tensor, experts: int) -> Tensor:
-    """`ops.experts.expert_lists`. Allocates its result, and nothing else; never waits."""
+    """Compute `ops.experts.expert_lists`. Allocates its result, and nothing else; never waits."""
     lists = torch.empty(experts + 1 + len(expert), dtype=torch.int32, device=expert.device)
     lists_kernel[(triton.cdiv(len(lists), LISTED),)](
         expert.contiguous(), lists, len(expert), EXPERTS=experts, BLOCK=LISTED, num_warps=4
@@ -191,36 +219,61 @@ def expert_lists(expert: Tensor, experts: int) -> Tensor:
 def run_experts(
     x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, cut: ProductPlan
 ) -> Tensor:
-    """The product, cut as told. Allocates its result and partial sums, and nothing else; never waits."""
-    bits, group = bits_and_group(scale[0]) if scale is not None else (16, 0)
-    experts, N = weight.shape[0], weight.shape[-2]
-    K = weight.shape[2] if scale is None else weight.shape[1] * COLUMNS * 16 // bits
-    x = (
-        F.pad(x, (0, K - x.shape[1])) if x.shape[1] < K else x.contiguous()
-    )  # K padded like the weights
+    """Run the product as `cut` plans it.
+
+    Allocates its result and partial sums, and nothing else; never waits.
+    """
+    experts = weight.shape[0]
+    N = weight.shape[-2]
+    if scale is None:
+        bits = 16
+        group = 0
+        K = weight.shape[2]
+    else:
+        bits, group = bits_and_group(scale[0])
+        K = weight.shape[1] * COLUMNS * 16 // bits
+    missing = K - x.shape[1]
+    x = F.pad(x, (0, missing)) if missing > 0 else x.contiguous()  # K padded like the weights
     P = len(x)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
-    out = (
-        y
-        if cut.splits == 1
-        else torch.empty(cut.splits, P, N, dtype=torch.float32, device=x.device)
-    )
-    experts_kernel[most_tiles(P, experts, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
-        x, weight.contiguous(), scale, lists, out, P, N, K, EXPERTS=experts, BITS=bits, GROUP=group, SPLITS=cut.splits,
-        TOKENS=cut.tokens, ROWS=cut.rows, STAGES=cut.stages, num_warps=cut.warps,
-    )  # fmt: skip
+    out = y
     if cut.splits > 1:
-        sum_kernel[triton.cdiv(P * N, 512),](
-            out, y, P * N, SPLITS=cut.splits, BLOCK=512, OVERLAPS=False
-        )
+        out = torch.empty(cut.splits, P, N, dtype=torch.float32, device=x.device)
+    experts_kernel[most_tiles(P, experts, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
+        x,
+        weight.contiguous(),
+        scale,
+        lists,
+        out,
+        P,
+        N,
+        K,
+        EXPERTS=experts,
+        BITS=bits,
+        GROUP=group,
+        SPLITS=cut.splits,
+        TOKENS=cut.tokens,
+        ROWS=cut.rows,
+        STAGES=cut.stages,
+        num_warps=cut.warps,
+    )
+    if cut.splits > 1:
+        grid = (triton.cdiv(P * N, 512),)
+        sum_kernel[grid](out, y, P * N, SPLITS=cut.splits, BLOCK=512, OVERLAPS=False)
     return y
 
 
 def experts_product(
     x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device
 ) -> Tensor:
-    """`ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16` with lists."""
-    (P, K), (bits, group) = x.shape, bits_and_group(scale[0]) if scale is not None else (16, 0)
-    zeros = scale is not None and has_zeros(scale[0])
+    """Compute `ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16`."""
+    P, K = x.shape
+    if scale is None:
+        bits = 16
+        group = 0
+        zeros = False
+    else:
+        bits, group = bits_and_group(scale[0])
+        zeros = has_zeros(scale[0])
     cut = plan_experts(P, weight.shape[-2], K, bits, group, x.dtype, device, len(weight), zeros)
     return run_experts(x, weight, scale, lists, cut)

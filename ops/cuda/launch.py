@@ -1,12 +1,13 @@
-"""How the CUDA kernels follow each other.
+"""Programmatic dependent launch of the CUDA kernels.
 
-Programmatic dependent launch: blocks of a kernel may start while the one before it still runs, so that what they do
-first, such as fetching weights into the second-level cache, costs nothing. Each block calls `after_others` before it
-reads what another kernel wrote and before it writes anything; behind it, all earlier kernels are over. A kernel that is
-launched so and does not wait would let the next one start too early.
+Blocks of a kernel may start while the kernel before it still runs, so that their first work, such
+as fetching weights into the L2 cache, costs nothing. Each block calls `after_others` before it
+reads the result of another kernel and before it writes anything; all earlier kernels have finished
+when the call returns. A kernel that is launched so and does not wait would let the next one start
+too early.
 
-Off before Hopper, and where EAGLE_PDL=0 says so, to compare. Source: "programmatic dependent launch" in the CUDA
-programming guide. Not run on a GPU yet.
+Off before Hopper, and with EAGLE_PDL=0 for comparison. Source: "programmatic dependent launch" in
+the CUDA programming guide. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,40 +23,42 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Device(NamedTuple):
-    """What a launch needs to know of a GPU."""
+    """The properties of a GPU on which launches depend."""
 
-    processors: int
-    shared_bytes: int  # the most that one block may have; about what a multiprocessor has
+    processors: int  # streaming multiprocessors
+    shared_bytes: int  # the most that one block may have; about as much as a multiprocessor has
     capability: int  # 10 * major + minor
-    overlaps: bool = False  # whether a kernel may start before the one before it is over
+    overlaps: bool = False  # a kernel may start before the one before it has finished
 
 
 @cache
 def device_of(index: int) -> Device:
-    """Ask a GPU."""
-    facts = torch.cuda.get_device_properties(index)
-    overlaps = facts.major >= 9 and os.environ.get("EAGLE_PDL", "1") != "0"
+    """Read the properties of a GPU."""
+    properties = torch.cuda.get_device_properties(index)
+    overlaps = properties.major >= 9 and os.environ.get("EAGLE_PDL", "1") != "0"
     return Device(
-        facts.multi_processor_count,
-        facts.shared_memory_per_block_optin,
-        10 * facts.major + facts.minor,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        10 * properties.major + properties.minor,
         overlaps,
     )
 
 
 def overlap(device: Device) -> dict[str, Any]:
-    """Options of a launch whose kernel takes OVERLAPS."""
-    return {"OVERLAPS": True, "launch_pdl": True} if device.overlaps else {"OVERLAPS": False}
+    """Return the options of a launch for kernels that take OVERLAPS."""
+    if device.overlaps:
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
 
 
 def overlap_on(x: torch.Tensor) -> dict[str, Any]:
-    """The same, for where x lies; tests run kernels on a CPU."""
+    """Return the options for the device of x; tests run kernels on a CPU."""
     return overlap(device_of(x.device.index)) if x.is_cuda else {"OVERLAPS": False}
 
 
 @triton.jit
 def after_others(OVERLAPS: tl.constexpr):
-    """Let the next kernel's blocks start as soon as there is room, and wait until the kernels before are over."""
+    """Let the next kernel's blocks start as soon as possible; wait until earlier kernels finish."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -63,7 +66,7 @@ def after_others(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def fetch(pointers):
-    """Bring lines of 128 bytes into the second-level cache, without waiting. pointers: [n], one in each line."""
+    """Prefetch lines of 128 bytes into the L2 cache. pointers: [n], one in each line."""
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(
         asm, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1

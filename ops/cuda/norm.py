@@ -1,8 +1,8 @@
-"""CUDA kernel, in Triton: a layer's output joins the residual stream, and the norm of what comes next.
+"""CUDA kernel, in Triton: add a layer's output to the residual stream, and compute the next norm.
 
-One block of threads per row, whatever the number of rows, so that a row's bits depend on the row alone. The output may
-come as the partial sums of a product whose K was cut: they are added here, first split first, before they are rounded.
-Not run on a GPU yet.
+One block of threads per row, for any number of rows, so that a row's bits depend on the row alone.
+The output may come as the partial sums of a split-K product: they are added here, first split
+first, before they are rounded. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from ops.cuda.launch import Device, after_others, overlap
 
 @triton.jit
 def add_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, size, F, eps,
-    SPLITS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """A row of x + delta, and of its norm.
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    sum_ptr,
+    y_ptr,
+    size,
+    F,
+    eps,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Compute a row of x + delta, and of its norm.
 
-    x: [M, F]; delta: [M, F], or [SPLITS, M, F] fp32 with size = M F; SPLITS 0: there is none, and no sum
+    x: [M, F]
+    delta: [M, F], or [SPLITS, M, F] fp32 with size = M F; SPLITS 0: neither a delta nor a sum
     weight: [F]; WIDTH: F padded to a power of two
     Writes: sum, y, [M, F] each.
     """
@@ -46,19 +56,40 @@ def add_norm_kernel(
 
 
 def warps_of(F: int) -> int:
-    """Warps of a block, 16 values to a thread."""
+    """Return the warps of a block, with 16 values per thread."""
     return min(16, max(1, triton.next_power_of_2(F) // 512))
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device
 ) -> tuple[Tensor, Tensor]:
-    """`ops.norm.add_norm`; without a delta the sum is x. Allocates its results, and nothing else; never waits."""
+    """Compute `ops.norm.add_norm`; without a delta the sum is x.
+
+    Allocates its results, and nothing else; never waits.
+    """
     F = x.shape[-1]
-    x, y = x.contiguous(), torch.empty_like(x)
-    total, splits = (x, 0) if delta is None else (torch.empty_like(x), delta.numel() // x.numel())
+    y = torch.empty_like(x)
+    x = x.contiguous()
+    if delta is None:
+        delta = x  # not read
+        total = x
+        splits = 0
+    else:
+        delta = delta.contiguous()
+        total = torch.empty_like(x)
+        splits = delta.numel() // x.numel()
     add_norm_kernel[(x.numel() // F,)](
-        x, x if delta is None else delta.contiguous(), weight, total, y, x.numel(), F, eps,
-        SPLITS=splits, WIDTH=triton.next_power_of_2(F), num_warps=warps_of(F), **overlap(device),
-    )  # fmt: skip
+        x,
+        delta,
+        weight,
+        total,
+        y,
+        x.numel(),
+        F,
+        eps,
+        SPLITS=splits,
+        WIDTH=triton.next_power_of_2(F),
+        num_warps=warps_of(F),
+        **overlap(device),
+    )
     return total, y

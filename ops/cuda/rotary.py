@@ -1,7 +1,8 @@
-"""CUDA kernel, in Triton: norm and turn the queries and keys of new rows, and write keys and values into the cache.
+"""CUDA kernel, in Triton: norm and rotate queries and keys, and write keys and values to the cache.
 
-One block of threads per row and eight heads, whichever they are: queries, keys or values. A norm is over one head, so
-a block needs nothing of others. Values are rounded where `rms_norm` rounds them. Not run on a GPU yet.
+One block of threads per token and eight heads of queries, keys or values. A norm is over one head,
+so blocks do not depend on each other. Results are rounded where `rms_norm` rounds them. Not run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ HEADS = 8  # of a block
 
 @triton.jit
 def weigh(normed, q_norm_ptr, k_norm_ptr, e, inside, is_query):
-    """Half of each head, [HEADS, HALF] fp32, times the norm's weights at e [HALF]; rounded before and after."""
+    """Multiply half of each head, [HEADS, HALF] fp32, by the norm's weights at e [HALF].
+
+    The result is rounded before and after.
+    """
     dtype = q_norm_ptr.dtype.element_ty
     of_query = tl.load(q_norm_ptr + e, mask=inside, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(k_norm_ptr + e, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -29,13 +33,15 @@ def weigh(normed, q_norm_ptr, k_norm_ptr, e, inside, is_query):
 @triton.jit(do_not_specialize=["T", "S"])
 def rotary_cache_kernel(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S,
-    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a row. HALF: E / 2 padded to a power of two.
+    """Norm, rotate and store HEADS heads of a token. HALF: E / 2 padded to a power of two.
 
-    qkv: [B, T, H + 2 KV_HEADS, E]; cos, sin: [B, T, E] fp32; slots: [B, T] int64; q: [B, T, H, E]
-    k, v: [B, KV_HEADS, S, E]; q_norm, k_norm: [E] in qkv's dtype, or None: no norms. Writes: q; k and v at the slots.
+    qkv: [B, T, H + 2 KV_HEADS, E]; cos, sin: [B, T, E] fp32; slots: [B, T] int64
+    q: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]
+    q_norm, k_norm: [E] in qkv's dtype; None: no norms
+    Writes: q; k and v at the slots.
     """
     after_others(OVERLAPS)
     row = tl.program_id(0)
@@ -51,7 +57,8 @@ def rotary_cache_kernel(
         is_query = (head < H)[:, None]
         first = weigh(left * scale, q_norm_ptr, k_norm_ptr, e, e < E // 2, is_query)
         second = weigh(right * scale, q_norm_ptr, k_norm_ptr, e + E // 2, e < E // 2, is_query)
-        left, right = tl.where(turned, first, left), tl.where(turned, second, right)
+        left = tl.where(turned, first, left)
+        right = tl.where(turned, second, right)
     cos = tl.load(cos_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
     first = tl.where(turned, left * cos - right * sin, left).to(q_ptr.dtype.element_ty)
@@ -74,7 +81,7 @@ def rotary_cache_kernel(
 
 
 def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
-    """What the kernel is compiled for. heads: of queries."""
+    """Return the kernel's constants that follow from the model. heads: of queries."""
     return {
         "H": heads,
         "KV_HEADS": kv_heads,
@@ -93,24 +100,32 @@ def rotary_cache(
     norms: tuple,
     device: Device,
 ) -> Tensor:
-    """`ops.rotary.rotary_cache`; norms: two weights and epsilon, or (None, None, 0.0).
+    """Compute `ops.rotary.rotary_cache`. Allocates its result, and nothing else; never waits.
 
-    Allocates its result, and nothing else; never waits.
+    norms: two weights and epsilon, or (None, None, 0.0)
     """
     B, T, heads, E = qkv.shape
-    kv_heads, S = k.shape[1], k.shape[2]
-    assert k.is_contiguous() and v.is_contiguous(), (
-        k.stride(),
-        v.stride(),
-    )  # the cache's own buffers
-    assert all(w is None or (w.dtype == qkv.dtype and w.is_contiguous()) for w in norms[:2]), (
-        qkv.dtype,
-        norms,
-    )
+    _, kv_heads, S, _ = k.shape
+    # they are the cache's own buffers
+    assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
+    for weight in norms[:2]:
+        if weight is not None:
+            assert weight.dtype == qkv.dtype and weight.is_contiguous(), (qkv.dtype, norms)
     q = torch.empty(B, T, heads - 2 * kv_heads, E, dtype=qkv.dtype, device=qkv.device)
     cos, sin = rope
     rotary_cache_kernel[B * T, triton.cdiv(heads, HEADS)](
-        qkv.contiguous(), cos.contiguous(), sin.contiguous(), slots.contiguous(), q, k, v, *norms, T, S,
-        **constants_of(heads - 2 * kv_heads, kv_heads, E), num_warps=4, **overlap(device),
-    )  # fmt: skip
+        qkv.contiguous(),
+        cos.contiguous(),
+        sin.contiguous(),
+        slots.contiguous(),
+        q,
+        k,
+        v,
+        *norms,
+        T,
+        S,
+        **constants_of(heads - 2 * kv_heads, kv_heads, E),
+        num_warps=4,
+        **overlap(device),
+    )
     return q

@@ -1,10 +1,12 @@
-"""CUDA kernels, in Triton: which candidates become the nodes of a draft tree, and how these are related.
+"""CUDA kernels, in Triton: choose the nodes of a draft tree among candidates, and relate them.
 
-1. `best_nodes` does not sort: it finds the key of the worst candidate that is taken bit by bit, by counting how many
-   are as good, then writes down the places of all that are. Keys are those of topk.py: no two are equal.
-2. `relate` keeps a node's ancestors as the bits of an int64, at most 64 nodes. They double their reach in every round.
+1. `best_nodes` does not sort. It finds the key of the worst chosen candidate bit by bit, by
+   counting the keys that are at least as good, then writes the places of those. Keys are those of
+   topk.py, of which no two are equal.
+2. `relate` keeps a node's ancestors as the bits of an int64, so a tree has at most 64 nodes. Every
+   round doubles their reach.
 
-A tree is the work of one block of threads. Not run on a GPU yet.
+One block of threads handles a tree. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ MOST = 4096  # candidates that a block keeps in registers, 32 per thread
 
 @triton.jit(do_not_specialize=["P", "count"])
 def best_nodes_kernel(values_ptr, chosen_ptr, P, count, POOL: tl.constexpr):
-    """The places of the `count` best of a row, ascending. values: [B, P] fp32; chosen: [B, count] int64, written."""
+    """Find the places of the `count` best of a row, ascending.
+
+    values: [B, P] fp32
+    Writes: chosen, [B, count] int64.
+    """
     tree = tl.program_id(0)
     p = tl.arange(0, POOL)
     values = tl.load(values_ptr + tree * P + p, mask=p < P, other=0.0)
@@ -37,13 +43,22 @@ def best_nodes_kernel(values_ptr, chosen_ptr, P, count, POOL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P", "N"])
 def relate_kernel(
-    chosen_ptr, above_ptr, number_ptr, parents_ptr, depths_ptr, mask_ptr, P, N,
-    POOL: tl.constexpr, NODES: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    above_ptr,
+    number_ptr,
+    parents_ptr,
+    depths_ptr,
+    mask_ptr,
+    P,
+    N,
+    POOL: tl.constexpr,
+    NODES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     """Number the chosen candidates; find their parents, depths and ancestors.
 
     chosen: [B, N-1] int64; above: [B, P] int64, the candidates' parents or -1
-    number: [B, P+1], parents, depths: [B, N], all int64; mask: [B, N, N] bool. Writes: these.
+    Writes: number, [B, P+1], parents and depths, [B, N], all int64; mask, [B, N, N] bool.
     """
     tree = tl.program_id(0)
     number_ptr += tree * (P + 1)
@@ -59,10 +74,8 @@ def relate_kernel(
     above = tl.load(above_ptr + tree * P + candidate, mask=drafted, other=-1)
     parent = tl.load(number_ptr + above + 1, mask=drafted, other=0)
     one = tl.full([NODES], 1, tl.int64)
-    line, ancestor = (
-        (one << n.to(tl.int64)) | (one << parent),
-        parent.to(tl.int32),
-    )  # itself and its parent
+    line = (one << n.to(tl.int64)) | (one << parent)
+    ancestor = parent.to(tl.int32)  # itself and its parent
     for _ in tl.static_range(ROUNDS):
         line |= tl.gather(line, ancestor, 0)
         ancestor = tl.gather(ancestor, ancestor, 0)
@@ -75,7 +88,7 @@ def relate_kernel(
 
 
 def best_nodes(values: Tensor, count: int) -> Tensor:
-    """`ops.tree.best_nodes` of up to MOST candidates. Never waits."""
+    """Compute `ops.tree.best_nodes` of up to MOST candidates. Never waits."""
     B, P = values.shape
     chosen = torch.empty(B, count, dtype=torch.int64, device=values.device)
     best_nodes_kernel[(B,)](
@@ -85,22 +98,32 @@ def best_nodes(values: Tensor, count: int) -> Tensor:
 
 
 def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    """`ops.tree.relate`. Never waits."""
-    (B, P), N = parents.shape, chosen.shape[1] + 1
+    """Compute `ops.tree.relate`. Never waits."""
+    B, P = parents.shape
+    N = chosen.shape[1] + 1
     assert N <= 64, N
-    number, above, depths = (
-        torch.empty(B, n, dtype=torch.int64, device=chosen.device) for n in (P + 1, N, N)
-    )
-    mask = torch.empty(B, N, N, dtype=torch.bool, device=chosen.device)
+    device = chosen.device
+    number = torch.empty(B, P + 1, dtype=torch.int64, device=device)
+    above = torch.empty(B, N, dtype=torch.int64, device=device)
+    depths = torch.empty(B, N, dtype=torch.int64, device=device)
+    mask = torch.empty(B, N, N, dtype=torch.bool, device=device)
     relate_kernel[(B,)](
-        chosen.contiguous(), parents.contiguous(), number, above, depths, mask, P, N, **tiles_of_tree(P, N, depth),
+        chosen.contiguous(),
+        parents.contiguous(),
+        number,
+        above,
+        depths,
+        mask,
+        P,
+        N,
+        **tiles_of_tree(P, N, depth),
         num_warps=8,
-    )  # fmt: skip
+    )
     return number, above, depths, mask
 
 
 def tiles_of_tree(P: int, N: int, depth: int) -> dict[str, int]:
-    """Sizes of tiles of `relate_kernel`, powers of two; the rounds in which its ancestors reach the root."""
+    """Return the sizes of tiles of `relate_kernel`, powers of two, and the rounds to the root."""
     pool = min(triton.next_power_of_2(P + 1), MOST)
     return {
         "POOL": pool,

@@ -1,17 +1,16 @@
-"""Write a stand-in of real size: a small target and its head as the same function in a larger shape.
+"""Write a stand-in of real size: the function of a small target and its head in a larger shape.
 
     python scripts/bench/inflate.py --shape llama2-7b --out stand-ins/7b
     python generate.py --checkpoint stand-ins/7b --prompt "def read_lines(path):"
-    python scripts/bench/inflate.py --shape tiny-0.5b --n_layers 9 --vocab_size 4096 --out stand-ins/short
-    python scripts/bench/inflate.py --checkpoint checkpoints/demo-moe --shape mixtral-tiny --out stand-ins/mixtral
+    python scripts/bench/inflate.py --shape tiny-0.5b --n_layers 9 --vocab_size 4096 --out short
+    python scripts/bench/inflate.py --checkpoint checkpoints/demo-moe --shape mixtral-tiny --out moe
 
-How it works:
-1. extras/stand_in.py computes one tensor after the other; they are written in shards, so that no more than one shard
-   is in memory. `config.json` carries the stand-in's name, and everything that is printed from it says so.
-2. checkpoint.py writes them: whole or not at all. A run that was killed is started again.
+1. extras/stand_in.py computes one tensor at a time. Shards are written as they fill, so that memory
+   holds one shard at most. The stand-in's name in `config.json` appears in everything printed.
+2. checkpoint.py writes the directory atomically. Start a killed run again.
 
-The result is a Hugging Face directory like any other. Without the disk: `generate.py --checkpoint DIR --inflate SHAPE`.
-Not here: the maths, and what a stand-in is good for (extras/stand_in.py).
+The result is a Hugging Face directory. Without the disk: `generate.py --inflate SHAPE`.
+Not here: the maths and the uses of a stand-in (extras/stand_in.py).
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ class InflateConfig:
     overwrite: bool = option(False, "replace stand-ins that are there already")
 
     def check(self) -> None:
-        """Raises: ValueError for a value that cannot work."""
+        """Check the options. Raises: ValueError for a value that cannot work."""
         if not self.out:
             raise ValueError("--out is missing; name the directory to write")
-        for name in SIZES:
-            if getattr(self, name) < 0:
+        for name, size in self._sizes.items():
+            if size < 0:
                 raise ValueError(
-                    f"--{name} must be positive, or 0 for the shape's own; it is {getattr(self, name)}"
+                    f"--{name} must be positive, or 0 for the shape's own; it is {size}"
                 )
         if self.eagle_out and Path(self.eagle_out).resolve() == Path(self.out).resolve():
             raise ValueError(
@@ -81,81 +80,97 @@ class InflateConfig:
             )
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in SIZES}
+
+    @property
     def whole_shape(self) -> Shape:
-        """The named shape with the sizes that were given."""
-        return Shape.parse(
-            ",".join([self.shape, *(f"{n}={getattr(self, n)}" for n in SIZES if getattr(self, n))])
-        )
+        """The named shape with the given sizes."""
+        changes = [f"{name}={size}" for name, size in self._sizes.items() if size]
+        return Shape.parse(",".join([self.shape, *changes]))
 
 
 def check(files: InflatedFiles, out: Path, overwrite: bool) -> None:
-    """Raises: ValueError when `out` may not be written, or the disk is too small for it."""
-    settings = out / "config.json"
-    if (
-        out.exists()
-        and overwrite
-        and not (settings.is_file() and "stand_in" in read_json(settings))
-    ):
+    """Check that `out` may be written. Raises: ValueError, also when the disk is too small."""
+    if out.exists() and overwrite and not _is_stand_in(out / "config.json"):
         raise ValueError(
             f"--overwrite replaces stand-ins only, and {out} is none; choose another directory"
         )
     check_out(out, overwrite, files_bytes(files))
 
 
+def _is_stand_in(settings: Path) -> bool:
+    return settings.is_file() and "stand_in" in read_json(settings)
+
+
 def write(
     files: InflatedFiles, out: Path, overwrite: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a stand-in in Hugging Face layout. Raises: ValueError when that cannot be done. Writes: `out`."""
+    """Write a stand-in in Hugging Face layout. Writes: `out`.
+
+    Raises: ValueError when that cannot be done.
+    """
     check(files, out, overwrite)
     write_checkpoint(out, _computed(files), files.config, files.path, overwrite, shard_bytes)
 
 
 def files_bytes(files: InflatedFiles) -> int:
-    """What all tensors take."""
+    """Return the size of all tensors."""
     return sum(math.prod(recipe.size) for recipe in files.recipes.values()) * files.dtype.itemsize
 
 
 def _computed(files: InflatedFiles) -> Iterator[tuple[str, Tensor]]:
-    with tqdm(
-        total=files_bytes(files), unit="B", unit_scale=True, desc=files.config["stand_in"]
-    ) as bar:
+    name = files.config["stand_in"]
+    with tqdm(total=files_bytes(files), unit="B", unit_scale=True, desc=name) as bar:
         for name in files.recipes:
             tensor = files.read(name)
             yield name, tensor
             bar.update(tensor.nbytes)
 
 
-def run(config: InflateConfig) -> None:
-    """Write the target, and the head where there is one."""
-    config.check()
-    path, shape, dtype = Path(config.checkpoint), config.whole_shape, DTYPES.get(config.dtype)
+def _head_path(config: InflateConfig) -> Path | None:
+    """Return the head's directory, or None without one. Raises: ValueError for a missing one."""
+    if config.eagle:
+        return Path(config.eagle)
+    path = Path(config.checkpoint)
     bundled = path.with_name(path.name + "-eagle")
-    head = Path(config.eagle) if config.eagle else bundled if bundled.is_dir() else None
-    jobs = [(inflate_target(path, shape, dtype, random_twin=config.random_twin), Path(config.out))]
-    if head is None and config.eagle_out:
+    if bundled.is_dir():
+        return bundled
+    if config.eagle_out:
         raise ValueError(
             f"--eagle_out needs a head; name its directory with --eagle (there is no {bundled})"
         )
+    return None
+
+
+def run(config: InflateConfig) -> None:
+    """Write the target, and the head where there is one."""
+    config.check()
+    path = Path(config.checkpoint)
+    shape = config.whole_shape
+    dtype = DTYPES.get(config.dtype)
+    twin = config.random_twin
+    target_out = Path(config.out)
+    jobs = [(inflate_target(path, shape, dtype, random_twin=twin), target_out)]
+    head = _head_path(config)
     if head is not None:
-        small = head_config(head)
-        out = (
-            Path(config.eagle_out)
-            if config.eagle_out
-            else jobs[0][1].with_name(jobs[0][1].name + "-eagle")
-        )
-        jobs.append((inflate_head(head, small, shape, dtype, random_twin=config.random_twin), out))
+        out = target_out.with_name(target_out.name + "-eagle")
+        if config.eagle_out:
+            out = Path(config.eagle_out)
+        files = inflate_head(head, head_config(head), shape, dtype, random_twin=twin)
+        jobs.append((files, out))
     for files, out in jobs:  # before anything is computed
         check(files, out, config.overwrite)
     for files, out in jobs:
         write(files, out, config.overwrite)
         print(f"wrote {out}, {files_bytes(files) / 1e9:.2f} GB: {files.config['stand_in']}")
     named = f" --eagle {jobs[-1][1]}" if config.eagle_out else ""
-    print(
-        f'next: python generate.py --checkpoint {config.out}{named} --prompt "def read_lines(path):"'
-    )
+    command = f"python generate.py --checkpoint {config.out}{named}"
+    print(f'next: {command} --prompt "def read_lines(path):"')
 
 
 def main() -> None:
+    """Run the command line."""
     config = parse(InflateConfig, "inflate.py", __doc__)
     with one_line_errors("inflate.py"):
         run(config)

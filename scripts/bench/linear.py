@@ -1,19 +1,18 @@
-"""Time one linear layer for 1 to 64 tokens in every weight format, against what the machine could do at best.
+"""Time one linear layer for 1 to 64 tokens in every weight format, against the machine's ceiling.
 
     python scripts/bench/linear.py --json linear.json
     python scripts/bench/linear.py --shapes 4096x11008 --tokens 1,8,64 --rounds 5
 
-How it works:
-1. Ceilings are measured first and again after every shape, and the highest count: the read bandwidth, and the
-   multiply-adds per second, of int8 and of bf16, of the same instructions on registers alone. At best a product takes
-   max(bytes / bandwidth, multiply-adds / peak).
-2. Every contestant goes through its own 200 MB of weights, more than a cache holds, so that it reads memory.
-3. Rounds: each measures every contestant at every number of tokens once, in an order that rotates, so that a machine
-   that drifts drifts for all of them. Medians and quartiles over rounds.
+1. The ceilings are the read bandwidth, and the multiply-adds per second of the same int8 and bf16
+   instructions on registers alone. They are measured first and after every shape, and the highest
+   count. The least time of a product is max(bytes / bandwidth, multiply-adds / peak).
+2. Every contestant rotates through 200 MB of its own weights, so that it reads memory, not a cache.
+3. A round measures every contestant at every number of tokens once, in an order that rotates, so
+   that drift hits all of them. The table shows medians; quartiles over rounds go into the JSON.
 
-torch-bf16 is `F.linear`, torch-int8 and torch-int4 are PyTorch's own packed operators; bf16 is ops/cpu/linear.cpp, and
-the rest is ops/cpu/quantized.cpp.
-Not here: CUDA (check.py), whole models (papers.py).
+torch-bf16 is `F.linear`; torch-int8 and torch-int4 are PyTorch's own packed operators. bf16 is
+ops/cpu/linear.cpp, the rest ops/cpu/quantized.cpp.
+Not here: CUDA (scripts/gpu/check.py), whole models (papers.py).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,22 +60,26 @@ KINDS = {  # name -> (format, group size, product), or None for those of FLOAT
 
 
 class TorchProduct(NamedTuple):
-    """One of PyTorch's own operators with packed weights, for bf16 rows, called as `ops.quantized.Product`."""
+    """An operator of PyTorch with packed weights, for bf16 rows, as `ops.quantized.Product`."""
 
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     multiply: Callable[..., Tensor]
 
 
 def pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """codes: [N, K] int8; scale: [N, K/G] bf16. Returns: packed codes; scales with their zeros, [K/G, N, 2] bf16."""
+    """Pack int4 weights for PyTorch.
+
+    codes: [N, K] int8; scale: [N, K/G] bf16
+    Returns: packed codes; scales with their zeros, [K/G, N, 2] bf16.
+    """
     scale_and_zero = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1), scale_and_zero
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1)
+    return packed, scale_and_zero
 
 
 def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x, packed, x.shape[-1] // scale.shape[0], scale
-    )
+    group = x.shape[-1] // scale.shape[0]
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scale)
 
 
 def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
@@ -104,7 +106,7 @@ class LinearConfig:
     json: str = option("", "write the results to this file")
 
     def check(self) -> None:
-        """Raises: ValueError for a value that cannot work."""
+        """Check the options. Raises: ValueError for a value that cannot work."""
         unknown = set(self.kinds.split(",")) - set(KINDS)
         if unknown:
             raise ValueError(
@@ -112,9 +114,8 @@ class LinearConfig:
             )
         for shape in self.shapes.split(","):
             parts = shape.split("x")
-            if len(parts) != 2 or not all(
-                p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts
-            ):
+            fit = all(p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts)
+            if len(parts) != 2 or not fit:
                 raise ValueError(
                     f"--shapes are OUTPUTSxINPUTS in multiples of 128; one is {shape!r}"
                 )
@@ -127,22 +128,22 @@ class Contestant:
 
     def __init__(self, kind: str, n: int, k: int):
         """n, k: outputs and inputs"""
-        self.n, self.turn = n, 0
-        make = partial(torch.randn, n, k, dtype=torch.bfloat16)
+        self.turn = 0
+        weight = torch.randn(n, k, dtype=torch.bfloat16)
         if KINDS[kind] is None:
             self.apply: Callable[..., Tensor] = FLOAT[kind]
-            first = (make(),)
+            first = (weight,)
         else:
             format, group, where = KINDS[kind]
             product = TORCH[format] if where == "torch" else PRODUCTS[format, where]
             self.apply = lambda x, packed, scale: product.multiply(x, packed, scale, n, False)
-            first = product.pack(*FORMATS[format].encode(make(), group))
+            first = product.pack(*FORMATS[format].encode(weight, group))
         self.bytes = sum(t.nbytes for t in first)
         copies = max(3, -(-ROTATED_BYTES // self.bytes))
         self.weights = [first, *(tuple(t.clone() for t in first) for _ in range(copies - 1))]
 
     def seconds(self, x: Tensor) -> float:
-        """One call, on weights that have not been read lately."""
+        """Time one call, on weights that no cache holds."""
         self.turn = (self.turn + 1) % len(self.weights)
         began = time.perf_counter()
         self.apply(x, *self.weights[self.turn])
@@ -150,7 +151,7 @@ class Contestant:
 
 
 class Ceiling(NamedTuple):
-    """What the machine could do at best, when it was measured."""
+    """The limits of the machine at the time of a measurement."""
 
     bandwidth: Series  # bytes/s
     int8: float  # multiply-adds/s of all threads on registers
@@ -158,19 +159,27 @@ class Ceiling(NamedTuple):
 
     @staticmethod
     def measure() -> Ceiling:
-        """Each the best of five runs, or their median and quartiles."""
+        """Measure the bandwidth's median and range, and the best rates, each of five runs."""
         peaks = peak_loops()
-        return Ceiling(
-            read_bandwidth("cpu", 5), *(max(_rate(peak) for _ in range(5)) for peak in peaks)
-        )
+        bandwidth = read_bandwidth("cpu", 5)
+        int8, bf16 = (max(_rate(peak) for _ in range(5)) for peak in peaks)
+        return Ceiling(bandwidth, int8, bf16)
 
     def __str__(self) -> str:
         peaks = f"{self.int8 / 1e12:.2f} T int8 and {self.bf16 / 1e12:.2f} T bf16 multiply-adds/s"
         return f"{self.bandwidth.text(1e-9, 1)} GB/s, {peaks}"
 
+    def record(self) -> dict[str, float]:
+        """Return the numbers for the JSON file."""
+        return {
+            "gb_per_s": self.bandwidth.median / 1e9,
+            "int8_multiply_adds_per_s": self.int8,
+            "bf16_multiply_adds_per_s": self.bf16,
+        }
+
 
 def peak_loops() -> list[Callable[[int], float]]:
-    """Build and load peaks.cpp. Returns: the loops on int8 and on bf16, of (rounds) -> multiply-adds."""
+    """Build and load peaks.cpp. Returns: its int8 and bf16 loops, of (rounds) -> multiply-adds."""
     command, link = build.commands("native")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "peaks.so")
@@ -203,7 +212,7 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
     }
     order = list(taken)
     for number in tqdm(range(-1, config.rounds), desc=shape, unit="round"):
-        shift = number * 7 % len(order)  # nobody always follows the same neighbour
+        shift = number * 7 % len(order)  # so that neighbours change
         for kind, m in order[shift:] + order[:shift]:
             seconds = contestants[kind].seconds(inputs[m])
             if number >= 0:  # the first round warms up
@@ -211,18 +220,25 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
     records = []
     for (kind, m), seconds in taken.items():
         series = Series.quartiles(seconds)
-        records.append({
-            "shape": shape, "kind": kind, "tokens": m, "ms": series.median * 1e3,
-            "quartiles_ms": [series.low * 1e3, series.high * 1e3],
-            "gb_per_s": contestants[kind].bytes / series.median / 1e9,
-            "of_m1": series.median / Series.quartiles(taken[kind, tokens[0]]).median,
-            "bytes": contestants[kind].bytes, "multiply_adds": m * n * k,
-        })  # fmt: skip
+        of_first = series.median / Series.quartiles(taken[kind, tokens[0]]).median
+        records.append(
+            {
+                "shape": shape,
+                "kind": kind,
+                "tokens": m,
+                "ms": series.median * 1e3,
+                "quartiles_ms": [series.low * 1e3, series.high * 1e3],
+                "gb_per_s": contestants[kind].bytes / series.median / 1e9,
+                "of_m1": of_first,
+                "bytes": contestants[kind].bytes,
+                "multiply_adds": m * n * k,
+            }
+        )
     return records
 
 
 def table(records: list[dict], value: Callable[[dict], str]) -> str:
-    """A Markdown table: a row per contestant, a column per number of tokens."""
+    """Return a Markdown table: a row per contestant, a column per number of tokens."""
     tokens = list(dict.fromkeys(r["tokens"] for r in records))
     lines = [
         f"| {records[0]['shape']} | " + " | ".join(f"M={m}" for m in tokens) + " |",
@@ -232,6 +248,20 @@ def table(records: list[dict], value: Callable[[dict], str]) -> str:
         cells = [value(r) for r in records if r["kind"] == kind]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _print_shape(records: list[dict], ceilings: list[Ceiling]) -> None:
+    """Add each record's share of the ceiling, and print the tables of a shape."""
+    bandwidth = max(c.bandwidth.median for c in ceilings)
+    int8 = max(c.int8 for c in ceilings)
+    bf16 = max(c.bf16 for c in ceilings)
+    for r in records:
+        peak = bf16 if r["kind"] in FLOAT else int8
+        r["of_ceiling"] = r["ms"] / 1e3 / max(r["bytes"] / bandwidth, r["multiply_adds"] / peak)
+    title = "ms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak))"
+    print(f"\n{title}\n")
+    print(table(records, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
+    print("\nGB/s\n\n" + table(records, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
 
 
 def bench(config: LinearConfig) -> None:
@@ -244,46 +274,33 @@ def bench(config: LinearConfig) -> None:
         raise ValueError(
             f"the operators cannot be built here ({missing}); there is nothing to compare"
         )
-    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
+    machine = environment("cpu")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(
-        f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, {config.rounds} rounds",
+        f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, "
+        f"{config.rounds} rounds",
         flush=True,
     )
-    ceilings, records = [Ceiling.measure()], {}
+    ceilings = [Ceiling.measure()]
+    by_shape = []
     for shape in config.shapes.split(","):
-        records[shape] = bench_shape(shape, config)
+        by_shape.append(bench_shape(shape, config))
         ceilings.append(Ceiling.measure())
-    bandwidth = max(c.bandwidth.median for c in ceilings)
-    int8, bf16 = max(c.int8 for c in ceilings), max(c.bf16 for c in ceilings)
-    print(
-        f"ceilings, measured {len(ceilings)} times, the highest count: {'; '.join(map(str, ceilings))}"
-    )
-    for rows in records.values():
-        for r in rows:
-            peak = bf16 if r["kind"] in FLOAT else int8
-            r["of_ceiling"] = r["ms"] / 1e3 / max(r["bytes"] / bandwidth, r["multiply_adds"] / peak)
-        print(
-            "\nms (times of M=1; times of the ceiling: max(bytes / bandwidth, multiply-adds / peak))\n"
-        )
-        print(table(rows, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
-        print("\nGB/s\n\n" + table(rows, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
-    document = {
-        "environment": environment("cpu"),
-        "ceilings": [
-            {
-                "gb_per_s": c.bandwidth.median / 1e9,
-                "int8_multiply_adds_per_s": c.int8,
-                "bf16_multiply_adds_per_s": c.bf16,
-            }
-            for c in ceilings
-        ],
-        "records": [r for rows in records.values() for r in rows],
-    }
+    shown = "; ".join(map(str, ceilings))
+    print(f"ceilings, measured {len(ceilings)} times, the highest count: {shown}")
+    for records in by_shape:
+        _print_shape(records, ceilings)
     if config.json:
+        document = {
+            "environment": machine,
+            "ceilings": [ceiling.record() for ceiling in ceilings],
+            "records": [record for records in by_shape for record in records],
+        }
         write_text(config.json, json.dumps(document))
 
 
 def main() -> None:
+    """Run the command line."""
     config = parse(LinearConfig, "linear.py", __doc__)
     with one_line_errors("linear.py"):
         bench(config)

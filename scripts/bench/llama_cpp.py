@@ -1,14 +1,15 @@
-"""llama.cpp on the weights of a checkpoint: a GGUF writer, and a greedy decoder around its C interface.
+"""Run llama.cpp on the weights of a checkpoint: a GGUF writer, and a greedy decoder over its C API.
 
-1. `write_gguf` reads one tensor at a time, as hf/weights.py does, and writes it in one format: bf16, f16, q8_0 or q4_0.
-   llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k are reordered.
-   The file has no vocabulary: ids go in and out.
-2. `LlamaCpp` feeds ids at a position and reads logits. Rows behind a position are forgotten first, which is how a
-   rejected draft is rolled back.
-3. `decode` is greedy, plainly or with drafts of llama-cpp-python's own prompt lookup.
+1. `write_gguf` reads one tensor at a time and writes it in one format: bf16, f16, q8_0 or q4_0.
+   llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k
+   are reordered. The file has no vocabulary: ids go in and out.
+2. `LlamaCpp` feeds ids at a position and reads logits. It first evicts the cache from that position
+   on, which rolls back a rejected draft.
+3. `decode` is greedy, without drafts or with those of llama-cpp-python's own prompt lookup.
 
-Every matrix is in the format named, embedding and LM head included; files made by llama.cpp's own tool keep some in
-more bits. Packages: scripts/bench/requirements-peers.txt. Not here: sampling, batches.
+Every matrix is in the named format, embedding and LM head included; files made by llama.cpp's own
+tool keep some in more bits. Packages: scripts/bench/requirements-peers.txt.
+Not here: sampling, batches.
 """
 
 from __future__ import annotations
@@ -28,14 +29,9 @@ from hf.weights import weight_names
 from session import common_prefix
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
-LOOKUPS = {
-    "lookup": 10,
-    "lookup2": 2,
-}  # tokens drafted: the package's default, and what it advises for CPUs
+LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, its CPU advice
 NEAR_TIE = 0.1  # of logits
-Drafter = Callable[
-    [np.ndarray], np.ndarray
-]  # of a text so far, [T] int32, the tokens that may follow it
+Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
 NAMES = {  # of Hugging Face -> of GGUF
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -46,8 +42,9 @@ NAMES = {  # of Hugging Face -> of GGUF
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
-    layer, rest = "", name.removesuffix(".weight")
+    """Translate a name: `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    layer = ""
+    rest = name.removesuffix(".weight")
     if rest.startswith("model.layers."):
         number, rest = rest.removeprefix("model.layers.").split(".", 1)
         layer = f"blk.{number}."
@@ -67,7 +64,8 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     """
     import gguf
 
-    config, files = read_config(checkpoint), open_source(checkpoint)
+    config = read_config(checkpoint)
+    files = open_source(checkpoint)
     if config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.rope_scaling:
         kinds = "biases, norms of queries and scaled RoPE"
         raise ValueError(f"{checkpoint}: {kinds} are not written to GGUF; leave llama.cpp out")
@@ -111,10 +109,10 @@ class LlamaCpp:
         """
         import llama_cpp
 
-        self.api, self.rows = llama_cpp, rows
-        self.quiet = llama_cpp.llama_log_callback(
-            lambda level, text, data: None
-        )  # kept: C calls it later
+        self.api = llama_cpp
+        self.rows = rows
+        # kept, as C calls it later
+        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p())
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
@@ -122,19 +120,21 @@ class LlamaCpp:
         if not self.model:
             raise ValueError(f"llama.cpp cannot load {file}")
         shape = llama_cpp.llama_context_default_params()
-        shape.n_ctx, shape.n_batch, shape.n_ubatch = context, rows, rows
-        shape.n_threads = shape.n_threads_batch = threads
+        shape.n_ctx = context
+        shape.n_batch = rows
+        shape.n_ubatch = rows
+        shape.n_threads = threads
+        shape.n_threads_batch = threads
         self.context = llama_cpp.llama_init_from_model(self.model, shape)
         self.batch = llama_cpp.llama_batch_init(rows, 0, 1)
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(
-            llama_cpp.llama_model_get_vocab(self.model)
-        )
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
     def feed(self, tokens: list[int], start: int, every: bool = False) -> np.ndarray:
-        """Run tokens at the positions from `start` on, whatever was there before.
+        """Run tokens at the positions from `start` on, in place of the cached ones.
 
-        every: whether every row's logits are wanted, or only the last one's
-        Returns: [rows wanted, V] fp32, valid until the next call.
+        every: return the logits of all tokens, not of the last one only
+        Returns: [T or 1, V] fp32, valid until the next call.
         """
         api = self.api
         assert 0 < len(tokens) <= self.rows, (len(tokens), self.rows)
@@ -142,8 +142,10 @@ class LlamaCpp:
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = token, start + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.token[i] = token
+            batch.pos[i] = start + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
             batch.logits[i] = every or i == len(tokens) - 1
         failed = api.llama_decode(self.context, batch)
         if failed:
@@ -160,15 +162,17 @@ class LlamaCpp:
         return logits
 
     def close(self) -> None:
-        """Free what C holds."""
+        """Free the memory of the C library."""
         self.api.llama_batch_free(self.batch)
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
 
 
 def lookup(tokens: int) -> Drafter:
-    """Prompt lookup as llama-cpp-python does it: what followed the last two tokens, or the last one, when they first
-    occurred. tokens: at most
+    """Return llama-cpp-python's prompt lookup.
+
+    It drafts the continuation of the first occurrence of the last two tokens, or of the last one.
+    tokens: at most
     """
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -178,12 +182,13 @@ def lookup(tokens: int) -> Drafter:
 def decode(
     peer: LlamaCpp, prompt: list[int], tokens: int, clock: Any, draft: Drafter | None = None
 ) -> list[int]:
-    """Continue a prompt greedily. A draft is verified in one pass, with the token decided last.
+    """Continue a prompt greedily. One pass verifies a draft, with the last decided token before it.
 
-    clock: its `put` is told of the new tokens of every pass as they are decided
+    clock: its `put` receives the new tokens of every pass as they are decided
     """
     text = np.array(prompt + [0] * tokens, np.intc)
-    known, new = len(prompt), peer.prefill(prompt)[-1:].argmax(-1).tolist()
+    known = len(prompt)
+    new = peer.prefill(prompt)[-1:].argmax(-1).tolist()
     while True:
         clock.put(new)
         text[known : known + len(new)] = new
@@ -192,23 +197,28 @@ def decode(
         if not left:
             return text[len(prompt) :].tolist()
         drafted = [] if draft is None else draft(text[:known])[: left - 1].tolist()
-        own = peer.feed([int(text[known - 1]), *drafted], known - 1, every=True).argmax(-1).tolist()
+        logits = peer.feed([int(text[known - 1]), *drafted], known - 1, every=True)
+        own = logits.argmax(-1).tolist()
         new = own[: common_prefix(drafted, own) + 1]
 
 
 def check_drafted(peer: LlamaCpp, prompt: list[int], plain: list[int], drafted: list[int]) -> None:
-    """Check that drafting did not change what a peer says.
+    """Check that drafts did not change a peer's tokens.
 
-    Passes of another width sum in another order: where two tokens all but tie, either may follow, and a note says so.
-    Raises: ValueError for any other difference.
+    Passes of another width sum in another order. At a near tie of logits either token may follow;
+    a note reports it. Raises: ValueError for any other difference.
     """
     same = common_prefix(plain, drafted)
-    if same < len(plain):
-        logits = peer.prefill(prompt + plain[:same])[-1]
-        gap = float(abs(logits[plain[same]] - logits[drafted[same]]))
-        where = f"llama.cpp with and without a draft part at token {same + 1}, whose logits differ by {gap:.4f}"
-        if gap > NEAR_TIE:
-            raise ValueError(
-                f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly"
-            )
-        print(f"note: {where}, a near tie", file=sys.stderr)
+    if same == len(plain):
+        return
+    logits = peer.prefill(prompt + plain[:same])[-1]
+    gap = float(abs(logits[plain[same]] - logits[drafted[same]]))
+    where = (
+        f"llama.cpp with and without a draft part at token {same + 1}, "
+        f"whose logits differ by {gap:.4f}"
+    )
+    if gap > NEAR_TIE:
+        raise ValueError(
+            f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly"
+        )
+    print(f"note: {where}, a near tie", file=sys.stderr)

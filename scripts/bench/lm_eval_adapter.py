@@ -1,15 +1,15 @@
-"""Score a model on tasks of lm-evaluation-harness through this runtime, in any format that it loads.
+"""Score a model on tasks of lm-evaluation-harness through this runtime, in any format it loads.
 
     pip install -r scripts/bench/requirements-evals.txt
-    python scripts/bench/lm_eval_adapter.py --checkpoint DIR --quant int4 --tasks arc_easy --limit 50
+    python scripts/bench/lm_eval_adapter.py --checkpoint DIR --quant int4 --tasks arc_easy
 
-How it works:
-1. lm_eval makes the requests, and metrics of the answers. Texts become ids as in its own `hf` backend: with the
-   tokenizer's BOS if it has one, control tokens parsed, what is too long cut on the left to `--context` tokens.
-2. A log-likelihood is a pass over the cache, in chunks as prefill makes them. Requests are sorted, and one keeps what
-   it shares with the one before: the answers to a question read the question once.
-3. Texts are generated as generate.py does it, drafts included, until a stop string or an end of sequence. `--chat`
-   renders the requests by the checkpoint's own template.
+1. lm_eval makes the requests, and metrics of the answers. Texts become ids as in its own `hf`
+   backend: with the tokenizer's BOS if it has one, control tokens parsed, and cut on the left to
+   `--context` tokens.
+2. A log-likelihood is a pass over the cache, in chunks like prefill. Requests are sorted, and one
+   keeps the prefix that it shares with the one before: a question is read once for all its answers.
+3. Texts are generated as in generate.py, drafts included, until a stop string or an end of
+   sequence. `--chat` renders the requests by the checkpoint's own template.
 
 Trade-off: likelihoods are computed one request at a time; `--batch_size` is for texts.
 Not here: sampling; several choices of one token in one pass.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -39,13 +39,9 @@ from prompts import check_ids
 from scripts.bench.measure import environment, shown_path
 from session import Session, common_prefix
 
-GENERATION = {"until", "max_gen_toks", "do_sample"}  # what a task may say about a text
-OF_SAMPLING = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-}  # without effect on greedy texts, as in lm_eval's `hf` backend
+GENERATION = {"until", "max_gen_toks", "do_sample"}  # served arguments of a task
+# without effect on greedy texts, as in lm_eval's `hf` backend
+OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 
 
 @dataclass(frozen=True)
@@ -81,21 +77,21 @@ class EvalConfig:
     json: str = option("", "write the results to this file")
 
     def engine(self) -> GenerateConfig:
-        """The options of the runtime. Raises: ValueError for one that cannot work."""
+        """Return the options of the runtime. Raises: ValueError for one that cannot work."""
         own = ("tasks", "limit", "num_fewshot", "include_path", "json")
-        return GenerateConfig(
-            **{name: value for name, value in vars(self).items() if name not in own}
-        )
+        options = {name: value for name, value in vars(self).items() if name not in own}
+        return GenerateConfig(**options)
 
 
-# ------------------------------------------------------------------------------------------------ scoring
+# ------------------------------------------------------------------------------------------ scoring
 
 
 class Scorer:
     """Log-likelihoods and texts of an engine, in token ids."""
 
     def __init__(self, engine: Engine):
-        self.engine, weight = engine, engine.target.embedding.weight
+        self.engine = engine
+        weight = engine.target.embedding.weight
         self.cache = KVCache.empty(
             engine.target.config, 1, engine.context, weight.dtype, str(weight.device)
         )
@@ -103,98 +99,101 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, before: list[int], after: list[int]) -> tuple[float, bool]:
-        """How likely a continuation is.
+        """Score a continuation.
 
-        before: token ids, of which the first are dropped where both are too long; after: the continuation's
+        before: token ids, cut on the left where both are too long; after: the continuation's
         Returns: the log-likelihood of `after` (nats); whether each of its tokens is the likeliest.
         Raises: ValueError for ids that cannot be.
         """
-        target, context = self.engine.target, self.engine.context
+        target = self.engine.target
+        context = self.engine.context
         ids = (before + after)[-context - 1 :]
         if not after or len(after) >= len(ids):
-            rule = f"a request has {len(before)} tokens and scores {len(after)}: it must be 1 to {context} behind 1"
-            raise ValueError(f"{rule} or more; raise --context, or use other tasks")
+            raise ValueError(
+                f"a request has {len(before)} tokens and scores {len(after)}: it must be "
+                f"1 to {context} behind 1 or more; raise --context, or use other tasks"
+            )
         check_ids(ids, target.config.vocab_size, context + 2)
-        first, last = (
-            len(ids) - len(after) - 1,
-            len(ids) - 1,
-        )  # the rows that predict the continuation
+        # the positions that predict the continuation
+        first = len(ids) - len(after) - 1
+        last = len(ids) - 1
         begin = min(common_prefix(self.cached, ids[:-1]), first)
         self.cached = ids[:begin]
         tokens = torch.tensor([ids], device=target.embedding.weight.device)  # [1, T + 1]
-        total, greedy = 0.0, True
+        total = 0.0
+        greedy = True
         for at in range(begin, last, PREFILL_CHUNK):
             end = min(at + PREFILL_CHUNK, last)
             window = causal_window(tokens.new_tensor([at]), end - at)
             features = target(tokens[:, at:end], window.slots, self.cache, window)  # [1, C, F]
-            rows = range(max(at, first), end)
-            if rows:
-                scores = target.logits(features[:, rows.start - at :]).log_softmax(-1)[0]  # [R, V]
-                wanted = tokens[0, rows.start + 1 : end + 1]  # [R]
+            start = max(at, first)
+            if start < end:
+                scores = target.logits(features[:, start - at :]).log_softmax(-1)[0]  # [R, V]
+                wanted = tokens[0, start + 1 : end + 1]  # [R]
                 total += float(scores.gather(1, wanted[:, None]).double().sum())
                 greedy &= bool((scores.argmax(-1) == wanted).all())
         self.cached = ids[:-1]
         return total, greedy
 
     def texts(self, prompts: list[list[int]], until: list[str], most: int) -> Iterator[str]:
-        """Generate, up to a stop string, which is left out, an end of sequence or `most` tokens.
+        """Generate up to a stop string, which is left out, an end of sequence or `most` tokens.
 
-        prompts: token ids, of which the first are dropped where `most` would not fit. Yields: a text each, in order.
-        Raises: ValueError when `most` leaves no room for a prompt.
+        prompts: token ids, cut on the left where `most` would not fit
+        Yields: a text each, in order. Raises: ValueError when `most` fills the context.
         """
-        engine, size = self.engine, self.engine.config.batch_size
-        room = engine.context - most
-        if room < 1:
+        engine = self.engine
+        longest = engine.context - most
+        if longest < 1:
             raise ValueError(
-                f"a task asks for {most} tokens, and the context holds {engine.context}; raise --context"
+                f"a task asks for {most} tokens, and the context holds {engine.context}; "
+                "raise --context"
             )
         engine = replace(engine, config=replace(engine.config, max_new_tokens=most))
-        ends = {engine.tokenizer.id_of(stop) for stop in until}  # control tokens have no text
-        for group in range(0, len(prompts), size):
-            parts = prompts[group : group + size]
-            ids = [
-                check_ids(part[-room:], engine.target.config.vocab_size, engine.context)
-                for part in parts
-            ]
-            streams = [(group + row, 0) for row in range(len(ids))]
-            decoders, texts, runs = (
-                [engine.tokenizer.stream() for _ in ids],
-                [""] * len(ids),
-                [True] * len(ids),
-            )
-            for new in Session(engine, streams).run(ids):
-                for row, tokens in enumerate(new[: len(ids)]):
-                    kept = list(
-                        takewhile(lambda token: token not in ends, tokens if runs[row] else [])
-                    )
-                    texts[row] += decoders[row].push(kept)
-                    runs[row] = (
-                        runs[row]
-                        and len(kept) == len(tokens) > 0
-                        and texts[row] == cut(texts[row], until)
-                    )
-                if not any(runs):
-                    break
-            yield from (
-                cut(text + decoder.flush(), until) for text, decoder in zip(texts, decoders)
-            )
+        size = engine.config.batch_size
+        for first in range(0, len(prompts), size):
+            group = [prompt[-longest:] for prompt in prompts[first : first + size]]
+            yield from generate_group(engine, group, until, first)
+
+
+def generate_group(
+    engine: Engine, prompts: list[list[int]], until: list[str], first: int
+) -> list[str]:
+    """Generate the texts of a batch, up to their stop strings. first: number of its first prompt"""
+    tokenizer = engine.tokenizer
+    ends = {tokenizer.id_of(stop) for stop in until}  # control tokens have no text
+    prompts = [check_ids(ids, engine.target.config.vocab_size, engine.context) for ids in prompts]
+    streams = [(first + seq, 0) for seq in range(len(prompts))]
+    decoders = [tokenizer.stream() for _ in prompts]
+    texts = [""] * len(prompts)
+    running = [True] * len(prompts)
+    for new in Session(engine, streams).run(prompts):
+        for seq, tokens in enumerate(new[: len(prompts)]):
+            if not running[seq]:
+                continue
+            kept = list(takewhile(lambda token: token not in ends, tokens))
+            texts[seq] += decoders[seq].push(kept)
+            complete = len(kept) == len(tokens) > 0
+            running[seq] = complete and texts[seq] == cut(texts[seq], until)
+        if not any(running):
+            break
+    return [cut(text + decoder.flush(), until) for text, decoder in zip(texts, decoders)]
 
 
 def stops(until: list[str | None]) -> list[str]:
-    """The stop strings of a task without empty ones, which would end every text at once, and without null."""
+    """Return the stop strings of a task without null and empty ones, which would end every text."""
     return [stop for stop in until if stop]
 
 
 def cut(text: str, until: list[str]) -> str:
-    """A text up to the first of some stop strings."""
+    """Cut a text at the first of some stop strings."""
     return text[: min([text.find(stop) for stop in until if stop in text], default=len(text))]
 
 
-# ----------------------------------------------------------------------------------------------- adapter
+# ------------------------------------------------------------------------------------------ adapter
 
 
 def adapter(engine: Engine) -> Any:
-    """The engine as a model of lm_eval. Raises: ValueError when that is not installed."""
+    """Return the engine as a model of lm_eval. Raises: ValueError when that is not installed."""
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.models.utils import normalize_gen_kwargs
@@ -203,7 +202,8 @@ def adapter(engine: Engine) -> Any:
         raise ValueError(
             f"{error.name} is missing; run: pip install -r scripts/bench/requirements-evals.txt"
         ) from None
-    scorer, tokenizer = Scorer(engine), engine.tokenizer
+    scorer = Scorer(engine)
+    tokenizer = engine.tokenizer
     ends = (*tokenizer.eos_ids, *engine.eos_ids)
     if not ends:
         raise ValueError(
@@ -227,26 +227,18 @@ def adapter(engine: Engine) -> Any:
 
         def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             scores = []
-            for (text,) in (request.args for request in requests):
-                ids, prefix = self.tok_encode(text), self.prefix_token_id
-                windows = map(
-                    make_disjoint_window, get_rolling_token_windows(ids, prefix, engine.context, 1)
-                )
-                scores.append(sum(scorer.score(*window)[0] for window in windows))
+            for request in requests:
+                (text,) = request.args
+                ids = self.tok_encode(text)
+                windows = get_rolling_token_windows(ids, self.prefix_token_id, engine.context, 1)
+                disjoint = map(make_disjoint_window, windows)
+                scores.append(sum(scorer.score(*window)[0] for window in disjoint))
             return scores
 
         def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-            groups: dict[str, list[int]] = {}  # requests of the same kind
-            for i, request in enumerate(requests):
-                groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-            found: dict[int, str] = {}
-            for kind, members in groups.items():
-                said = normalize_gen_kwargs(json.loads(kind))
-                check_generation(said)
-                prompts = [self.tok_encode(requests[i].args[0]) for i in members]
-                until = stops(said["until"])
-                found |= zip(members, scorer.texts(prompts, until, said["max_gen_toks"]))
-            return [found[i] for i in range(len(requests))]
+            prompts = [self.tok_encode(request.args[0]) for request in requests]
+            arguments = [request.args[1] for request in requests]
+            return generated(scorer, prompts, arguments, normalize_gen_kwargs)
 
         def apply_chat_template(
             self, chat_history: list[dict], add_generation_prompt: bool = True
@@ -256,53 +248,78 @@ def adapter(engine: Engine) -> Any:
     return Runtime()
 
 
-def check_generation(said: dict) -> None:
-    """Raises: ValueError for what a task wants of its texts and this script cannot do.
+def generated(
+    scorer: Scorer,
+    prompts: list[list[int]],
+    arguments: list[dict],
+    normalize: Callable[[dict], dict],
+) -> list[str]:
+    """Generate a text per prompt, those with equal generation arguments together.
 
-    said: as lm_eval's `normalize_gen_kwargs` returns it, which asks for sampling at a temperature above 0
+    normalize: lm_eval's `normalize_gen_kwargs`
     """
-    unknown = sorted(said.keys() - GENERATION - OF_SAMPLING)
-    if unknown or said["do_sample"]:
-        what = f"the generation arguments {', '.join(unknown)}" if unknown else "sampling"
-        raise ValueError(f"a task asks for {what}, and texts are greedy here; use other tasks")
+
+    groups: dict[str, list[int]] = {}
+    for i, each in enumerate(arguments):
+        groups.setdefault(json.dumps(each, sort_keys=True), []).append(i)
+    found: dict[int, str] = {}
+    for key, members in groups.items():
+        wanted = normalize(json.loads(key))
+        check_generation(wanted)
+        until = stops(wanted["until"])
+        texts = scorer.texts([prompts[i] for i in members], until, wanted["max_gen_toks"])
+        found |= zip(members, texts)
+    return [found[i] for i in range(len(prompts))]
+
+
+def check_generation(arguments: dict) -> None:
+    """Check the generation arguments of a task. Raises: ValueError for one that is not served.
+
+    arguments: of lm_eval's `normalize_gen_kwargs`; at a temperature above 0 it sets `do_sample`
+    """
+    unknown = sorted(arguments.keys() - GENERATION - OF_SAMPLING)
+    if not unknown and not arguments["do_sample"]:
+        return
+    kind = f"the generation arguments {', '.join(unknown)}" if unknown else "sampling"
+    raise ValueError(f"a task asks for {kind}, and texts are greedy here; use other tasks")
 
 
 def rendered(engine: Engine, messages: list[dict], asks: bool) -> str:
-    """A conversation as the template has it. asks: for an answer, of which nothing is there yet
+    """Render a conversation by the template. asks: for an answer, which has not begun
 
-    A system message at the beginning, a task's `description`, follows that of --system behind an empty line.
-    Raises: ValueError for one that is not of questions and answers in turn, or a message that the template leaves out.
+    A system message at the beginning, a task's `description`, follows that of --system behind an
+    empty line. Raises: ValueError for a conversation that is not of questions and answers in turn,
+    or a message that the template leaves out.
     """
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     roles = [m["role"] for m in messages[len(system) :]]
-    turns, answers = (
-        [m["content"] for m in messages if m["role"] == role] for role in ("user", "assistant")
-    )
-    if not asks or roles != (["user", "assistant"] * len(turns))[: 2 * len(turns) - 1]:
+    turns = [m["content"] for m in messages if m["role"] == "user"]
+    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    expected = (["user", "assistant"] * len(turns))[: 2 * len(turns) - 1]
+    if not asks or roles != expected:
         raise ValueError(
             "a task gives a later system message or the start of an answer; use other tasks"
         )
+    template = engine.template
     if not any(system):
-        return engine.template.render(turns, answers)
+        return template.render(turns, answers)
     joined = "\n\n".join(filter(None, (engine.config.system, *system)))
     try:
-        text, other = (
-            replace(engine.template, system=s).render(turns, answers)
-            for s in (joined, f"Also: {joined}")
-        )
+        text = replace(template, system=joined).render(turns, answers)
+        other = replace(template, system=f"Also: {joined}").render(turns, answers)
     except ValueError:
-        engine.template.render(
-            turns, answers
-        )  # what fails without the message too is refused for that
-        text = other = ""
+        template.render(turns, answers)  # raises for a fault other than the message
+        text = ""
+        other = ""
     if text == other:
         raise ValueError(
-            "a task gives a system message, and the chat template takes none; use --chat NAME, or other tasks"
+            "a task gives a system message, and the chat template takes none; "
+            "use --chat NAME, or other tasks"
         )
     return text
 
 
-# -------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def run(config: EvalConfig) -> dict:
@@ -310,7 +327,7 @@ def run(config: EvalConfig) -> dict:
     if not config.tasks:
         raise ValueError("nothing to do; name tasks with --tasks")
     if config.json:
-        write_text(config.json, "{}")  # what cannot be written is known before the work
+        write_text(config.json, "{}")  # a file that cannot be written fails before the work
     engine = load(config.engine())
     model = adapter(engine)
     from lm_eval import simple_evaluate
@@ -326,26 +343,34 @@ def run(config: EvalConfig) -> dict:
         )
     try:
         found = simple_evaluate(
-            model, tasks=names, limit=config.limit or None, task_manager=manager,
+            model,
+            tasks=names,
+            limit=config.limit or None,
+            task_manager=manager,
             num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
-            apply_chat_template=engine.template is not None, log_samples=False,
-        )  # fmt: skip
+            apply_chat_template=engine.template is not None,
+            log_samples=False,
+        )
     except ConnectionError as error:
         raise ValueError(
             f"--tasks: the data cannot be fetched ({error}); try again, or use --include_path"
         ) from None
-    facts, ran = environment(engine.config.device, "lm_eval"), engine.config
-    what = f"{shown_path(ran.checkpoint)}, {ran.dtype}, quant {ran.quant}, draft {ran.draft}, context {engine.context}"
-    print(", ".join(f"{key} {value}" for key, value in facts.items()) + f"\n{what}\n")
+    ran = engine.config
+    machine = environment(ran.device, "lm_eval")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    print(
+        f"{shown_path(ran.checkpoint)}, {ran.dtype}, quant {ran.quant}, draft {ran.draft}, "
+        f"context {engine.context}\n"
+    )
     print(make_table(found))
     if config.json:
-        record = {"environment": facts, "config": vars(config), "results": found["results"]}
+        record = {"environment": machine, "config": vars(config), "results": found["results"]}
         write_text(config.json, json.dumps(record, default=str))
     return found["results"]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     config = parse(EvalConfig, "lm_eval_adapter.py", __doc__)
     with one_line_errors("lm_eval_adapter.py"):
         run(config)

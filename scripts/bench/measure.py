@@ -1,13 +1,14 @@
-"""What the benchmarks share: spreads, turns, the bandwidth ceiling, the machine, and JSON lines that survive a kill.
+"""Shared by the benchmarks: series, turns, the bandwidth ceiling, the machine, and logs.
 
-1. Contestants run in turn, round after round, so that a machine that drifts drifts for all of them; ratios are taken
-   inside a round.
-2. The ceiling is the read bandwidth of a buffer that no cache holds, measured in a process of its own, so that the
-   buffer does not count as anybody's peak memory. A GPU times it by events, since a launch and a wait of the host would
-   take a noticeable part of a reading.
-3. A log is appended to line by line. A line that a kill tore is dropped with a message and measured again.
+1. Contestants run in turn, round after round, so that drift of the machine hits all of them. Ratios
+   are taken inside a round.
+2. The ceiling is the read bandwidth of a buffer that no cache holds. A process of its own measures
+   it, so that the buffer does not count in any peak memory. A GPU times it by events, since launch
+   and synchronization would take a noticeable part of a reading.
+3. A log is a file of JSON lines that survives a kill: a torn line is dropped with a message and
+   measured again.
 
-Not here: what is measured.
+Not here: the measurements themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth
 
 
 class Series(NamedTuple):
-    """Repeated measurements of one thing: their median and its spread."""
+    """The median of repeated measurements, and its spread."""
 
     median: float
     low: float
@@ -49,92 +50,93 @@ class Series(NamedTuple):
 
     @staticmethod
     def of(values: list[float]) -> Series:
-        """Median and range, for a few runs."""
+        """Return median and range, for a few runs."""
         return Series(statistics.median(values), min(values), max(values))
 
     @staticmethod
     def quartiles(values: list[float]) -> Series:
-        """Median and quartiles, for many."""
+        """Return median and quartiles, for many runs."""
         if len(values) < 2:
             return Series.of(values)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return Series(median, low, high)
 
     def text(self, scale: float, digits: int) -> str:
-        """`median (low-high)`, scaled."""
+        """Format as `median (low-high)`, scaled."""
         median, low, high = (f"{x * scale:.{digits}f}" for x in self)
         return f"{median} ({low}-{high})"
 
 
-# ------------------------------------------------------------------------------------------------ turns
+# -------------------------------------------------------------------------------------------- turns
 
 
 def with_config(engine: Engine, config: GenerateConfig) -> Engine:
-    """The loaded target under other options of drafting, sampling and batching, warmed up. The target is shared.
+    """Return an engine over the same target with other options of drafting, sampling and batching.
 
     config: checked, with the engine's checkpoint, device, dtype and context
-    Raises: ValueError for a draft that does not fit.
+    Returns: the engine, warmed up. Raises: ValueError for a draft that does not fit.
     """
     if engine.config.quant != "none":  # as it was loaded
         config = replace(config, quant=engine.config.quant)
     config = resolve_draft(config, Path(config.checkpoint))
-    drafter, rule = make_drafter(engine.target, config), accept_rule(config)
+    drafter = make_drafter(engine.target, config)
+    rule = accept_rule(config)
     if config.quant == "int4":  # the target's; the draft has its own by now
         config = replace(config, group_size=engine.config.group_size)
     return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, accept_rule=rule)))
 
 
 class Outcome(NamedTuple):
-    """One run of a group of prompts, a row each; or more prompts than rows, which take turns."""
+    """One run of a batch of prompts, or of more prompts than sequences, which take turns."""
 
-    rows: list[list[int]]  # new tokens
+    rows: list[list[int]]  # new tokens of each prompt
     first_s: float  # until the first new tokens are decided; in turns, to read all prompts
-    step_s: float  # per token of all the others, whichever row they are of; in turns, all time per token
-    tau: float  # new tokens per pass and row, without what is cut at the end
+    step_s: float  # per later token of the batch; in turns, all time per token
+    tau: float  # new tokens per pass and sequence, without those cut at the end
     presets: Sequence[tuple[int, float]] = ()  # of ours: the tree and the seconds of each cycle
 
 
 def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
-    """Continue prompts with our runtime, side by side; what the session has cached of them stays cached.
+    """Continue prompts with our runtime, side by side. Their cached prefixes stay cached.
 
-    The prompts are cached first, since rows that decode beside the prompts of others would be timed with them.
+    The prompts are cached first: decoding beside another sequence's prefill would be timed with it.
     """
-    session.stats = caching = stats.Stats()
-    for row, prompt in enumerate(prompts):
-        session.admit(row, prompt, most=1)
-    while session.waiting:
+    caching = stats.Stats()
+    session.stats = caching
+    for seq, prompt in enumerate(prompts):
+        session.admit(seq, prompt, max_new_tokens=1)
+    while session.prefilling:
         session.step()
-    session.stats, rows = stats.Stats(), [[] for _ in prompts]
+    seen = stats.Stats()
+    session.stats = seen
+    rows = [[] for _ in prompts]
     for new in session.run(prompts):
         for row, tokens in zip(rows, new):
             row += tokens
-    seen = session.stats
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
-    return Outcome(
-        rows,
-        caching.prefill_s,
-        step_s,
-        seen.tokens / max(len(seen.accept_lengths), 1),
-        seen.presets,
-    )
+    return Outcome(rows, caching.prefill_s, step_s, _tau(seen), seen.presets)
 
 
 def run_stream(engine: Engine, prompts: list[list[int]]) -> Outcome:
-    """Continue prompts through the rows of our runtime. `step_s` is per token of all, and of all the time."""
-    batch, began = Batch(engine, prompts), time.perf_counter()
+    """Continue prompts that take turns in our batch. `step_s` is all time per token of all."""
+    batch = Batch(engine, prompts)
+    began = time.perf_counter()
     batch.run(batch.streams)
-    rows, seen = [entry.new for entry in batch.entries], batch.stats
+    rows = [entry.new for entry in batch.entries]
+    seen = batch.stats
     step_s = (time.perf_counter() - began) / sum(map(len, rows))
-    return Outcome(
-        rows, seen.prefill_s, step_s, seen.tokens / max(len(seen.accept_lengths), 1), seen.presets
-    )
+    return Outcome(rows, seen.prefill_s, step_s, _tau(seen), seen.presets)
+
+
+def _tau(seen: stats.Stats) -> float:
+    return seen.tokens / max(len(seen.accept_lengths), 1)
 
 
 def in_turn(
     contestants: dict[str, Callable[[], Any]], runs: int, title: str
 ) -> dict[str, list[Any]]:
-    """Run everybody once to warm up, then `runs` rounds of everybody, one after the other."""
+    """Run all contestants once to warm up, then `runs` rounds, one after the other."""
     outcomes: dict[str, list[Any]] = {name: [] for name in contestants}
     bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run")
     for _ in range(runs + 1):
@@ -145,18 +147,23 @@ def in_turn(
     return {name: done[1:] for name, done in outcomes.items()}
 
 
-# ---------------------------------------------------------------------------------------------- machine
+# ------------------------------------------------------------------------------------------ machine
 
 
 def read_bandwidth(device: str, runs: int) -> Series:
-    """Bytes per second of summing up a large buffer, in a process of its own. Raises: ValueError when that fails."""
-    child = "import sys; from scripts.bench import measure; print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
-    command = [sys.executable, "-c", child, device, str(runs), str(torch.get_num_threads())]
+    """Measure the bytes per second of summing up a large buffer, in a process of its own.
+
+    Raises: ValueError when that fails.
+    """
+    code = (
+        "import sys; from scripts.bench import measure; "
+        "print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
+    )
+    command = [sys.executable, "-c", code, device, str(runs), str(torch.get_num_threads())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(
-            f"the bandwidth of {device} cannot be measured: {done.stderr.strip().splitlines()[-1]}"
-        )
+        reason = done.stderr.strip().splitlines()[-1]
+        raise ValueError(f"the bandwidth of {device} cannot be measured: {reason}")
     return Series.of([float(x) for x in done.stdout.split()])
 
 
@@ -165,9 +172,8 @@ def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
     kind = device.partition(":")[0]
     buffer = torch.ones(CEILING_BYTES[kind] // 4, device=device)
     seconds_of = event_seconds if kind == "cuda" else host_seconds
-    return [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)][
-        1:
-    ]  # the first warms up
+    rates = [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)]
+    return rates[1:]  # the first warms up
 
 
 def host_seconds(work: Callable[[], Tensor]) -> float:
@@ -178,7 +184,7 @@ def host_seconds(work: Callable[[], Tensor]) -> float:
 
 
 def event_seconds(work: Callable[[], Any]) -> float:
-    """Time some work on a GPU between two events of its stream, the host's launches left out."""
+    """Time some work on a GPU between two events of its stream, without the host's launches."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     work()
@@ -188,27 +194,29 @@ def event_seconds(work: Callable[[], Any]) -> float:
 
 
 def pass_bytes(target: Transformer, cached: float, experts: float | None = None) -> float:
-    """Bytes that a pass reads at least: every weight but the embedding's other rows, and `cached` keys and values.
+    """Return the bytes that a pass reads at least.
 
-    experts: that a pass reads in a layer of a mixture, on average; None: those of one token, the least
+    These are all weights, but one row only of an untied embedding, and the keys and values.
+    cached: tokens; experts: read per layer of a mixture, on average; None: those of one token
     """
-    c, embedding = target.config, target.embedding.weight
+    c = target.config
+    embedding = target.embedding.weight
     tied = any(p is embedding for p in target.lm_head.parameters())
     skipped = 0 if tied else embedding.nbytes - embedding[0].nbytes
     if c.n_experts:
         read = c.experts_per_token if experts is None else experts
         mixtures = [layer.ffn for layer in target.layers if isinstance(layer.ffn, MoEFeedForward)]
-        skipped += (1 - read / c.n_experts) * sum(
-            _nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2)
-        )
+        total = sum(_nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2))
+        skipped += (1 - read / c.n_experts) * total
     weights = _nbytes(target) - skipped
     return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
 
 
 def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    """Run a target, and note what each of its blocks is given.
+    """Run a target and record the input of each block.
 
-    inputs: of `Transformer.forward`. Returns: the features, [B, T, F]; the inputs of the blocks, [B, T, F] each.
+    inputs: of `Transformer.forward`
+    Returns: the features, [B, T, F]; the inputs of the blocks, [B, T, F] each.
     """
     given: list[Tensor] = []
     hooks = [
@@ -231,7 +239,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:
-    """What a measurement depends on: `stats.environment`, and what a log over weeks and machines needs besides.
+    """Return the machine and versions: `stats.environment`, CPU model, packages and commit.
 
     packages: importable names whose versions matter too
     """
@@ -247,57 +255,58 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if "model name" not in said:
+    values = {}
+    for line in info.read_text().splitlines() if info.exists() else []:
+        key, _, value = line.partition(":")
+        values[key.strip()] = value.strip()
+    if "model name" not in values:
         return platform.processor() or platform.machine()
-    numbers = [
-        f"{key} {said[key]}" for key in ("cpu family", "model") if key in said
-    ]  # clouds hide them in the name
-    return " ".join([said["model name"], *numbers])
+    # clouds leave these numbers out of the name
+    numbers = [f"{key} {values[key]}" for key in ("cpu family", "model") if key in values]
+    return " ".join([values["model name"], *numbers])
 
 
 def shown_path(path: str) -> str:
-    """A path for a record: relative to the project where it lies inside, so that records hold no machine's paths."""
-    inside = path and Path(path).resolve().is_relative_to(ROOT)
-    return str(Path(path).resolve().relative_to(ROOT)) if inside else path
+    """Return a path for a record: relative to the project where it lies inside."""
+    if path and Path(path).resolve().is_relative_to(ROOT):
+        return str(Path(path).resolve().relative_to(ROOT))
+    return path
 
 
-# ------------------------------------------------------------------------------------------------- logs
+# --------------------------------------------------------------------------------------------- logs
 
 
 class Log:
-    """JSON lines that are appended to as they are measured; `rows` holds what the file holds."""
+    """A file of JSON lines, appended to as they are measured; `rows` holds its content."""
 
-    def __init__(self, path: str, what: str):
-        """path: "" keeps the rows in memory only; what: the flag that named the file
+    def __init__(self, path: str, flag: str):
+        """path: "" keeps the rows in memory only; flag: the one that named the file
 
-        Raises: ValueError for a file that is no such log. Writes: the file, when its last line is torn.
+        Raises: ValueError for a file that is no such log. Writes: the file, when its last line is
+        torn.
         """
-        self.path, self.rows = Path(path) if path else None, []
+        self.path = Path(path) if path else None
+        self.rows = []
         if self.path is None or not self.path.exists():
             return
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
         except OSError as error:
-            raise ValueError(f"{what}: cannot read {path}: {error.strerror}") from None
+            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
         for number, line in enumerate(lines, 1):
+            where = f"{path} line {number}"
             try:
                 row = json.loads(line)
             except ValueError:  # not JSON, or not UTF-8
                 if number < len(lines):
                     raise ValueError(
-                        f"{what}: {path} line {number} is not valid JSON; name another file"
+                        f"{flag}: {where} is not valid JSON; name another file"
                     ) from None
-                print(
-                    f"note: {path} line {number} is torn; it is dropped and measured again",
-                    file=sys.stderr,
-                )
-                return os.truncate(self.path, sum(map(len, lines[:-1])))
+                print(f"note: {where} is torn; it is dropped and measured again", file=sys.stderr)
+                os.truncate(self.path, sum(map(len, lines[:-1])))
+                return
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{what}: {path} line {number} is no JSON object; name another file"
-                )
+                raise ValueError(f"{flag}: {where} is no JSON object; name another file")
             self.rows.append(row)
         if lines and not lines[-1].endswith(b"\n"):
             self._write("\n")
@@ -308,7 +317,7 @@ class Log:
         self._write("".join(json.dumps(row) + "\n" for row in rows))
 
     def clear(self) -> None:
-        """Forget everything. Writes: removes the file."""
+        """Forget all rows. Writes: removes the file."""
         self.rows = []
         if self.path is not None:
             self.path.unlink(missing_ok=True)

@@ -1,23 +1,25 @@
-"""Reproduce the papers' tables for any target and head: speedup, tau, n-alpha and where the time goes, by task.
+"""Reproduce the papers' tables for any target and head: speedup, tau, n-alpha and times, by task.
 
     python scripts/bench/papers.py --compile --json bench.jsonl --plots plots
-    python scripts/bench/papers.py --methods none,eagle:dynamic:topk --temperatures 0.6,1 --batch_sizes 1,4 --json bench.jsonl
+    python scripts/bench/papers.py --methods none,eagle:dynamic:topk --temperatures 0.6,1 \\
+        --batch_sizes 1,4 --json bench.jsonl
     python scripts/bench/papers.py --report bench.jsonl --plots plots
 
-How it works:
-1. A method is who drafts, then after colons a tree, a way to pick children, `residual`, or any field of GenerateConfig
-   (options.py), also those that are no flags of generate.py: `eagle:dynamic:topk:tree_size=30`. It becomes a command
-   line, which is refused where generate.py would refuse it.
-2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with a trace; that warms
-   up, and shows what the draft's confidence was worth (EAGLE-2 Figure 6).
-3. Then all methods decode the same prompts in turn, prompt group by prompt group; who begins changes. A speedup is
-   taken between neighbours in time: decode tokens per second over those of `none`. Prefill and compilation are apart.
-4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of it alone.
-   Started again after a kill, the same command goes on: rounds of the unfinished task are kept in FILE.part.
+1. A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any field
+   of GenerateConfig (options.py), also those that are no flags: `eagle:dynamic:topk:tree_size=30`.
+   It becomes a command line, which is refused where generate.py would refuse it.
+2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with
+   a trace: a warm-up, and the calibration of the draft's confidence (EAGLE-2 Figure 6).
+3. All methods decode the same prompts in turn, prompt group by prompt group, in an order that
+   rotates. A speedup is taken between neighbours in time: decode tokens per second over those of
+   `none`. Prefill and compilation are apart.
+4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of
+   it alone. The same command resumes a killed run: finished rounds of its task are in FILE.part.
 
-tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of drafted tokens
-accepted after n accepted ones. Without `none` there is no speedup, and large batches measure tau and n-alpha quickly.
-Not here: other runtimes (peers.py), and what the numbers mean (benchmarks/README.md).
+tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
+drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
+measure tau and n-alpha quickly.
+Not here: other runtimes (peers.py), and the meaning of the numbers (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -53,9 +55,7 @@ from scripts.bench.report import write_report
 from stats import Stats, peak_memory_bytes
 
 EVAL = ROOT / "data" / "eval"
-FORMS = {
-    "gsm8k": "Question: {}\nAnswer:"
-}  # how a base model is asked, as in its training; chat models get the turns
+FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
 BINS = 20  # of confidence, in [0, 1]
 CEILING_RUNS = 5
 MATRIX = (
@@ -120,30 +120,28 @@ class BenchConfig:
     table: str = option("", "file to write the Markdown tables to")
 
     def check(self) -> None:
-        """Raises: ValueError for a value that cannot work."""
+        """Check the options. Raises: ValueError for a value that cannot work."""
         for name in ("tasks", "methods", "temperatures", "batch_sizes", "quant"):
-            parts = getattr(self, name).split(",")
+            value = getattr(self, name)
+            parts = value.split(",")
             if len(set(parts)) < len(parts) or "" in parts:
-                raise ValueError(
-                    f"--{name} must be a list of different values; it is {getattr(self, name)!r}"
-                )
+                raise ValueError(f"--{name} must be a list of different values; it is {value!r}")
         if self.report and self.json:
             raise ValueError("--report measures nothing; it cannot go with --json")
         for name in ("json", "table"):
-            if not Path(getattr(self, name)).parent.is_dir():
-                raise ValueError(
-                    f"--{name}: cannot write {getattr(self, name)}; its directory does not exist"
-                )
+            path = getattr(self, name)
+            if not Path(path).parent.is_dir():
+                raise ValueError(f"--{name}: cannot write {path}; its directory does not exist")
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What all lines of a log share; the rest is the matrix."""
-        facts = {name: value for name, value in asdict(self).items() if name not in MATRIX}
-        return facts | {name: shown_path(facts[name]) for name in ("checkpoint", "eagle")}
+        """The options that all lines of a log share; the rest is the matrix."""
+        options = {name: value for name, value in asdict(self).items() if name not in MATRIX}
+        return options | {name: shown_path(options[name]) for name in ("checkpoint", "eagle")}
 
 
 class Setting(NamedTuple):
-    """What holds for all methods that are compared."""
+    """Options that all compared methods share."""
 
     quant: str
     temperature: float
@@ -158,21 +156,22 @@ class Task(NamedTuple):
     left_out: int
 
 
-# ------------------------------------------------------------------------------------ tasks and methods
+# -------------------------------------------------------------------------------- tasks and methods
 
 
 def task_row_fault(row: dict) -> str:
-    """What is wrong with a row of a task file; "" when nothing is."""
+    """Return the fault of a line of a task file, or ""."""
     turns = row.get("turns")
     texts = (
         isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
     )
-    whole = texts and isinstance(row.get("task"), str) and "id" in row
-    return "" if whole else 'a row must be like {"id": "a-1", "task": "a", "turns": ["text", ...]}'
+    if texts and isinstance(row.get("task"), str) and "id" in row:
+        return ""
+    return 'a row must be like {"id": "a-1", "task": "a", "turns": ["text", ...]}'
 
 
 def read_tasks(config: BenchConfig) -> dict[str, list[list[str]]]:
-    """Conversations by task. Raises: ValueError that names the file and the line."""
+    """Read conversations by task. Raises: ValueError that names the file and the line."""
     tasks: dict[str, list[list[str]]] = {}
     for name in config.tasks.split(","):
         file = Path(name) if name.endswith(".jsonl") else EVAL / f"{name}.jsonl"
@@ -186,40 +185,46 @@ def read_tasks(config: BenchConfig) -> dict[str, list[list[str]]]:
 
 
 def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchConfig) -> Task:
-    """Leave out what is too long. Raises: ValueError when nothing is left."""
-    room = config.max_prompt or engine.context - config.max_new_tokens
-    kept = [turns for turns in prompts if len(encode(engine, turns[:1], [])) <= room]
+    """Leave out prompts that are too long. Raises: ValueError when nothing is left."""
+    longest = config.max_prompt or engine.context - config.max_new_tokens
+    kept = [turns for turns in prompts if len(encode(engine, turns[:1], [])) <= longest]
+    left_out = len(prompts) - len(kept)
     if not kept:
         raise ValueError(
-            f"no prompt of {name} has at most {room} tokens; raise --max_prompt or the context"
+            f"no prompt of {name} has at most {longest} tokens; raise --max_prompt or the context"
         )
-    if len(kept) < len(prompts):
+    if left_out:
         print(
-            f"note: {len(prompts) - len(kept)} prompts of {name} have more than {room} tokens; they are left out"
+            f"note: {left_out} prompts of {name} have more than {longest} tokens; they are left out"
         )
-    return Task(name, kept, len(prompts) - len(kept))
+    return Task(name, kept, left_out)
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
-    """The options that a method stands for. Ends the program on those that GenerateConfig does not know.
+    """Return the options of a method. Ends the program on those that GenerateConfig does not know.
 
     Raises: ValueError for a combination that cannot work.
     """
     draft, *pieces = method.split(":")
     argv = [
-        f"--{name}={getattr(config, name)}"
-        for name in ("checkpoint", "device", "max_new_tokens", "seed")
-    ]
-    argv += [
+        f"--checkpoint={config.checkpoint}",
+        f"--device={config.device}",
+        f"--max_new_tokens={config.max_new_tokens}",
+        f"--seed={config.seed}",
         f"--draft={draft}",
         f"--temperature={setting.temperature}",
         f"--batch_size={setting.batch_size}",
     ]
-    argv += [f"--dtype={config.dtype}"] if config.dtype else []
-    argv += [f"--quant={setting.quant}"] if setting.quant != "none" else []
-    argv += [f"--eagle={config.eagle}"] if config.eagle and "eagle" in draft else []
-    argv += ["--compile"] if config.compile else []
-    argv += [] if config.chat is None else [f"--chat={config.chat}"]
+    if config.dtype:
+        argv.append(f"--dtype={config.dtype}")
+    if setting.quant != "none":
+        argv.append(f"--quant={setting.quant}")
+    if config.eagle and "eagle" in draft:
+        argv.append(f"--eagle={config.eagle}")
+    if config.compile:
+        argv.append("--compile")
+    if config.chat is not None:
+        argv.append(f"--chat={config.chat}")
     argv += [f"--{one}" for one in config.options.split(",") if one]
     argv += [_flag(method, piece) for piece in pieces]
     chosen = parse(GenerateConfig, "papers.py", "", argv, settings=True)
@@ -228,7 +233,7 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
 
 
 def _flag(method: str, piece: str) -> str:
-    """A piece of a method as a flag of GenerateConfig."""
+    """Return a piece of a method as a flag of GenerateConfig."""
     if "=" in piece:
         return f"--{piece}"
     for f in fields(GenerateConfig):
@@ -237,29 +242,30 @@ def _flag(method: str, piece: str) -> str:
         if f.type == "bool" and f.name == piece:
             return f"--{piece}"
     raise ValueError(
-        f"--methods: {method}: {piece} is no tree, no way to pick children and no option of generate.py; "
-        "use for example eagle:dynamic:topk:tree_size=30"
+        f"--methods: {method}: {piece} is no tree, no way to pick children and no option of "
+        "generate.py; use for example eagle:dynamic:topk:tree_size=30"
     )
 
 
-# ------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def repeated(tokens: list[int], n: int = 8) -> float:
-    """ShardedFiles of n-grams that have occurred before in the same output."""
+    """Return the share of n-grams that have occurred before in the same output."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def calibration(trace: list[dict]) -> list[list[float]]:
-    """What the draft's confidence in a token says about its acceptance (EAGLE-2 Figure 6).
+    """Count acceptance by the draft's confidence in a token (EAGLE-2 Figure 6).
 
-    Counted are nodes whose parent was accepted; the confidence is exp(value - value of the parent).
+    Only nodes whose parent was accepted count; the confidence is exp(value - value of the parent).
     Returns: per bin of confidence: nodes, accepted ones, sum of confidence.
     """
     bins = [[0, 0, 0.0] for _ in range(BINS)]
     for row in trace:
-        values, accepted = [0.0, *row.get("values", [])], {0, *row["path"]}
+        values = [0.0, *row.get("values", [])]
+        accepted = {0, *row["path"]}
         for node, (parent, value) in enumerate(zip(row["parents"], values[1:]), 1):
             if value is not None and parent in accepted:
                 confidence = math.exp(min(value - values[parent], 0.0))
@@ -279,44 +285,51 @@ def traced(engine: Engine, prompts: list[list[str]]) -> list[list[float]]:
 
 
 def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
-    """Decode one group of prompts. Returns: what happened; the decoded turns."""
-    batch.stats, known = Stats(), len(batch.entries)
+    """Decode one group of prompts. Returns: counts and times; the decoded turns."""
+    stats = Stats()
+    batch.stats = stats
+    known = len(batch.entries)
     batch.run(batch.groups[number])
-    stats, entries = batch.stats, batch.entries[known:]
-    rows: dict[int, list[int]] = {}  # accept lengths by row
-    for row, length in zip((row for live in stats.live_rows for row in live), stats.accept_lengths):
-        rows.setdefault(row, []).append(length)
-    facts = {
-        name: getattr(stats, name)
-        for name in ("tokens", "decode_s", "prefill_s", "draft_s", "verify_s")
+    entries = batch.entries[known:]
+    lengths: dict[int, list[int]] = {}  # accept lengths by sequence
+    sequences = (seq for live in stats.live_rows for seq in live)
+    for seq, length in zip(sequences, stats.accept_lengths):
+        lengths.setdefault(seq, []).append(length)
+    outcome = {
+        "tokens": stats.tokens,
+        "decode_s": stats.decode_s,
+        "prefill_s": stats.prefill_s,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+        "cycles": len(stats.live_rows),
+        "accept_lengths": list(lengths.values()),
+        "repeated": [repeated(entry.new) for entry in entries],
     }
-    facts |= {"cycles": len(stats.live_rows), "accept_lengths": list(rows.values())}
-    return facts | {"repeated": [repeated(entry.new) for entry in entries]}, entries
+    return outcome, entries
 
 
 def run_round(batches: dict[str, Batch], number: int, repeat: int) -> dict[str, Any]:
-    """Let every method decode the same group of prompts, in turn; who begins changes from round to round."""
+    """Decode the same group of prompts with every method, in an order that rotates."""
     names = list(batches)
     first = (number + repeat) % len(names)
     done = {name: run_group(batches[name], number) for name in names[first:] + names[:first]}
     outcomes = {name: done[name][0] for name in names}
     for name in names:
-        exact = (
-            "none" in done and batches[name].engine.config.accept == "exact"
-        )  # the residual rule draws others
+        # the residual rule draws other tokens
+        exact = "none" in done and batches[name].engine.config.accept == "exact"
         pairs = zip(done[name][1], done["none"][1]) if exact else ()
         outcomes[name]["identical"] = [mine.new == plain.new for mine, plain in pairs]
     return {"group": number, "repeat": repeat, "outcomes": outcomes}
 
 
 def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
-    """tau, and acceptance by depth. rows: accept lengths per prompt."""
+    """Return tau, and acceptance by depth. rows: accept lengths per prompt"""
     lengths = [length for row in rows for length in row]
     if not lengths:  # every prompt ended with its first token
         return {"tau": 0.0, "tau_error": 0.0, "histogram": [0] * (depth + 1), "by_depth": []}
     depth = max(depth, *lengths)  # drafters that choose between trees may have deeper ones
     tau = sum(lengths) / len(lengths) + 1
-    # a ratio of sums; its standard error over prompts, by their linearised deviations
+    # tau is a ratio of sums; its standard error over prompts comes from their linearised deviations
     off = [sum(row) + len(row) - tau * len(row) for row in rows]
     tried = [sum(a >= n for a in lengths) for n in range(depth)]
     return {
@@ -328,56 +341,66 @@ def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
 
 
 def speed(name: str, rounds: list[dict]) -> dict[str, Any]:
-    """Tokens per second, speedup over `none` in the same round, and milliseconds of a cycle."""
+    """Return tokens per second, speedup over `none` in the same round, and times per cycle."""
     mine = [r["outcomes"][name] for r in rounds]
-    rate = [_rate(one) for one in mine]
+    rates = [_rate(one) for one in mine]
     plain = [_rate(r["outcomes"]["none"]) if "none" in r["outcomes"] else 0.0 for r in rounds]
-    pairs = [r / p for r, p in zip(rate, plain) if r and p]
-    cycles = max(sum(one["cycles"] for one in mine), 1)
+    ratios = [r / p for r, p in zip(rates, plain) if r and p]
+    rate = Series.quartiles([r for r in rates if r] or [0.0])
+    speedup = {"speedup": None, "speedup_quartiles": None}
+    if ratios:
+        ratio = Series.quartiles(ratios)
+        speedup = {"speedup": ratio.median, "speedup_quartiles": ratio[1:]}
     total = {
         key: sum(one[key] for one in mine)
         for key in ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens")
     }
-    parts = {"draft": total["draft_s"], "verify": total["verify_s"]}
-    parts["rest"] = total["decode_s"] - parts["draft"] - parts["verify"]
-    rates = Series.quartiles([r for r in rate if r] or [0.0])
-    ratios = Series.quartiles(pairs) if pairs else None
+    cycles = max(sum(one["cycles"] for one in mine), 1)
+    rest_s = total["decode_s"] - total["draft_s"] - total["verify_s"]
     return {
-        "tokens_per_s": rates.median, "tokens_per_s_quartiles": rates[1:],
-        "speedup": ratios.median if ratios else None, "speedup_quartiles": ratios[1:] if ratios else None,
-        **{f"{part}_ms": seconds / cycles * 1e3 for part, seconds in parts.items()},
-        **total, "cycles": cycles, "runs": len(mine),
-    }  # fmt: skip
+        "tokens_per_s": rate.median,
+        "tokens_per_s_quartiles": rate[1:],
+        **speedup,
+        "draft_ms": total["draft_s"] / cycles * 1e3,
+        "verify_ms": total["verify_s"] / cycles * 1e3,
+        "rest_ms": rest_s / cycles * 1e3,
+        **total,
+        "cycles": cycles,
+        "runs": len(mine),
+    }
 
 
 def _rate(outcome: dict[str, Any]) -> float:
-    """Tokens per second; 0 where the first token was the last one."""
+    """Return tokens per second; 0 where the first token was the last one."""
     return outcome["tokens"] / outcome["decode_s"] if outcome["decode_s"] else 0.0
 
 
 def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> dict[str, Any]:
-    """A line of the log, as far as it comes from the measurement."""
+    """Return the measured part of a line of the log."""
     first = [r["outcomes"][name] for r in rounds if r["repeat"] == 0]
-    facts = acceptance(
-        [row for one in first for row in one["accept_lengths"]], engine.drafter.depth
-    )
+    lengths = [row for one in first for row in one["accept_lengths"]]
+    accepted = acceptance(lengths, engine.drafter.depth)
     timed = speed(name, rounds)
     same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
     chain = engine.config.draft in ("eagle", "model") and engine.drafter.width == 1
     pass_s = timed["verify_ms"] / 1e3
     return {
-        **facts, **timed,
-        "n_alpha": facts["by_depth"] if chain else None,
+        **accepted,
+        **timed,
+        "n_alpha": accepted["by_depth"] if chain else None,
         "identical": sum(same) / len(same) if same else None,
         "repeated": statistics.mean(x for one in first for x in one["repeated"]),
         "verify_of_ceiling": pass_bytes(engine.target, 0) / pass_s / ceiling if pass_s else None,
-        "draft": engine.drafter.resolved_options(), "nodes": engine.drafter.size,
-        "compiled": engine.config.compile, "compile_s": engine.compile_s, "load_s": engine.load_s,
+        "draft": engine.drafter.resolved_options(),
+        "nodes": engine.drafter.size,
+        "compiled": engine.config.compile,
+        "compile_s": engine.compile_s,
+        "load_s": engine.load_s,
         "peak_memory_bytes": peak_memory_bytes(engine.config.device),
-    }  # fmt: skip
+    }
 
 
-# ------------------------------------------------------------------------------------------- the matrix
+# --------------------------------------------------------------------------------------- the matrix
 
 
 class Unit(NamedTuple):
@@ -388,7 +411,7 @@ class Unit(NamedTuple):
     lacking: list[str]
 
     def key(self, method: str) -> dict[str, Any]:
-        """What tells a line of the log from the others."""
+        """Return the fields that identify a line of the log."""
         return {"task": self.task, "method": method} | self.setting._asdict()
 
 
@@ -403,13 +426,13 @@ class Bench(NamedTuple):
     ceiling: Series  # bytes per second
 
     def methods(self, unit: Unit) -> list[str]:
-        """What runs for a unit: what is lacking, and `none`, against which everything is measured."""
+        """Return the methods that run for a unit: `none`, the reference, and the lacking ones."""
         plain = "none" in self.config.methods.split(",") and "none" not in unit.lacking
-        return ["none"] * plain + unit.lacking
+        return ["none", *unit.lacking] if plain else unit.lacking
 
 
 def settings_of(config: BenchConfig) -> list[Setting]:
-    """The matrix. Raises: ValueError for what is no number."""
+    """Return the matrix of settings. Raises: ValueError for a value that is no number."""
     try:
         temperatures = [float(t) for t in config.temperatures.split(",")]
         sizes = [int(b) for b in config.batch_sizes.split(",")]
@@ -419,19 +442,19 @@ def settings_of(config: BenchConfig) -> list[Setting]:
     return [Setting(q, t, b) for q in config.quant.split(",") for t in temperatures for b in sizes]
 
 
-def open_log(path: str, what: str) -> Log:
-    """A log of this program. Raises: ValueError for another file."""
-    log = Log(path, what)
+def open_log(path: str, flag: str) -> Log:
+    """Open a log of this program. Raises: ValueError for another file."""
+    log = Log(path, flag)
     for number, row in enumerate(log.rows, 1):
         if "ceiling_bytes_per_s" not in row or "calibration" not in row:
             raise ValueError(
-                f"{what}: {path} line {number} is no line of papers.py; name another file"
+                f"{flag}: {path} line {number} is no line of papers.py; name another file"
             )
     return log
 
 
 def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log) -> list[Unit]:
-    """What the log lacks. Raises: ValueError for a log of another configuration."""
+    """Return the units that the log lacks. Raises: ValueError for a log of other options."""
     for row in log.rows:
         for name, value in config.fixed.items():
             if row["config"].get(name) != value:
@@ -444,13 +467,15 @@ def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log
     for setting in settings_of(config):
         for task in tasks:
             lacking = [m for m in config.methods.split(",") if (task, m, *setting) not in known]
-            units += [Unit(setting, task, lacking)] if lacking else []
+            if lacking:
+                units.append(Unit(setting, task, lacking))
     return units
 
 
 def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm) -> None:
-    """Measure one task, in what rounds the last run left to do, and enter it in the log."""
-    config, methods = bench.config, bench.methods(unit)
+    """Measure the rounds of a task that an earlier run left to do, and log the task."""
+    config = bench.config
+    methods = bench.methods(unit)
     engines = {name: engines[name] for name in methods}
     task = fitting(engines[methods[0]], unit.task, bench.tasks[unit.task], config)
     label = {"unit": [unit.key(m) for m in methods], "config": config.fixed}
@@ -459,62 +484,58 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
         bench.part.clear()
     done = {(r["group"], r["repeat"]) for r in bench.part.rows}
     bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {unit.setting.batch_size}")
-    found = {
-        name: traced(engine, task.prompts[: config.traced]) for name, engine in engines.items()
-    }
+    prompts = task.prompts[: config.traced]
+    calibrations = {name: traced(engine, prompts) for name, engine in engines.items()}
     batches = {name: Batch(engine, task.prompts) for name, engine in engines.items()}
     for repeat in range(config.repeats):
         for number in range(len(batches[methods[0]].groups)):
             if (number, repeat) not in done:
                 bench.part.add([label | run_round(batches, number, repeat)])
             bar.update()
-    facts = {"prompts": len(task.prompts), "left_out": task.left_out}
-    context = {
-        "config": config.fixed,
-        "environment": bench.machine,
-        "ceiling_bytes_per_s": bench.ceiling,
-    }
-    bench.log.add(
-        [
-            unit.key(name)
-            | summary(name, engines[name], bench.part.rows, bench.ceiling.median)
-            | {"calibration": found[name]}
-            | facts
-            | context
-            for name in unit.lacking
-        ]
-    )
+    lines = []
+    for name in unit.lacking:
+        measured = summary(name, engines[name], bench.part.rows, bench.ceiling.median)
+        context = {
+            "calibration": calibrations[name],
+            "prompts": len(task.prompts),
+            "left_out": task.left_out,
+            "config": config.fixed,
+            "environment": bench.machine,
+            "ceiling_bytes_per_s": bench.ceiling,
+        }
+        lines.append(unit.key(name) | measured | context)
+    bench.log.add(lines)
     bench.part.clear()
 
 
 def measure(bench: Bench, units: list[Unit]) -> None:
-    """Measure what is to do: one target per quantization, one set of engines per setting."""
-    target, loaded = None, None
+    """Measure the units: one target per quantization, one set of engines per setting."""
+    target = None
+    loaded = None  # quantization of the target
     sizes = {name: len(prompts) * bench.config.repeats for name, prompts in bench.tasks.items()}
-    bar = tqdm(
-        total=sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units), unit="round"
-    )
+    rounds = sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units)
+    bar = tqdm(total=rounds, unit="round")
+    preparing = "compiling" if bench.config.compile else "preparing"
     for setting in dict.fromkeys(unit.setting for unit in units):
         mine = [unit for unit in units if unit.setting == setting]
         if loaded != setting.quant:
             target = None  # freed before the next one is loaded
             plain = method_config("none", setting, bench.config)
-            target, loaded = load(replace(plain, compile=False)), setting.quant
+            target = load(replace(plain, compile=False))
+            loaded = setting.quant
         engines: dict[str, Engine] = {}
         for name in dict.fromkeys(m for unit in mine for m in bench.methods(unit)):
-            bar.set_postfix_str(
-                f"compiling {name}" if bench.config.compile else f"preparing {name}"
-            )
+            bar.set_postfix_str(f"{preparing} {name}")
             chosen = method_config(name, setting, bench.config)
             engines[name] = with_config(target, replace(chosen, dtype=target.config.dtype))
         for unit in mine:
             measure_unit(bench, unit, engines, bar)
-        torch.compiler.reset()  # else the next setting's steps would first try the graphs of this one
+        torch.compiler.reset()  # else the next setting's steps would first try these graphs
     bar.close()
 
 
 def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
-    """What must be known before any number is read."""
+    """Yield the conditions of the measurement."""
     yield ", ".join(f"{key} {value}" for key, value in machine.items())
     dtype = config.dtype or "of the checkpoint"
     yield f"checkpoint {shown_path(config.checkpoint)}, dtype {dtype}, quantization {config.quant}"
@@ -523,7 +544,7 @@ def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) 
 
 
 def run(config: BenchConfig) -> list[dict]:
-    """Measure what the log lacks. Returns: all of its rows."""
+    """Measure the lines that the log lacks. Returns: all of its rows."""
     config = replace(config, device=pick_device(config.device))
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -534,11 +555,11 @@ def run(config: BenchConfig) -> list[dict]:
     log = open_log(config.json, "--json")
     units = units_to_do(config, tasks, log)
     if log.rows:
-        print(
-            f"{config.json} holds {len(log.rows)} lines; {sum(len(u.lacking) for u in units)} are to be measured"
-        )
+        lacking = sum(len(unit.lacking) for unit in units)
+        print(f"{config.json} holds {len(log.rows)} lines; {lacking} are to be measured")
     if units:
-        machine, ceiling = environment(config.device), read_bandwidth(config.device, CEILING_RUNS)
+        machine = environment(config.device)
+        ceiling = read_bandwidth(config.device, CEILING_RUNS)
         print("\n".join(header_lines(config, machine, ceiling)), flush=True)
         part = Log(f"{config.json}.part" if config.json else "", "--json")
         measure(Bench(config, tasks, log, part, machine, ceiling), units)
@@ -546,9 +567,8 @@ def run(config: BenchConfig) -> list[dict]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     config = parse(BenchConfig, "papers.py", __doc__)
-
     with one_line_errors("papers.py"):
         config.check()
         rows = open_log(config.report, "--report").rows if config.report else run(config)

@@ -1,25 +1,21 @@
-"""Our runtime beside its peers: same weights, prompts, number of tokens and threads, in turn, in one process.
+"""Our runtime beside other runtimes: same weights, prompts, tokens and threads, in one process.
 
     python scripts/bench/peers.py --compile --threads 4
-    python scripts/bench/peers.py --checkpoint DIR --methods none,eagle:chain:tree_depth=5 --peers llama.cpp:q4_0
-    python scripts/bench/peers.py --compile --methods none,eagle --peers transformers --limit 24 --batch_sizes 1,2,4,16
+    python scripts/bench/peers.py --checkpoint DIR --methods none,eagle:chain:tree_depth=5 \\
+        --peers llama.cpp:q4_0
+    python scripts/bench/peers.py --compile --methods none,eagle --peers transformers --limit 24 \\
+        --batch_sizes 1,2,4,16
 
-How it works:
-1. Ours are methods as papers.py names them. Peers: `transformers` (`generate`), `transformers:lookup` (prompt lookup),
-   `transformers:assistant` (a draft model, named by --assistant), and llama.cpp on GGUF files that are written from
-   the same weights: `llama.cpp:f16`, `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file.
-   With `:lookup` behind it, it drafts by llama-cpp-python's prompt lookup, with `:lookup2` only two tokens, as that
-   advises for CPUs; its tokens must be those without. A peer whose package is missing is refused by name.
+1. Ours are methods as in papers.py. Peers: `transformers` (`generate`), `transformers:lookup`
+   (prompt lookup), `transformers:assistant` (the draft model of --assistant), and llama.cpp on GGUF
+   files written from the same weights: `llama.cpp:f16`, `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is
+   the checkpoint itself, a GGUF file. `:lookup` behind it drafts by llama-cpp-python's prompt
+   lookup, `:lookup2` two tokens only, its advice for CPUs; the tokens must be those without.
 2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
-3. Speed: greedy, end-of-sequence ignored, all prompts, everybody in turn per prompt. The first token (prefill) is timed
-   apart; a rate is taken over the tokens after it, and a ratio between neighbours in time. With --batch_sizes, groups
-   of so many prompts are decoded side by side (EAGLE-1, table 7), and a rate counts the tokens of all rows. A group
-   runs until its last row ends: rows that end earlier wait, which only drafting pays for. With --prompts_per_row N a
-   group has N times as many prompts: a row of ours takes the next when it has ended, transformers' batches follow one
-   another, and a rate counts all tokens and all time, that of reading prompts too.
-4. The cost of verifying: one pass over 1 to 64 new tokens behind the first prompt, logits of all of them, argmax.
+3. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
+4. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
 
-Quantized peers compute another function than the float one: their speed compares, their tokens need not agree.
+Quantized peers compute another function than the float one: compare their speed, not their tokens.
 Not here: quality, sampling, batches of llama.cpp, GPUs for it.
 """
 
@@ -46,7 +42,7 @@ from files import is_gguf, write_text
 from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES
-from options import DEMO, pick_device
+from options import DEMO, GenerateConfig, pick_device
 from runtime import compiled
 from scripts.bench.llama_cpp import (
     FORMATS,
@@ -73,10 +69,13 @@ from scripts.bench.papers import Setting, method_config, read_tasks
 from session import Session, common_prefix
 from stats import peak_memory_bytes
 
+DRAFTS = ("", *(f":{name}" for name in LOOKUPS))
 PEERS = (
-    "transformers", "transformers:lookup", "transformers:assistant",
-    *(f"llama.cpp:{kind}{how}" for kind in ("file", *FORMATS) for how in ("", *(f":{name}" for name in LOOKUPS))),
-)  # fmt: skip
+    "transformers",
+    "transformers:lookup",
+    "transformers:assistant",
+    *(f"llama.cpp:{kind}{draft}" for kind in ("file", *FORMATS) for draft in DRAFTS),
+)
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
@@ -131,18 +130,11 @@ class PeersConfig:
     json: str = option("", "write the result to this file")
 
     def check(self) -> None:
-        """Raises: ValueError for a value that cannot work, or a peer that is not installed."""
+        """Check the options. Raises: ValueError, also for a peer that is not installed."""
         for peer in self.peer_list:
             if peer not in PEERS:
                 raise ValueError(f"--peers: there is no {peer}; use none, or of {', '.join(PEERS)}")
-            for package in PACKAGES[peer.partition(":")[0]]:
-                try:
-                    __import__(package)
-                except ImportError:
-                    file = "scripts/bench/requirements-peers.txt"
-                    raise ValueError(
-                        f"--peers {peer} needs the package {package}; pip install -r {file}"
-                    ) from None
+            check_packages(peer)
         for quant in self.formats.split(","):
             if quant not in ("none", "int8", "int4"):
                 raise ValueError(f"--formats: there is no {quant}; use none, int8 or int4")
@@ -150,17 +142,18 @@ class PeersConfig:
         for peer in self.peer_list:
             if peer != "transformers" and sizes != [1]:
                 raise ValueError(
-                    f"--batch_sizes: {peer} decodes one prompt at a time; use 1, or leave it out of --peers"
+                    f"--batch_sizes: {peer} decodes one prompt at a time; use 1, "
+                    "or leave it out of --peers"
                 )
-        if any(peer.startswith("llama.cpp:file") for peer in self.peer_list) and not is_gguf(
-            Path(self.checkpoint)
-        ):
+        reads_file = any(peer.startswith("llama.cpp:file") for peer in self.peer_list)
+        if reads_file and not is_gguf(Path(self.checkpoint)):
             raise ValueError(
                 f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none"
             )
         if ("transformers:assistant" in self.peer_list) != bool(self.assistant):
             raise ValueError(
-                "--assistant names the draft model of the peer transformers:assistant; give both or none"
+                "--assistant names the draft model of the peer transformers:assistant; "
+                "give both or none"
             )
         if self.gguf and not Path(self.gguf).is_dir():
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
@@ -169,13 +162,13 @@ class PeersConfig:
 
     @property
     def sizes(self) -> list[int]:
-        """The batch sizes. Raises: ValueError for what is no list of numbers."""
+        """The batch sizes. Raises: ValueError for a text that is no list of numbers."""
         parts = self.batch_sizes.split(",")
-        if not all(part.isdecimal() and int(part) for part in parts) or len(set(parts)) < len(
-            parts
-        ):
+        numbers = all(part.isdecimal() and int(part) for part in parts)
+        if not numbers or len(set(parts)) < len(parts):
             raise ValueError(
-                f"--batch_sizes must be different whole numbers from 1 on, as 1,4; it is {self.batch_sizes!r}"
+                "--batch_sizes must be different whole numbers from 1 on, as 1,4; "
+                f"it is {self.batch_sizes!r}"
             )
         return [int(part) for part in parts]
 
@@ -185,50 +178,66 @@ class PeersConfig:
         return [] if self.peers == "none" else self.peers.split(",")
 
 
+def packages_of(peer: str) -> tuple[str, ...]:
+    """Return the packages that a peer needs."""
+    return PACKAGES[peer.partition(":")[0]]
+
+
+def check_packages(peer: str) -> None:
+    """Check that a peer is installed. Raises: ValueError."""
+    for package in packages_of(peer):
+        try:
+            __import__(package)
+        except ImportError:
+            file = "scripts/bench/requirements-peers.txt"
+            raise ValueError(
+                f"--peers {peer} needs the package {package}; pip install -r {file}"
+            ) from None
+
+
 class Contestant(NamedTuple):
-    """Somebody who continues prompts."""
+    """A runtime with one method."""
 
     run: Callable[[list[list[int]]], Outcome]  # of a group of prompts
     logits: Callable[[list[int]], torch.Tensor]  # of every token of a prompt, [T, V] on the CPU
-    verify: (
-        Callable[[int], Callable[[], None]] | None
-    )  # a pass over so many tokens behind the first prompt
-    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = (
-        lambda ran: []
-    )  # how often each of several ran
+    verify: Callable[[int], Callable[[], None]] | None  # a pass behind the first prompt, by width
+    # how often each of several trees ran
+    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = lambda ran: []
 
 
 class TokenClock:
-    """Notes when tokens reach the host, a few at a time."""
+    """Notes when tokens reach the host; a streamer of transformers' `generate`."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.puts: list[tuple[float, int]] = []  # (time, tokens)
 
     def put(self, value: Any) -> None:
-        """Take in new tokens."""
-        self.puts.append(
-            (time.perf_counter(), value.numel() if isinstance(value, torch.Tensor) else len(value))
-        )
+        """Note new tokens."""
+        now = time.perf_counter()
+        count = value.numel() if isinstance(value, torch.Tensor) else len(value)
+        self.puts.append((now, count))
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
     def outcome(self, rows: list[list[int]], skip: int = 0) -> Outcome:
-        """Times of a run. rows: new tokens; skip: leading calls that brought the prompts."""
+        """Return the times of a run. rows: new tokens; skip: leading calls with the prompts"""
         (first, count), *later = self.puts[skip:]
         tokens = sum(n for _, n in later)
         assert tokens + count == sum(map(len, rows)), (self.puts, rows)
-        last, passes = later[-1][0] if later else first, max(len(later), 1) * len(rows)
+        last = later[-1][0] if later else first
+        passes = max(len(later), 1) * len(rows)
         return Outcome(rows, first - self.began, (last - first) / max(tokens, 1), tokens / passes)
 
 
-# ------------------------------------------------------------------------------------------ contestants
+# -------------------------------------------------------------------------------------- contestants
 
 
 def ours(engine: Engine, prompt: list[int]) -> Contestant:
-    """Our runtime with one of its methods. The pass is the same for all of them; vanilla decoding stands for it."""
-    target, device = engine.target, engine.config.device
+    """Return our runtime with one method. The verifying pass is timed for vanilla decoding only."""
+    target = engine.target
+    device = engine.config.device
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> torch.Tensor:
@@ -268,7 +277,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
 
 
 def in_batches(contestant: Contestant, size: int) -> Contestant:
-    """Who continues any number of prompts, `size` side by side, one batch after the other."""
+    """Return a contestant that takes any number of prompts, in consecutive batches of `size`."""
 
     def run(prompts: list[list[int]]) -> Outcome:
         done = [
@@ -277,26 +286,16 @@ def in_batches(contestant: Contestant, size: int) -> Contestant:
         if len(done) == 1:
             return done[0]
         rows = [row for outcome in done for row in outcome.rows]
+        first_s = sum(o.first_s for o in done)
         seconds = sum(o.first_s + o.step_s * sum(len(row) - 1 for row in o.rows) for o in done)
-        return Outcome(
-            rows,
-            sum(o.first_s for o in done),
-            seconds / sum(map(len, rows)),
-            statistics.mean(o.tau for o in done),
-        )
+        tau = statistics.mean(o.tau for o in done)
+        return Outcome(rows, first_s, seconds / sum(map(len, rows)), tau)
 
     return contestant._replace(run=run)
 
 
-def make_transformers(
-    path: Path, dtype: str, device: str, tokens: int, **options: Any
-) -> Callable[[list[list[int]]], Outcome]:
-    """`generate` of transformers, greedy, with its default cache. options: further ones of `generate`."""
-    return transformers_runner(load_transformers(path, dtype, device), tokens, **options)
-
-
 def load_transformers(path: Path, dtype: str, device: str) -> Any:
-    """The model, which will not stop at an end of sequence."""
+    """Load a model that does not stop at an end of sequence."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device).eval()
@@ -307,17 +306,19 @@ def load_transformers(path: Path, dtype: str, device: str) -> Any:
 def transformers_runner(
     model: Any, tokens: int, **options: Any
 ) -> Callable[[list[list[int]]], Outcome]:
-    """Continue groups of prompts with a loaded model; shorter ones are padded on the left, and the padding masked."""
+    """Return a function that continues groups of prompts, greedily, with the default cache.
+
+    Shorter prompts are padded on the left, and the padding is masked.
+    options: further ones of `generate`
+    """
 
     @torch.inference_mode()
     def run(prompts: list[list[int]]) -> Outcome:
         width = max(map(len, prompts))
-        ids = torch.tensor(
-            [[0] * (width - len(p)) + p for p in prompts], device=model.device
-        )  # [B, T]
-        mask = torch.tensor(
-            [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
-        )
+        padded = [[0] * (width - len(p)) + p for p in prompts]
+        valid = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        ids = torch.tensor(padded, device=model.device)  # [B, T]
+        mask = torch.tensor(valid, device=model.device)  # [B, T]
         clock = TokenClock()
         out = model.generate(
             ids,
@@ -334,16 +335,13 @@ def transformers_runner(
 
 
 def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[int]) -> Contestant:
-    """One way to use `generate`. model: shared by all of them."""
+    """Return one way to use `generate`. model: shared by all of them"""
     options: dict[str, Any] = {}
     if name.endswith(":lookup"):
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     elif name.endswith(":assistant"):
-        options = {
-            "assistant_model": load_transformers(
-                Path(config.assistant), config.dtype, config.device
-            )
-        }
+        assistant = load_transformers(Path(config.assistant), config.dtype, config.device)
+        options = {"assistant_model": assistant}
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> torch.Tensor:
@@ -361,29 +359,31 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
 
         return once
 
-    plain = name == "transformers"
-    return Contestant(
-        transformers_runner(model, config.max_new_tokens, **options),
-        logits,
-        verify if plain else None,
-    )
+    run = transformers_runner(model, config.max_new_tokens, **options)
+    return Contestant(run, logits, verify if name == "transformers" else None)
 
 
 def load_llama_cpp(
     kind: str, config: PeersConfig, folder: Path, prompts: list[list[int]]
 ) -> LlamaCpp:
-    """llama.cpp on the same weights in one of its formats."""
-    whole = Path(config.checkpoint)
-    file = whole if kind == "file" else folder / f"{whole.resolve().name}-{kind}.gguf"
+    """Load llama.cpp on the same weights in one of its formats. Writes: the file, if missing."""
+    checkpoint = Path(config.checkpoint)
+    file = folder / f"{checkpoint.resolve().name}-{kind}.gguf"
+    if kind == "file":
+        file = checkpoint
     if not file.exists():
-        write_gguf(Path(config.checkpoint), file, kind)
+        write_gguf(checkpoint, file, kind)
     context = max(map(len, prompts)) + max(config.max_new_tokens, WIDTHS[-1])
     return LlamaCpp(file, context, torch.get_num_threads(), PREFILL_ROWS)
 
 
 def llama_cpp_peer(peer: LlamaCpp, how: str, tokens: int, prompt: list[int]) -> Contestant:
-    """llama.cpp, plainly (how: "") or with one of its LOOKUPS. Where it drafts, its tokens are checked, untimed."""
-    draft, plain = lookup(LOOKUPS[how]) if how else None, {}
+    """Return llama.cpp, plain (how: "") or with one of its LOOKUPS.
+
+    The tokens of a lookup are checked, untimed.
+    """
+    draft = lookup(LOOKUPS[how]) if how else None
+    plain = {}
 
     def run(prompts: list[list[int]]) -> Outcome:
         (prompt,) = prompts
@@ -408,8 +408,10 @@ def llama_cpp_peer(peer: LlamaCpp, how: str, tokens: int, prompt: list[int]) -> 
 def make_peers(
     config: PeersConfig, prompts: list[list[int]], folder: Path
 ) -> dict[str, Contestant]:
-    """The peers, loaded: the target once for transformers, once per GGUF file."""
-    contestants, model, files = {}, None, {}
+    """Load the peers: the target once for transformers, once per GGUF file."""
+    contestants = {}
+    model = None
+    files = {}
     for name in config.peer_list:
         kind, _, variant = name.partition(":")
         if kind == "transformers":
@@ -422,43 +424,46 @@ def make_peers(
     return contestants
 
 
+def plain_config(config: PeersConfig) -> GenerateConfig:
+    """Return the options of our target without drafts, compilation and quantization."""
+    return replace(method_config("none", Setting("none", 0.0, 1), config), compile=False)
+
+
 def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
-    """Our target in every format."""
-    plain = replace(
-        method_config("none", Setting("none", 0.0, 1), config),
-        compile=False,
-        dtype=base.config.dtype,
-    )
-    return {
-        q: base if q == "none" else load(replace(plain, quant=q)) for q in config.formats.split(",")
-    }
+    """Load our target in every format."""
+    plain = replace(plain_config(config), dtype=base.config.dtype)
+    engines = {}
+    for quant in config.formats.split(","):
+        engines[quant] = base if quant == "none" else load(replace(plain, quant=quant))
+    return engines
 
 
 def make_ours(
     config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int
 ) -> dict[str, Contestant]:
-    """Every method with every format, for a batch size."""
+    """Return every method with every format, for a batch size."""
     torch.compiler.reset()  # else these steps would first try the graphs of another size
     contestants = {}
     for quant, engine in loaded.items():
         for method in config.methods.split(","):
-            chosen = replace(
-                method_config(method, Setting(quant, 0.0, size), config), ignore_eos=True
-            )
-            made = with_config(engine, replace(chosen, dtype=engine.config.dtype))
-            contestants[f"ours {'' if quant == 'none' else quant + ' '}{method}"] = ours(
-                made, prompt
-            )
+            chosen = method_config(method, Setting(quant, 0.0, size), config)
+            chosen = replace(chosen, ignore_eos=True, dtype=engine.config.dtype)
+            name = f"ours {method}" if quant == "none" else f"ours {quant} {method}"
+            contestants[name] = ours(with_config(engine, chosen), prompt)
     return contestants
 
 
-# ------------------------------------------------------------------------------------------ measurement
+# -------------------------------------------------------------------------------------- measurement
 
 
 def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, dict[str, float]]:
-    """Logits against the first contestant's: root mean square and largest difference, share of equal argmax."""
+    """Compare logits with those of the first contestant.
+
+    Returns: root mean square and largest difference, and the share of equal argmax.
+    """
     prompt = prompt[:PREFILL_ROWS]
-    reference, rows = next(iter(contestants.values())).logits(prompt), {}  # [T, V]
+    reference = next(iter(contestants.values())).logits(prompt)  # [T, V]
+    rows = {}
     for name, contestant in contestants.items():
         other = contestant.logits(prompt)
         off = other - reference
@@ -472,7 +477,7 @@ def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, d
 
 
 def groups_of(prompts: list, size: int) -> list[list]:
-    """Groups of `size` prompts. Raises: ValueError where some would be left over."""
+    """Return groups of `size` prompts. Raises: ValueError where some would be left over."""
     if len(prompts) % size:
         rule = f"--batch_sizes, times --prompts_per_row, must divide the {len(prompts)} prompts"
         raise ValueError(f"{rule}; {size} does not: change --limit")
@@ -482,16 +487,23 @@ def groups_of(prompts: list, size: int) -> list[list]:
 def measure_speed(
     contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int
 ) -> dict[str, Any]:
-    """Everybody continues every group of prompts, in turn, after one run to warm up."""
+    """Continue every group of prompts with all contestants in turn, after one run to warm up.
+
+    The first token (prefill) is timed apart: a rate is taken over later tokens, a ratio between
+    neighbours in time. A rate of a batch counts the tokens of all its sequences (EAGLE-1, table 7).
+    A group runs until its last sequence ends. Others wait for it, which only drafting pays for.
+    Groups larger than the batch (--prompts_per_row): ours are admitted as sequences finish,
+    transformers' batches follow one another; a rate counts all tokens and all time, prefill too.
+    """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
     runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
-    bar = tqdm(
-        total=len(contestants) * len(runs), desc=f"speed, groups of {len(groups[0])}", unit="run"
-    )
+    title = f"speed, groups of {len(groups[0])}"
+    bar = tqdm(total=len(contestants) * len(runs), desc=title, unit="run")
     for number, group in enumerate(runs):
         for name, contestant in contestants.items():
             outcome = contestant.run(group)
-            outcomes[name] += [outcome] if number else []
+            if number:
+                outcomes[name].append(outcome)
             bar.update()
     bar.close()
     first = next(iter(outcomes.values()))
@@ -510,16 +522,14 @@ def measure_speed(
 
 
 def measure_widths(contestants: dict[str, Contestant]) -> dict[str, list[Series]]:
-    """Seconds of a pass over each of WIDTHS tokens, everybody in turn."""
+    """Time a pass over each of WIDTHS tokens, all contestants in turn. Returns: seconds."""
     able = {
         name: contestant.verify for name, contestant in contestants.items() if contestant.verify
     }
     rows: dict[str, list[Series]] = {name: [] for name in able}
     for width in WIDTHS:
-        timed = in_turn(
-            {name: _timed(verify(width)) for name, verify in able.items()}, 5, f"{width} tokens"
-        )
-        for name, seconds in timed.items():
+        passes = {name: _timed(verify(width)) for name, verify in able.items()}
+        for name, seconds in in_turn(passes, 5, f"{width} tokens").items():
             rows[name].append(Series.of(seconds))
     return rows
 
@@ -535,34 +545,49 @@ def _timed(run: Callable[[], None]) -> Callable[[], float]:
     return once
 
 
-# ----------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------- report
 
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
-    """The tables, in Markdown."""
+    """Yield the tables, in Markdown."""
     turns = result["config"]["prompts_per_row"] > 1
-    what = "in all, reading prompts included" if turns else "after the first tokens"
-    yield f"\nTokens per second {what}: median (quartiles) over runs; ratios within a round\n"
+    counted = "in all, reading prompts included" if turns else "after the first tokens"
     first = "reading prompts ms" if turns else "first tokens ms"
-    yield f"| B | | tokens/s | ratio | tau | {first} | of ceiling | same tokens | logits rms | equal argmax |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+
+    yield f"\nTokens per second {counted}: median (quartiles) over runs; ratios within a round\n"
+    yield (
+        f"| B | | tokens/s | ratio | tau | {first} | of ceiling | same tokens | logits rms "
+        "| equal argmax |"
+    )
+    yield "|" + "---|" * 10
     rows = [
         (size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()
     ]
     for size, name, row in rows:
         near = result["parity"][name]
-        share = f"{100 * result['pass_bytes'] * row['tokens_per_s'][0] / result['ceiling_bytes_per_s'][0]:.0f} %"
-        yield (
-            f"| {size} | {name} | {Series(*row['tokens_per_s']).text(1, 1)} | {Series(*row['ratio']).text(1, 2)} | "
-            f"{row['tau']:.2f} | {Series(*row['first_s']).text(1e3, 0)} | "
-            f"{share if size == '1' and not turns and name in ('ours none', 'transformers') else ''} | "
-            f"{100 * row['same']:.0f} % | {near['rms']:.4f} | {100 * near['same']:.1f} % |"
-        )
+        share = ""
+        if size == "1" and not turns and name in ("ours none", "transformers"):
+            rate = result["pass_bytes"] * row["tokens_per_s"][0]
+            share = f"{100 * rate / result['ceiling_bytes_per_s'][0]:.0f} %"
+        cells = [
+            size,
+            name,
+            Series(*row["tokens_per_s"]).text(1, 1),
+            Series(*row["ratio"]).text(1, 2),
+            f"{row['tau']:.2f}",
+            Series(*row["first_s"]).text(1e3, 0),
+            share,
+            f"{100 * row['same']:.0f} %",
+            f"{near['rms']:.4f}",
+            f"{100 * near['same']:.1f} %",
+        ]
+        yield f"| {' | '.join(cells)} |"
     for size, name, row in rows:
         ran = [f"{tree['tree']} {tree['cycles']}" for tree in row["trees"]]
         if ran:
             yield f"\nB = {size}, {name}: cycles of each tree: {', '.join(ran)}"
-    yield f"\nThe reference's logits have a root mean square of {result['parity']['scale']['rms']:.2f}."
+    scale = result["parity"]["scale"]["rms"]
+    yield f"\nThe reference's logits have a root mean square of {scale:.2f}."
     if "widths" in result:
         yield "\nMilliseconds of verifying so many tokens, and in brackets over the time of one\n"
         yield f"| tokens | {' | '.join(map(str, WIDTHS))} |"
@@ -574,9 +599,12 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def header_lines(config: PeersConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
-    """What must be known before any number is read."""
+    """Yield the conditions of the measurement."""
     yield ", ".join(f"{key} {value}" for key, value in machine.items())
-    yield f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, T = 0, compiled: {config.compile}"
+    yield (
+        f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, T = 0, "
+        f"compiled: {config.compile}"
+    )
     yield f"B = {config.batch_sizes}, prompts per row {config.prompts_per_row}"
     yield f"methods {config.methods}, peers {config.peers}"
     yield f"tasks {config.tasks}, {config.limit} prompts each, {config.max_new_tokens} tokens"
@@ -592,40 +620,39 @@ def bench(config: PeersConfig) -> None:
     texts = [turns[0] for rows in read_tasks(config).values() for turns in rows]
     for size in config.sizes:  # or an error, before anything is loaded
         groups_of(texts, size * config.prompts_per_row)
-    base = load(replace(method_config("none", Setting("none", 0.0, 1), config), compile=False))
+    base = load(plain_config(config))
     config = replace(config, dtype=base.config.dtype)
     prompts = [encode(base, [text], []) for text in texts]
+    longest = max(map(len, prompts))
     room = base.context - config.max_new_tokens
-    if max(map(len, prompts)) > room:
+    if longest > room:
         raise ValueError(
-            f"a prompt has {max(map(len, prompts))} tokens, the context has room for {room}; raise it"
+            f"a prompt has {longest} tokens, the context has room for {room}; raise it"
         )
-    packages = [
-        p for peer in config.peer_list for p in PACKAGES[peer.partition(":")[0]] if p != "gguf"
-    ]
-    machine, ceiling = environment(config.device, *packages), read_bandwidth(config.device, 5)
+    packages = [p for peer in config.peer_list for p in packages_of(peer) if p != "gguf"]
+    machine = environment(config.device, *packages)
+    ceiling = read_bandwidth(config.device, 5)
     print("\n".join(header_lines(config, machine, ceiling)), flush=True)
-    groups = {size: groups_of(prompts, size * config.prompts_per_row) for size in config.sizes}
+    options = asdict(config)
+    for name in PATHS:
+        options[name] = shown_path(options[name])
+    result = {
+        "config": options,
+        "environment": machine,
+        "ceiling_bytes_per_s": ceiling,
+        "pass_bytes": pass_bytes(base.target, len(prompts[0])),
+        "speed": {},  # by batch size
+    }
     with tempfile.TemporaryDirectory() as temporary:
-        peers, loaded = (
-            make_peers(config, prompts, Path(config.gguf or temporary)),
-            load_formats(config, base),
-        )
-        result = {
-            "config": {
-                name: shown_path(x) if name in PATHS else x for name, x in asdict(config).items()
-            },
-            "environment": machine,
-            "ceiling_bytes_per_s": ceiling,
-            "pass_bytes": pass_bytes(base.target, len(prompts[0])),
-            "speed": {},  # by batch size
-        }
+        peers = make_peers(config, prompts, Path(config.gguf or temporary))
+        loaded = load_formats(config, base)
         for size in config.sizes:
             batched = {name: in_batches(peer, size) for name, peer in peers.items()}
             contestants = make_ours(config, loaded, prompts[0], size) | batched
             if not result["speed"]:
                 result["parity"] = parity(contestants, prompts[0])
-            result["speed"][str(size)] = measure_speed(contestants, groups[size], config.rounds)
+            groups = groups_of(prompts, size * config.prompts_per_row)
+            result["speed"][str(size)] = measure_speed(contestants, groups, config.rounds)
         if config.widths:
             result["widths"] = measure_widths(contestants)
     result["peak_memory_bytes"] = peak_memory_bytes(config.device)
@@ -637,7 +664,7 @@ def bench(config: PeersConfig) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     config = parse(PeersConfig, "peers.py", __doc__)
     with one_line_errors("peers.py"):
         bench(config)

@@ -1,17 +1,18 @@
-"""Show the draft trees of a run as one HTML page: what was drafted, what the target accepted, and why it stopped there.
+"""Show the draft trees of a run as one HTML page: drafted and accepted tokens, cycle by cycle.
 
-    python generate.py --checkpoint checkpoints/demo --prompt "def read_lines(path):" --trace trace.jsonl
+    python generate.py --prompt "def read_lines(path):" --trace trace.jsonl
     python scripts/bench/plot_trace.py trace.jsonl --out trace.html
     python scripts/bench/plot_trace.py trace.jsonl --out tree.svg --cycle 12
 
-How it works:
 1. Every line of the trace is checked: parents before children, an accepted path that is a path.
-2. Lines are grouped by row (prompt and sample); token ids become text where the checkpoint has a tokenizer.
-3. Everything goes into plot_trace.html as JSON, so that the page needs no network and no server. It shows a bar per
-   cycle, the text with the cycle's part marked, and the cycle's tree: arrow keys walk through the cycles.
-4. With `--cycle`, one tree as a picture instead, for pages that run no script: what the target accepted is filled.
+2. Lines are grouped by sequence (prompt and sample). Token ids become text where the checkpoint has
+   a tokenizer.
+3. All data goes into plot_trace.html as JSON, so that the page needs no network and no server. It
+   shows a bar per cycle, the text with the cycle's part marked, and the cycle's tree. Arrow keys
+   walk through the cycles.
+4. `--cycle` draws one tree as a picture, for pages that run no script; accepted nodes are filled.
 
-Not here: times (a trace holds none; see papers.py), and the prompt, of which a trace knows the length only.
+Not here: times (a trace holds none; see papers.py), and the prompt (a trace has its length only).
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ from options import DEMO
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACEHOLDER = "{{data}}"
-BOX, COLUMN, LINE = (
-    110,
-    150,
-    32,
-)  # of a picture: width of a node, from level to level, from leaf to leaf (pixels)
+# of a picture, in pixels
+BOX = 110  # width of a node
+COLUMN = 150  # from level to level
+LINE = 32  # from leaf to leaf
 LISTS = ("draft_tokens", "parents", "depths", "path", "emitted")
 
 
@@ -55,9 +55,9 @@ class PlotConfig:
 
 
 def trace_fault(row: dict) -> str:
-    """What is wrong with a line of a trace; "" when nothing is."""
-    whole = all(isinstance(row.get(name), list) for name in LISTS)
-    if not whole or not all(isinstance(row.get(name), int) for name in ("row", "pos", "root")):
+    """Return the fault of a line of a trace, or ""."""
+    lists = all(isinstance(row.get(name), list) for name in LISTS)
+    if not lists or not all(isinstance(row.get(name), int) for name in ("row", "pos", "root")):
         return "it is no line of generate.py --trace"
     nodes = len(row["draft_tokens"])
     values = row.get("values", [None] * nodes)
@@ -66,17 +66,18 @@ def trace_fault(row: dict) -> str:
     if not all(0 <= parent < node for node, parent in enumerate(row["parents"], 1)):
         return "a node's parent must come before it"
     parents = [0, *row["parents"]]
-    if not all(
-        0 < n <= nodes and parents[n] == before for before, n in zip([0, *row["path"]], row["path"])
-    ):
-        return "path must lead from the root from child to child"
+    before = 0
+    for node in row["path"]:
+        if not 0 < node <= nodes or parents[node] != before:
+            return "path must lead from the root from child to child"
+        before = node
     if len(row["emitted"]) != len(row["path"]) + 1:
         return "emitted must hold the path's tokens and the bonus token"
     return ""
 
 
 def labels(ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:
-    """What a node shows: the token's text, its bytes where it is no whole character, its id where it has no text."""
+    """Return the label of each token: its text, the bytes of a part of a character, or its id."""
     if tokenizer is None:
         return {id: str(id) for id in sorted(ids)}
     return {
@@ -85,8 +86,13 @@ def labels(ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:
     }
 
 
+def token_ids(row: dict) -> set[int]:
+    """Return the tokens of a line of a trace."""
+    return {row["root"], *row["draft_tokens"], *row["emitted"]}
+
+
 def cycle_of(row: dict, decoder: Any) -> dict[str, Any]:
-    """What the page needs of a line. decoder: gives the emitted tokens' text, or None to show ids."""
+    """Return the data of a cycle for the page. decoder: of the emitted tokens; None shows ids"""
     kept = ("pos", "root", "parents", "depths", "path", "emitted")
     cycle = {"tokens": row["draft_tokens"]} | {name: row[name] for name in kept}
     cycle["text"] = [decoder.push([id]) if decoder else f"{id} " for id in row["emitted"]]
@@ -96,75 +102,102 @@ def cycle_of(row: dict, decoder: Any) -> dict[str, Any]:
 
 
 def page(rows: list[dict], title: str, tokenizer: Tokenizer | None) -> str:
-    """The whole page."""
-    ids = {id for row in rows for id in (row["root"], *row["draft_tokens"], *row["emitted"])}
+    """Return the page of all cycles."""
+    ids = {id for row in rows for id in token_ids(row)}
     sequences = []
     for number in sorted({row["row"] for row in rows}):
         decoder = tokenizer.stream(continuation=True) if tokenizer else None
         mine = [row for row in rows if row["row"] == number]
-        start = decoder.push([mine[0]["root"]]) if decoder else f"{mine[0]['root']} "
-        sequences.append(
-            {"row": number, "start": start, "cycles": [cycle_of(row, decoder) for row in mine]}
-        )
-    data = json.dumps(
-        {"title": title, "labels": labels(ids, tokenizer), "rows": sequences}, separators=(",", ":")
-    )
+        root = mine[0]["root"]
+        start = decoder.push([root]) if decoder else f"{root} "
+        cycles = [cycle_of(row, decoder) for row in mine]
+        sequences.append({"row": number, "start": start, "cycles": cycles})
+    document = {"title": title, "labels": labels(ids, tokenizer), "rows": sequences}
+    data = json.dumps(document, separators=(",", ":"))
     # inside a script element only "<" could end or open anything
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"))
 
 
 def picture(row: dict, names: dict[int, str]) -> str:
-    """One cycle's tree as SVG: the root left, a level to the right of the one before, the bonus token behind the path.
+    """Draw one cycle's tree as SVG: the root left, levels to the right, the bonus behind the path.
 
-    row: a line of the trace; names: what tokens show, from `labels`
+    row: a line of the trace; names: labels of tokens, from `labels`
     """
-    last = (row["path"] or [0])[-1]
     tokens = [row["root"], *row["draft_tokens"], row["emitted"][-1]]
-    parents, depths = [-1, *row["parents"], last], [0, *row["depths"], len(row["path"]) + 1]
+    bonus = len(tokens) - 1
+    parents = [-1, *row["parents"], (row["path"] or [0])[-1]]
+    depths = [0, *row["depths"], len(row["path"]) + 1]
     values = [0.0, *row.get("values", [0.0] * len(row["draft_tokens"])), 0.0]
-    kept = [value is not None for value in values]
-    heights, leaves = [0.0] * len(tokens), 0
+    kept = [node for node, value in enumerate(values) if value is not None]
+    heights, leaves = _heights(parents, kept)
+    spots = [(10 + COLUMN * depth, 10 + LINE * height) for depth, height in zip(depths, heights)]
+    path = {0, *row["path"], bonus}
+    lines = []
+    boxes = []
+    for node in kept:
+        accepted = node in path
+        if node:
+            lines.append(_edge(spots[parents[node]], spots[node], accepted))
+        style = 'fill="#f4f4f4" stroke="#bbb"'
+        if node == bonus:
+            style = 'fill="#fff" stroke="#2a7" stroke-dasharray="4 2"'
+        elif accepted:
+            style = 'fill="#cfe9d8" stroke="#2a7"'
+        boxes.append(_node(spots[node], style, names[tokens[node]]))
+    width = 20 + BOX + COLUMN * max(depths)
+    height = 14 + LINE * leaves
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="monospace" font-size="12">'
+    )
+    return f"{head}{''.join(lines + boxes)}</svg>\n"
 
-    def place(
-        node: int,
-    ) -> float:  # a leaf takes the next line, a parent the middle of its children
+
+def _heights(parents: list[int], kept: list[int]) -> tuple[list[float], int]:
+    """Place a leaf on the next line, a parent in the middle of its children.
+
+    Returns: the height of each node, in lines; the number of leaves.
+    """
+    heights = [0.0] * len(parents)
+    leaves = 0
+
+    def place(node: int) -> float:
         nonlocal leaves
-        children = [
-            place(child) for child, parent in enumerate(parents) if parent == node and kept[child]
-        ]
-        leaves += not children
-        heights[node] = (children[0] + children[-1]) / 2 if children else float(leaves - 1)
+        children = [place(child) for child in kept if parents[child] == node]
+        if children:
+            heights[node] = (children[0] + children[-1]) / 2
+        else:
+            heights[node] = float(leaves)
+            leaves += 1
         return heights[node]
 
     place(0)
-    spots = [(10 + COLUMN * depth, 10 + LINE * height) for depth, height in zip(depths, heights)]
-    path, lines, boxes = {0, *row["path"], len(tokens) - 1}, [], []
-    for node in (node for node in range(len(tokens)) if kept[node]):
-        (x, y), on, (u, v) = spots[node], node in path, spots[parents[node]] if node else spots[0]
-        if node:
-            lines.append(
-                f'<path d="M{u + BOX} {v + 12}C{u + BOX + 20} {v + 12} {x - 20} {y + 12} {x} {y + 12}" fill="none" '
-                f'stroke="{"#2a7" if on else "#bbb"}" stroke-width="{2 if on else 1}"/>'
-            )
-        style = (
-            'fill="#fff" stroke="#2a7" stroke-dasharray="4 2"' if node == len(tokens) - 1 else ""
-        )
-        style = style or ('fill="#cfe9d8" stroke="#2a7"' if on else 'fill="#f4f4f4" stroke="#bbb"')
-        text = names[tokens[node]].replace("\n", "⏎").replace(" ", "␣")[:14]
-        text = html.escape(
-            "".join(c if c.isprintable() else "�" for c in text)
-        )  # XML takes no control characters
-        boxes.append(f'<rect x="{x}" y="{y}" width="{BOX}" height="24" rx="5" {style}/>')
-        boxes.append(
-            f'<text x="{x + BOX / 2}" y="{y + 16}" text-anchor="middle" fill="#222">{text}</text>'
-        )
-    width, height = 20 + BOX + COLUMN * max(depths), 14 + LINE * leaves
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'{head} font-family="monospace" font-size="12">{"".join(lines + boxes)}</svg>\n'
+    return heights, leaves
+
+
+def _edge(start: tuple[float, float], end: tuple[float, float], accepted: bool) -> str:
+    x0 = start[0] + BOX
+    y0 = start[1] + 12
+    x1 = end[0]
+    y1 = end[1] + 12
+    style = 'stroke="#2a7" stroke-width="2"' if accepted else 'stroke="#bbb" stroke-width="1"'
+    curve = f"M{x0} {y0}C{x0 + 20} {y0} {x1 - 20} {y1} {x1} {y1}"
+    return f'<path d="{curve}" fill="none" {style}/>'
+
+
+def _node(spot: tuple[float, float], style: str, text: str) -> str:
+    x, y = spot
+    text = text.replace("\n", "⏎").replace(" ", "␣")[:14]
+    # XML takes no control characters
+    text = html.escape("".join(c if c.isprintable() else "�" for c in text))
+    return (
+        f'<rect x="{x}" y="{y}" width="{BOX}" height="24" rx="5" {style}/>'
+        f'<text x="{x + BOX / 2}" y="{y + 16}" text-anchor="middle" fill="#222">{text}</text>'
+    )
 
 
 def plot(config: PlotConfig) -> None:
-    """Read, check, write."""
+    """Read and check the trace, and write the page or the picture."""
     if not config.trace:
         raise ValueError("name the trace: plot_trace.py trace.jsonl")
     rows = read_jsonl(Path(config.trace), "trace", trace_fault)
@@ -176,18 +209,15 @@ def plot(config: PlotConfig) -> None:
         )
     if config.cycle:
         row = rows[config.cycle - 1]
-        write_text(
-            out,
-            picture(row, labels({row["root"], *row["draft_tokens"], *row["emitted"]}, tokenizer)),
-        )
+        write_text(out, picture(row, labels(token_ids(row), tokenizer)))
         print(f"{out}: cycle {config.cycle} of {len(rows)}")
-        return
-    write_text(out, page(rows, Path(config.trace).name, tokenizer))
-    print(f"{out}: {len(rows)} cycles")
+    else:
+        write_text(out, page(rows, Path(config.trace).name, tokenizer))
+        print(f"{out}: {len(rows)} cycles")
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     config = parse(PlotConfig, "plot_trace.py", __doc__)
     with one_line_errors("plot_trace.py"):
         plot(config)

@@ -1,16 +1,17 @@
-"""What rounding the weights costs: held-out perplexity and KL divergence for every format, as it runs on each device.
+"""Measure the loss of rounding the weights: perplexity and KL divergence for every format.
 
-    python scripts/bench/quant_quality.py --json quality.json                       # the demo, on its held-out text
+    python scripts/bench/quant_quality.py --json quality.json         # the demo, its held-out text
     python scripts/bench/quant_quality.py --checkpoint DIR --text some.txt
-    python scripts/bench/quant_quality.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8     # quantized by others
+    python scripts/bench/quant_quality.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8
 
-How it works:
-1. The text is cut into sequences that the model reads whole. The reference is the checkpoint's own dtype.
-2. Each format is loaded as generate.py loads it. "int8 activations" is what a CPU runs (ops/quantized.py); "16-bit
-   activations" is what CUDA computes, here with the dequantized weights in the model's dtype.
+1. The text is cut into sequences; each is one pass. The reference is the checkpoint's own dtype.
+2. Each format is loaded as generate.py loads it. "int8 activations" is the computation of a CPU
+   (ops/quantized.py); "16-bit activations" is that of CUDA, here with the dequantized weights in
+   the model's dtype. `--also` adds directories that others quantized.
 3. "plain" rounds int4 by the largest magnitude of a group, without the search of quantize.py.
 
-KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the same best token.
+KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the
+same best token.
 Not here: the change of tau (papers.py, as `--methods eagle:dynamic:quant_draft=int4`).
 """
 
@@ -67,31 +68,27 @@ class Row(NamedTuple):
 
 
 def rows(also: list[str]) -> Iterator[Row]:
-    """Every format in every way that it runs, and quantized directories."""
+    """Yield every format with every product that runs it, and quantized directories."""
+    products = ("int8 activations", "16-bit activations")
     yield Row("", 0, "reference")
     for format in FORMATS:
-        for group in GROUP_SIZES if format == "int4" else (0,):
-            kinds = (
-                "int8 activations",
-                "16-bit activations",
-                *(["plain"] if format == "int4" else []),
-            )
-            yield from (Row(format, group, runs) for runs in kinds)
+        groups = GROUP_SIZES if format == "int4" else (0,)
+        kinds = (*products, "plain") if format == "int4" else products
+        yield from (Row(format, group, runs) for group in groups for runs in kinds)
     for path in also:
         name = Path(path).resolve().name
-        yield from (Row(name, 0, runs, path) for runs in ("int8 activations", "16-bit activations"))
+        yield from (Row(name, 0, runs, path) for runs in products)
 
 
-# ------------------------------------------------------------------------------------------------- texts
+# -------------------------------------------------------------------------------------------- texts
 
 
 def read_texts(config: QualityConfig) -> dict[str, list[str]]:
-    """Documents by name. Raises: ValueError for a file that cannot be read."""
+    """Read documents by name. Raises: ValueError for a file that cannot be read."""
     if config.text:
+        names = config.text.split(",")
         try:
-            return {
-                name: [Path(name).read_text(encoding="utf-8")] for name in config.text.split(",")
-            }
+            return {name: [Path(name).read_text(encoding="utf-8")] for name in names}
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"--text: cannot read {config.text} ({type(error).__name__})"
@@ -107,27 +104,32 @@ def read_texts(config: QualityConfig) -> dict[str, list[str]]:
 
 
 def batches(documents: list[str], tokenizer: Tokenizer, config: QualityConfig) -> list[Tensor]:
-    """The documents one after the other, [<= BATCH, seq_len] int64 each. Raises: ValueError for too little text."""
+    """Return the documents one after the other, [<= BATCH, seq_len] int64 each.
+
+    Raises: ValueError for too little text.
+    """
     ids = [i for document in documents for i in tokenizer.encode(document, bos=True)]
     count = min(config.sequences, len(ids) // config.seq_len)
     if not count:
         raise ValueError(
             f"the text has {len(ids)} tokens, fewer than one sequence of --seq_len {config.seq_len}"
         )
-    whole = torch.tensor(ids[: count * config.seq_len]).view(count, config.seq_len)
-    return list(whole.split(BATCH))
+    sequences = torch.tensor(ids[: count * config.seq_len]).view(count, config.seq_len)
+    return list(sequences.split(BATCH))
 
 
-# ------------------------------------------------------------------------------------------------ models
+# ------------------------------------------------------------------------------------------- models
 
 
 def plain_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Symmetric rounding by the largest magnitude of the group."""
+    """Round symmetrically by the largest magnitude of the group.
+
+    weight: [N, K]. Returns: codes, [N, K] int8; scales, [N, K/G] bf16.
+    """
     groups = weight.float().unflatten(1, (-1, group_size))
     scale = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7).bfloat16()
-    return (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).flatten(1), scale.squeeze(
-        -1
-    )
+    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int8)
+    return codes.flatten(1), scale.squeeze(-1)
 
 
 def round_plainly(layer: QuantLinear | QuantExperts, weight: Tensor, group_size: int) -> None:
@@ -140,20 +142,19 @@ def round_plainly(layer: QuantLinear | QuantExperts, weight: Tensor, group_size:
 
 
 def as_float(layer: QuantLinear | QuantExperts, dtype: torch.dtype) -> nn.Module:
-    """The layer as a float one with the same weights: what a kernel with 16-bit activations computes."""
+    """Return the layer as a float one with the same weights, as under 16-bit activations."""
     if isinstance(layer, QuantExperts):
-        experts = ExpertLinear(len(layer.packed), layer.in_features, layer.out_features)
-        experts.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
-        return experts
-    kind = LMHead if layer.fp32_out else Linear
-    linear = kind(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
+        linear = ExpertLinear(len(layer.packed), layer.in_features, layer.out_features)
+    else:
+        kind = LMHead if layer.fp32_out else Linear
+        linear = kind(layer.in_features, layer.out_features, layer.bias is not None, dtype=dtype)
+        linear.bias = layer.bias
     linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
-    linear.bias = layer.bias
     return linear
 
 
 def build(path: Path, row: Row) -> tuple[Transformer, float]:
-    """The model of a row, and its bits per weight of linear layers."""
+    """Load the model of a row. Returns: the model; its bits per weight of linear layers."""
     if not row.format:
         model = load_model(path)
         return model, 8.0 * model.embedding.weight.itemsize
@@ -162,35 +163,38 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
     layers = {
         name: m for name, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))
     }
-    sizes = [(layer.in_features * layer.out_features, layer) for layer in layers.values()]
-    weights = sum(
-        size * (len(layer.packed) if isinstance(layer, QuantExperts) else 1)
-        for size, layer in sizes
-    )
-    bits = 8 * sum(layer.packed.nbytes + layer.scale.nbytes for layer in layers.values()) / weights
+    weights = 0
+    size = 0  # bytes
+    for layer in layers.values():
+        matrices = len(layer.packed) if isinstance(layer, QuantExperts) else 1
+        weights += layer.in_features * layer.out_features * matrices
+        size += layer.packed.nbytes + layer.scale.nbytes
     original = load_model(path) if row.runs == "plain" else None
     for name, layer in layers.items():
         if original is not None:
             round_plainly(layer, original.get_submodule(name).weight, row.group_size)
         if row.runs != "int8 activations":
             parent, _, child = name.rpartition(".")
-            setattr(
-                model.get_submodule(parent), child, as_float(layer, model.embedding.weight.dtype)
-            )
-    return model, bits
+            layer = as_float(layer, model.embedding.weight.dtype)
+            setattr(model.get_submodule(parent), child, layer)
+    return model, 8 * size / weights
 
 
 @torch.inference_mode()
 def compare(
     reference: Transformer, model: Transformer, texts: list[Tensor]
 ) -> tuple[float, float, float]:
-    """Returns: perplexity of `model`, mean KL from `reference` (nats), share of equal best tokens."""
-    loss = divergence = agreement = 0.0
+    """Compare a model with the reference.
+
+    Returns: perplexity of `model`, mean KL from `reference` (nats), share of equal best tokens.
+    """
+    loss = 0.0
+    divergence = 0.0
+    agreement = 0.0
     for ids in texts:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
-        p, q = (
-            m.logits(m(ids, positions)).log_softmax(-1) for m in (reference, model)
-        )  # [B, T, V]
+        p = reference.logits(reference(ids, positions)).log_softmax(-1)  # [B, T, V]
+        q = model.logits(model(ids, positions)).log_softmax(-1)  # [B, T, V]
         loss -= q[:, :-1].gather(2, ids[:, 1:, None]).sum().item()
         divergence += (p.exp() * (p - q)).sum().item()
         agreement += (p.argmax(-1) == q.argmax(-1)).sum().item()
@@ -200,7 +204,7 @@ def compare(
 
 
 def check_models(path: Path, also: list[str]) -> None:
-    """Raises: ValueError for models that cannot be compared here."""
+    """Check that the models can be compared. Raises: ValueError."""
     rule = "--checkpoint takes a model in 16 bits, --also quantized ones"
     size = read_config(path).vocab_size
     if saved_quantization(read_raw(path)) is not None:
@@ -215,11 +219,32 @@ def check_models(path: Path, also: list[str]) -> None:
             raise ValueError(f"{rule}; {each} is not quantized")
 
 
+def table(records: list[dict], texts: list[str]) -> Iterator[str]:
+    """Yield the lines of a Markdown table: a row per format, three columns per text."""
+    columns = " | ".join(f"{name}: ppl | KL | agree" for name in texts)
+    yield f"| format | runs as | bits | {columns} |"
+    yield "|---" * (3 + 3 * len(texts)) + "|"
+    for record in records:
+        named = record["format"] or "reference"
+        if record["group_size"]:
+            named += f" g{record['group_size']}"
+        cells = [named, record["runs"], f"{record['bits_per_weight']:.2f}"]
+        for name in texts:
+            found = record[name]
+            cells += [
+                f"{found['perplexity']:.3f}",
+                f"{found['kl']:.4f}",
+                f"{found['agreement']:.3f}",
+            ]
+        yield f"| {' | '.join(cells)} |"
+
+
 def run(config: QualityConfig) -> None:
     """Measure and print everything."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    path, also = Path(config.checkpoint), [name for name in config.also.split(",") if name]
+    path = Path(config.checkpoint)
+    also = [name for name in config.also.split(",") if name]
     check_models(path, also)
     tokenizer = Tokenizer.load(path)
     texts = {
@@ -236,30 +261,18 @@ def run(config: QualityConfig) -> None:
             record[name] = {"perplexity": perplexity, "kl": divergence, "agreement": agreement}
         records.append(record)
     sizes = {name: sum(ids.numel() for ids in text) for name, text in texts.items()}
-    print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
-    print(
-        f"{shown_path(config.checkpoint)}, {str(reference.embedding.weight.dtype)}, tokens: {sizes}\n"
-    )
-    print(
-        "| format | runs as | bits | "
-        + " | ".join(f"{name}: ppl | KL | agree" for name in texts)
-        + " |"
-    )
-    print("|---" * (3 + 3 * len(texts)) + "|")
-    for r in records:
-        named = r["format"] + (f" g{r['group_size']}" if r["group_size"] else "") or "reference"
-        cells = [
-            f"{r[t]['perplexity']:.3f} | {r[t]['kl']:.4f} | {r[t]['agreement']:.3f}" for t in texts
-        ]
-        print(f"| {named} | {r['runs']} | {r['bits_per_weight']:.2f} | " + " | ".join(cells) + " |")
+    machine = environment("cpu")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    dtype = reference.embedding.weight.dtype
+    print(f"{shown_path(config.checkpoint)}, {dtype}, tokens: {sizes}\n")
+    print("\n".join(table(records, list(texts))))
     if config.json:
-        write_text(
-            config.json,
-            json.dumps({"environment": environment("cpu"), "tokens": sizes, "rows": records}),
-        )
+        document = {"environment": machine, "tokens": sizes, "rows": records}
+        write_text(config.json, json.dumps(document))
 
 
 def main() -> None:
+    """Run the command line."""
     config = parse(QualityConfig, "quant_quality.py", __doc__)
     with one_line_errors("quant_quality.py"):
         run(config)

@@ -1,10 +1,11 @@
-"""Tables and plots of a benchmark, made from its log alone (the JSON lines of papers.py).
+"""Tables and plots of a benchmark, from its log alone (the JSON lines of papers.py).
 
-1. `tables`: Markdown; a table per temperature, batch size and quantization; a row per task and method, and the mean
-   over tasks as in the papers. Spreads are quartiles over prompts, errors of tau standard errors over prompts.
-2. `plots`: speedup by task; accepted lengths; acceptance by depth; calibration of the draft's confidence (EAGLE-2
-   Figure 6); where a cycle's time goes. Panels are temperatures, batch sizes and quantizations; all but the first
-   plot add up tasks.
+1. `tables`: Markdown; a table per temperature, batch size and quantization; a row per task and
+   method, and the mean over tasks as in the papers. Spreads are quartiles over prompts, errors of
+   tau standard errors over prompts.
+2. `plots`: speedup by task; accepted lengths; acceptance by depth; calibration of the draft's
+   confidence (EAGLE-2 Figure 6); times of a cycle. Panels are temperatures, batch sizes and
+   quantizations. All but the first plot add up tasks.
 
 Not here: measuring.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,42 +23,28 @@ from files import replace_file, write_text
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (
-    "task", "method", "speedup", "tau", "0..4-alpha", "tokens/s", "ms draft", "verify", "rest", "of ceiling",
-    "identical", "repeated 8-grams", "prompts",
+    "task", "method", "speedup", "tau", "0..4-alpha", "tokens/s", "ms draft", "verify", "rest",
+    "of ceiling", "identical", "repeated 8-grams", "prompts",
 )  # fmt: skip
-COLORS = (
-    "#4d4d4d",
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#f0e442",
-)  # Okabe and Ito
-PARTS = {"draft": "#88ccee", "verify": "#332288", "rest": "#dddddd"}  # others than the methods have
-BRIEF = (
-    "task",
-    "method",
-    "quant",
-    "temperature",
-    "batch_size",
-    "tau",
-    "tau_error",
-    "tokens_per_s",
+COLORS = (  # of methods; Okabe and Ito
+    "#4d4d4d", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442",
+)  # fmt: skip
+PARTS = {"draft": "#88ccee", "verify": "#332288", "rest": "#dddddd"}  # no colors of methods
+BRIEF = (  # columns of the final JSON
+    "task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s",
     "speedup",
-)
+)  # fmt: skip
 
 
 class Panel(NamedTuple):
-    """What was measured under one setting."""
+    """The rows of one setting."""
 
     title: str
     rows: list[dict[str, Any]]
 
     @property
     def tasks(self) -> list[str]:
-        """In the order of the log."""
+        """The tasks in the order of the log."""
         return list(dict.fromkeys(row["task"] for row in self.rows))
 
     @property
@@ -67,33 +55,26 @@ class Panel(NamedTuple):
 
 
 def panels(rows: list[dict]) -> list[Panel]:
-    """Rows by quantization, temperature and batch size."""
-    keys = dict.fromkeys((row["quant"], row["temperature"], row["batch_size"]) for row in rows)
+    """Group rows by quantization, temperature and batch size."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        setting = (row["quant"], row["temperature"], row["batch_size"])
+        groups.setdefault(setting, []).append(row)
     return [
-        Panel(
-            f"T = {t:g}, B = {b}, quantization {q}",
-            [
-                row
-                for row in rows
-                if (row["quant"], row["temperature"], row["batch_size"]) == (q, t, b)
-            ],
-        )
-        for q, t, b in keys
+        Panel(f"T = {t:g}, B = {b}, quantization {q}", mine) for (q, t, b), mine in groups.items()
     ]
 
 
-# ----------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 def tables(rows: list[dict]) -> Iterator[str]:
-    """Markdown, line by line."""
+    """Yield Markdown, line by line."""
     for machine in {json.dumps(row["environment"] | row["config"]): row for row in rows}.values():
-        ceiling = machine["ceiling_bytes_per_s"][0] / 1e9
-        facts = (
-            machine["environment"] | {"read bandwidth": f"{ceiling:.1f} GB/s"} | machine["config"]
-        )
+        ceiling = {"read bandwidth": f"{machine['ceiling_bytes_per_s'][0] / 1e9:.1f} GB/s"}
+        values = machine["environment"] | ceiling | machine["config"]
         yield ", ".join(
-            f"{name} {value}" for name, value in facts.items() if value not in ("", None, False)
+            f"{name} {value}" for name, value in values.items() if value not in ("", None, False)
         )
     for panel in panels(rows):
         yield f"\n### {panel.title}\n"
@@ -103,12 +84,8 @@ def tables(rows: list[dict]) -> Iterator[str]:
             yield from (
                 f"| {' | '.join(cells(row))} |" for row in panel.rows if row["task"] == task
             )
-        for method, mine in panel.methods.items() if len(panel.tasks) > 1 else ():
-            speedups = [row["speedup"] for row in mine if row["speedup"]]
-            tau = mean([row["tau"] for row in mine])
-            faster = f"{mean(speedups):.2f}" if speedups else ""
-            empty = " | ".join([""] * (len(COLUMNS) - 4))
-            yield f"| **mean** | {method} | {faster} | {tau:.2f} | {empty} |"
+        if len(panel.tasks) > 1:
+            yield from (mean_row(method, mine) for method, mine in panel.methods.items())
         peak = max(row["peak_memory_bytes"] for row in panel.rows) / 1e9
         compiling = ", ".join(
             f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items()
@@ -118,73 +95,78 @@ def tables(rows: list[dict]) -> Iterator[str]:
         yield f"\n{how}; peak memory of the process {peak:.2f} GB."
 
 
+def mean_row(method: str, rows: list[dict]) -> str:
+    """Return the row of a method's means over tasks."""
+    speedups = [row["speedup"] for row in rows if row["speedup"]]
+    tau = sum(row["tau"] for row in rows) / len(rows)
+    faster = f"{sum(speedups) / len(speedups):.2f}" if speedups else ""
+    empty = " | ".join([""] * (len(COLUMNS) - 4))
+    return f"| **mean** | {method} | {faster} | {tau:.2f} | {empty} |"
+
+
 def cells(row: dict) -> list[str]:
-    """One row of a table."""
+    """Return one row of a table."""
     alphas = " ".join(f"{a:.2f}".lstrip("0") for a in (row["n_alpha"] or [])[:ALPHAS])
     share = row["verify_of_ceiling"]
+    identical = row["identical"]
+    left_out = f" ({row['left_out']} left out)" if row["left_out"] else ""
     return [
-        row["task"], row["method"], spread(row, "speedup", 2), f"{row['tau']:.2f} ± {row['tau_error']:.2f}", alphas,
-        spread(row, "tokens_per_s", 1), *(f"{row[f'{part}_ms']:.2f}" for part in PARTS),
+        row["task"],
+        row["method"],
+        spread(row, "speedup", 2),
+        f"{row['tau']:.2f} ± {row['tau_error']:.2f}",
+        alphas,
+        spread(row, "tokens_per_s", 1),
+        *(f"{row[f'{part}_ms']:.2f}" for part in PARTS),
         f"{100 * share:.0f} %" if share else "",
-        "" if row["identical"] is None else f"{100 * row['identical']:.0f} %", f"{row['repeated']:.2f}",
-        f"{row['prompts']}" + (f" ({row['left_out']} left out)" if row["left_out"] else ""),
-    ]  # fmt: skip
+        "" if identical is None else f"{100 * identical:.0f} %",
+        f"{row['repeated']:.2f}",
+        f"{row['prompts']}{left_out}",
+    ]
 
 
 def spread(row: dict, name: str, digits: int) -> str:
-    """`median (quartile-quartile)`, or nothing where it was not measured."""
+    """Format `median (quartile-quartile)`, or nothing where it was not measured."""
     if row[name] is None:
         return ""
     median, low, high = (f"{x:.{digits}f}" for x in (row[name], *row[f"{name}_quartiles"]))
     return f"{median} ({low}-{high})"
 
 
-def mean(values: list[float]) -> float:
-    """Plain mean."""
-    return sum(values) / len(values)
-
-
-# ------------------------------------------------------------------------------------------------ plots
+# -------------------------------------------------------------------------------------------- plots
 
 
 def draw_speedup(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """Speedup by task, with quartiles."""
+    """Draw the speedup by task, with quartiles."""
     methods = {name: mine for name, mine in panel.methods.items() if name != "none"}
     width = 0.8 / max(len(methods), 1)
     for i, (name, mine) in enumerate(methods.items()):
         rows = [row for row in mine if row["speedup"]]
-        x = [panel.tasks.index(row["task"]) + (i - (len(methods) - 1) / 2) * width for row in rows]
+        shift = (i - (len(methods) - 1) / 2) * width
+        x = [panel.tasks.index(row["task"]) + shift for row in rows]
         y = [row["speedup"] for row in rows]
         off = [
             [abs(row["speedup"] - row["speedup_quartiles"][side]) for row in rows]
             for side in (0, 1)
         ]
-        axis.bar(
-            x,
-            y,
-            width * 0.92,
-            yerr=off,
-            color=colors[name],
-            label=name,
-            ecolor="#333333",
-            capsize=2,
-        )
+        bars = {"yerr": off, "ecolor": "#333333", "capsize": 2}
+        axis.bar(x, y, width * 0.92, color=colors[name], label=name, **bars)
     axis.axhline(1, color="#333333", lw=1, ls="--")
     axis.set_xticks(range(len(panel.tasks)), panel.tasks)
     axis.set(ylabel="speedup over vanilla decoding")
 
 
 def total_histogram(rows: list[dict]) -> list[int]:
-    """Verifications by accepted length, over tasks."""
-    longest = max(len(row["histogram"]) for row in rows)
-    return [
-        sum(row["histogram"][n] for row in rows if n < len(row["histogram"]))
-        for n in range(longest)
-    ]
+    """Count verifications by accepted length, over tasks."""
+    totals = [0] * max(len(row["histogram"]) for row in rows)
+    for row in rows:
+        for n, count in enumerate(row["histogram"]):
+            totals[n] += count
+    return totals
 
 
 def draw_lengths(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """How often how much was accepted."""
+    """Draw the distribution of accepted lengths."""
     for name, mine in panel.methods.items():
         counts = total_histogram(mine)
         share = [c / max(sum(counts), 1) for c in counts]
@@ -197,7 +179,7 @@ def draw_lengths(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
 
 
 def draw_depth(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """How likely the next level is accepted once one was."""
+    """Draw the acceptance rate of each level below an accepted one."""
     for name, mine in panel.methods.items():
         counts = total_histogram(mine)
         reached = [sum(counts[n:]) for n in range(len(counts))]
@@ -208,41 +190,45 @@ def draw_depth(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
+def total_calibration(rows: list[dict]) -> list[list[float]]:
+    """Add up bins of confidence over tasks. Returns: nodes, accepted ones, sum of confidence."""
+    totals = [[0, 0, 0.0] for _ in rows[0]["calibration"]]
+    for row in rows:
+        for total, one in zip(totals, row["calibration"]):
+            for i, value in enumerate(one):
+                total[i] += value
+    return totals
+
+
 def draw_calibration(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """Confidence against acceptance; areas show how many nodes a point stands for."""
+    """Draw acceptance against confidence. The area of a point shows its number of nodes."""
     axis.plot((0, 1), (0, 1), color="#333333", lw=1, ls="--")
     for name, mine in panel.methods.items():
-        bins = [
-            [sum(column) for column in zip(*same)]
-            for same in zip(*(row["calibration"] for row in mine))
-        ]
-        bins = [(n, hits, confidence) for n, hits, confidence in bins if n]
+        bins = [one for one in total_calibration(mine) if one[0]]
         if bins:
-            x, y = [c / n for n, _, c in bins], [hits / n for n, hits, _ in bins]
+            x = [confidence / n for n, _, confidence in bins]
+            y = [accepted / n for n, accepted, _ in bins]
             most = max(n for n, _, _ in bins)
+            areas = [12 + 120 * n / most for n, _, _ in bins]
             axis.plot(x, y, color=colors[name], lw=1, label=name)
-            axis.scatter(
-                x, y, [12 + 120 * n / most for n, _, _ in bins], color=colors[name], alpha=0.6, lw=0
-            )
+            axis.scatter(x, y, areas, color=colors[name], alpha=0.6, lw=0)
     axis.set(xlabel="confidence of the draft", ylabel="acceptance rate", xlim=(0, 1), ylim=(0, 1))
 
 
 def draw_times(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """Milliseconds of a cycle, over tasks."""
-    names = list(panel.methods)
-    cycles = [sum(row["cycles"] for row in panel.methods[name]) for name in names]
+    """Draw the milliseconds of a cycle, over tasks."""
+    methods = panel.methods
+    names = list(methods)
+    cycles = [sum(row["cycles"] for row in rows) for rows in methods.values()]
     left = [0.0] * len(names)
     for part, color in PARTS.items():
-        total = [
-            sum(row[f"{part}_ms"] * row["cycles"] for row in panel.methods[name]) for name in names
-        ]
+        total = [sum(row[f"{part}_ms"] * row["cycles"] for row in x) for x in methods.values()]
         ms = [t / max(c, 1) for t, c in zip(total, cycles)]
         axis.barh(names, ms, left=left, color=color, label=part, height=0.6)
         left = [a + b for a, b in zip(left, ms)]
     for i, total in enumerate(left):
-        axis.annotate(
-            f"{total:.1f}", (total, i), xytext=(4, 0), textcoords="offset points", va="center"
-        )
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate(f"{total:.1f}", (total, i), **place)
     axis.set(xlabel="ms per cycle", xlim=(0, 1.12 * max(left, default=1) or 1))
     axis.invert_yaxis()
 
@@ -265,20 +251,19 @@ def plots(rows: list[dict], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     methods = dict.fromkeys(row["method"] for row in rows if row["method"] != "none")
-    colors = {"none": COLORS[0]} | {
-        m: COLORS[1 + i % (len(COLORS) - 1)] for i, m in enumerate(methods)
-    }
+    colors = {"none": COLORS[0]}
+    for i, method in enumerate(methods):
+        colors[method] = COLORS[1 + i % (len(COLORS) - 1)]
     every = panels(rows)
+    columns = min(len(every), 2)
+    lines = -(-len(every) // columns)
     for name, draw in DRAWINGS.items():
-        size = (max(6.5, 1.3 * len(every[0].tasks) + 2) if name == "speedup" else 6.5, 4.2)
-        columns = min(len(every), 2)
-        lines = -(-len(every) // columns)
+        width = 6.5  # inches
+        if name == "speedup":
+            width = max(6.5, 1.3 * len(every[0].tasks) + 2)
+        size = (width * columns, 4.2 * lines)
         figure, axes = plt.subplots(
-            lines,
-            columns,
-            figsize=(size[0] * columns, size[1] * lines),
-            squeeze=False,
-            layout="constrained",
+            lines, columns, figsize=size, squeeze=False, layout="constrained"
         )
         for axis, panel in zip(axes.flat, every):
             draw(axis, panel, colors)
@@ -290,18 +275,16 @@ def plots(rows: list[dict], folder: Path) -> None:
         handles, labels = axes.flat[0].get_legend_handles_labels()
         labels = [re.sub(r"=[^:]*/", "=", label) for label in labels]  # names without their folders
         longest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches
-        fit = max(1, min(3, int(size[0] * columns / longest)))
+        fit = max(1, min(3, int(width * columns / longest)))
         figure.legend(handles, labels, loc="outside lower center", ncols=fit, frameon=False)
-        replace_file(
-            folder / f"{name}.png", lambda path: figure.savefig(path, dpi=110, format="png")
-        )  # noqa: B023
+        replace_file(folder / f"{name}.png", partial(figure.savefig, dpi=110, format="png"))
         plt.close(figure)
 
 
 def write_report(rows: list[dict], table: str, folder: str) -> None:
-    """Print the tables and, last, one JSON object. Writes: the tables to `table`, plots to `folder`, where named.
+    """Print the tables and, last, one JSON object. Raises: ValueError when nothing was measured.
 
-    Raises: ValueError when nothing was measured.
+    Writes: the tables to `table`, plots to `folder`, where named.
     """
     if not rows:
         raise ValueError("the log holds no measurement; run papers.py with --json first")

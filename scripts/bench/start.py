@@ -1,17 +1,18 @@
-"""From the command to the first text and to the end, for a short and a long answer, beside llama.cpp on the same file.
+"""Time a start: from the command to the first text and to the end, beside llama.cpp.
 
     python scripts/bench/start.py --llama_python .venv-llama/bin/python
 
-How it works:
-1. Every start is a process of its own, with its standard output in a pipe. The first byte there is the first text.
-2. Rounds run the contestants in turn. generate.py's caches are filled by a first start; `--cold` empties them before
-   that one and prints it: the CPU operators (`XDG_CACHE_HOME`) and what torch compiles.
-3. llama.cpp is its Python binding, in a Python that has it (`pip install llama-cpp-python`). It renders the chat by the
-   file's own template, decodes greedily, and prints what generate.py prints: a text, then tokens and seconds.
-4. Both lengths are of one answer, cut. A start that fails, or whose text is not its contestant's first one, is an
-   error. Texts of two contestants may part, as their roundings differ; the table says where.
+1. Every start is a process of its own, with its standard output in a pipe. The first byte there is
+   the first text. An answer is cut at a short and a long length.
+2. Rounds run the contestants in turn. A first start fills generate.py's caches. `--cold` empties
+   them before it and prints it: the CPU operators (`XDG_CACHE_HOME`) and torch's compiled code.
+3. llama.cpp is its Python binding, in a Python that has it (`pip install llama-cpp-python`), on the
+   same file. It renders the chat by the file's own template, decodes greedily, and prints like
+   generate.py: a text, then tokens and seconds.
+4. A start that fails, or whose text differs from its contestant's first one, is an error. Texts of
+   two contestants may part, as their roundings differ; the table shows the place.
 
-tokens/s is of decoding alone, as each contestant counts it. The model must be there already.
+tokens/s is of decoding alone, as each contestant counts it. The model must be downloaded.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from command_line import one_line_errors, option, parse
-from options import DEFAULT
+from options import DEFAULT, ROOT
 from scripts.bench.measure import Series, environment
 from session import common_prefix
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "Write a long story about a lighthouse keeper."
 LENGTHS = (50, 500)  # tokens, at which the answer is cut
 SPEED = re.compile(r"(\d+) tokens in [\d.]+ s: ([\d.]+) tokens/s")  # in the line that ends a run
@@ -43,15 +43,19 @@ SPEED = re.compile(r"(\d+) tokens in [\d.]+ s: ([\d.]+) tokens/s")  # in the lin
 LLAMA = """
 import sys, time
 from llama_cpp import Llama
-path, prompt, most, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-model = Llama(model_path=path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
-messages, count, first = [{"role": "user", "content": prompt}], 0, 0.0
-for part in model.create_chat_completion(messages, stream=True, temperature=0.0, repeat_penalty=1.0, max_tokens=most):
+path, prompt, most, threads = sys.argv[1:]
+threads = int(threads)
+model = Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+messages = [{"role": "user", "content": prompt}]
+options = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": int(most)}
+first = None
+for part in model.create_chat_completion(messages, stream=True, **options):
     text = part["choices"][0]["delta"].get("content", "")
     if text:
-        first = first or time.perf_counter()
         count = model.n_tokens
-        began = began if "began" in globals() else count
+        if first is None:
+            first = time.perf_counter()
+            began = count
         print(text, end="", flush=True)
 seconds = time.perf_counter() - first
 tokens = count - began
@@ -61,6 +65,8 @@ print(f"\\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
 
 @dataclass(frozen=True)
 class StartConfig:
+    """Options. Units and effects are in the help texts."""
+
     options: str = option(
         "", "further options of generate.py, for a contestant more, as '--draft none'"
     )
@@ -73,7 +79,7 @@ class StartConfig:
 
 
 class Start(NamedTuple):
-    """What a process did."""
+    """Times and output of a process."""
 
     first_s: float  # from the command to its first text
     end_s: float  # and to its end
@@ -84,63 +90,60 @@ class Start(NamedTuple):
 
 def start(command: list[str], caches: str) -> Start:
     """Run one process. Raises: ValueError when it fails."""
-    own = (
-        {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/compiler"}
-        if caches
-        else {}
-    )
-    began, first, said = time.perf_counter(), 0.0, b""
+    env = dict(os.environ)
+    if caches:
+        env |= {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/compiler"}
+    first = 0.0
+    output = b""
+    began = time.perf_counter()
     with tempfile.TemporaryFile() as errors:
         with subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors
         ) as run:
             while data := os.read(run.stdout.fileno(), 1 << 16):
                 first = first or time.perf_counter() - began
-                said += data
+                output += data
         end = time.perf_counter() - began
         errors.seek(0)
         if run.returncode:
             reason = errors.read().decode(errors="replace").strip()[-200:]
             raise ValueError(f"{shlex.join(command)[:80]} ended with {run.returncode}: {reason}")
-    text, _, line = said.decode().rstrip("\n").rpartition("\n")
+    text, _, line = output.decode().rstrip("\n").rpartition("\n")
+    tokens = 0
+    speed = 0.0
     found = SPEED.search(line)
-    tokens, speed = (int(found[1]), float(found[2])) if found else (0, 0.0)
+    if found:
+        tokens = int(found[1])
+        speed = float(found[2])
     return Start(first or end, end, text.rstrip("\n"), tokens, speed)
 
 
 def contestants(config: StartConfig) -> dict[str, list[str]]:
-    """The commands, by what the table calls them."""
-    rows = {"import torch": [sys.executable, "-c", "import torch"]}
+    """Return the commands by their names in the table."""
+    commands = {"import torch": [sys.executable, "-c", "import torch"]}
     ours = {"--compile": ["--compile"], "without it": []}
     if config.options:
         ours[config.options] = shlex.split(config.options)
     for length in LENGTHS:
-        asked = ["--chat", "--prompt", PROMPT, "--max_new_tokens", str(length)]
+        prompt = ["--chat", "--prompt", PROMPT, "--max_new_tokens", str(length)]
         for name, options in ours.items():
-            rows[f"{length}, {name}"] = [sys.executable, "generate.py", *options, *asked]
+            commands[f"{length}, {name}"] = [sys.executable, "generate.py", *options, *prompt]
         if config.llama_python:
             llama = os.path.abspath(config.llama_python)
-            rows[f"{length}, llama.cpp"] = [
-                llama,
-                "-c",
-                LLAMA,
-                DEFAULT,
-                PROMPT,
-                str(length),
-                str(config.threads),
-            ]
-    return rows
+            arguments = [DEFAULT, PROMPT, str(length), str(config.threads)]
+            commands[f"{length}, llama.cpp"] = [llama, "-c", LLAMA, *arguments]
+    return commands
 
 
 def measured(config: StartConfig) -> dict[str, list[Start]]:
-    """Run all in turn. Raises: ValueError for one that fails, or gives another text than before."""
-    rows = contestants(config)
-    found: dict[str, list[Start]] = {name: [] for name in rows}
+    """Run all contestants in turn. Raises: ValueError for one that fails or changes its text."""
+    commands = contestants(config)
+    found: dict[str, list[Start]] = {name: [] for name in commands}
+    texts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as empty:
         caches = empty if config.cold else ""
-        texts: dict[str, str] = {}
         for number in range(config.rounds + 1):
-            for name, command in rows.items():
+            for name, command in commands.items():
                 run = start(command, caches)
                 if texts.setdefault(name, run.text) != run.text:
                     raise ValueError(
@@ -149,26 +152,28 @@ def measured(config: StartConfig) -> dict[str, list[Start]]:
                 if number:  # the first fills caches
                     found[name].append(run)
                 elif config.cold:
-                    print(
-                        f"first start, {name}: first text {run.first_s:.1f} s, end {run.end_s:.1f} s",
-                        flush=True,
-                    )
+                    times = f"first text {run.first_s:.1f} s, end {run.end_s:.1f} s"
+                    print(f"first start, {name}: {times}", flush=True)
     return found
 
 
 def summary(name: str, runs: list[Start]) -> dict[str, Any]:
     """Print a contestant's line. Returns: the same as a dict."""
-    first, end, speed = (Series.of([run[i] for run in runs]) for i in (0, 1, 4))
+    first = Series.of([run.first_s for run in runs])
+    end = Series.of([run.end_s for run in runs])
+    speed = Series.of([run.tokens_per_s for run in runs])
     tokens = runs[0].tokens
     line = f"{name:24} first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
-    print(line + (f", {tokens} tokens at {speed.text(1, 1)}/s" if tokens else ""))
+    if tokens:
+        line += f", {tokens} tokens at {speed.text(1, 1)}/s"
+    print(line)
     return {"name": name, "first_s": first, "end_s": end, "tokens": tokens, "tokens_per_s": speed}
 
 
 def bench(config: StartConfig) -> None:
     """Measure and print."""
-    facts = environment("cpu")
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    machine = environment("cpu")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     found = measured(config)
     print(f"second starts, median (range) of {config.rounds}:")
     rows = [summary(name, runs) for name, runs in found.items()]
@@ -182,7 +187,7 @@ def bench(config: StartConfig) -> None:
             if text != reference:
                 parts = f"{text[same:][:30]!r}, not {reference[same:][:30]!r}"
                 print(f"{name}: another text from character {same} on: {parts}")
-    print(json.dumps({"environment": facts, "rows": rows}))
+    print(json.dumps({"environment": machine, "rows": rows}))
 
 
 if __name__ == "__main__":

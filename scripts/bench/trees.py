@@ -1,23 +1,26 @@
-"""Decode without a tree, with each tree, and with the choice between them, in one process over one target.
+"""Decode without a tree, with each tree, and with the choice among them, over one target.
 
     python scripts/bench/trees.py --inflate llama2-7b --quant int4 --json benchmarks/gpu.jsonl
     python scripts/bench/trees.py --inflate llama2-7b --quant_draft int4 --tree 6/8/32 --profile
-    python scripts/bench/trees.py --inflate tiny-0.5b --threads 3 --temperature 1           # on a CPU
-    python scripts/bench/trees.py --eagle heads/broken                                      # the demo itself
+    python scripts/bench/trees.py --inflate tiny-0.5b --threads 3 --temperature 1  # on a CPU
+    python scripts/bench/trees.py --eagle heads/broken                             # the demo itself
 
-1. The target is loaded, or its stand-in built where it runs, and compiled once; vanilla decoding and the trees of one
-   size are its presets, each held fixed; `auto` chooses among them. `--static` compiles EAGLE-1's tree as well.
-   `--tree` compiles vanilla decoding, which keeps no head's cache then, and one tree only.
-2. All methods run each prompt in turn, forwards and backwards. A row per method: tokens/s, how many times faster than
-   vanilla it decoded a prompt (median and quartiles), tau, the time of a cycle, drafting and verifying apart, the share
-   of sequences equal to vanilla's, and the time that reading the weights once would take at the measured bandwidth,
-   relative to the verification's.
-3. `at_tau_4.65` is a projection and no measurement: what this cycle would give at the tau that EAGLE-2's paper reports
-   for a 7B model. A stand-in's own tau is that of the demo.
-4. `--random_twin` has random weights in the same shape, to show that a stand-in's zeros save no time; vanilla only.
-5. `--profile` lists the kernels of one cycle of each method: their time, and that between them (profile_cycle.py).
-   `--replays` runs one cycle so often from the same state, and counts results that differ from the first in any bit.
-A method that fails is written down with its error, and the others go on; the exit status is then 1.
+1. The target, or its stand-in, is loaded and compiled once. Vanilla decoding and the trees of each
+   size are its presets, each held fixed; `auto` chooses among them. `--static` adds EAGLE-1's tree.
+   `--tree` compiles vanilla decoding, then without a head's cache, and one tree only.
+2. All methods run each prompt in turn, forwards and backwards. Fields of a method: tokens/s,
+   speedup over vanilla per prompt (median and quartiles), tau, milliseconds of a cycle, of drafting
+   and of verifying, the share of sequences equal to vanilla's, and the time of reading the weights
+   once at the measured bandwidth over that of a verification (`of_ceiling`).
+3. `at_tau_4.65` is a projection: tokens/s of this cycle at the tau of EAGLE-2's paper for a 7B
+   model. A stand-in's own tau is that of the demo.
+4. `--random_twin` has random weights in the same shape, to show that a stand-in's zeros save no
+   time; vanilla only.
+5. `--profile` lists the kernels of one cycle of each method and the gaps between them
+   (profile_cycle.py). `--replays` repeats one cycle from the same state, and counts results that
+   differ from the first in any bit.
+
+A method that fails is logged with its error, and the others go on; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
@@ -43,17 +47,20 @@ from files import read_jsonl
 from generate import Batch, load
 from hf.config import resolve_draft
 from options import DEMO, ROOT, pick_device
-from runtime import WARM_UPS, tree_leaves
+from runtime import tree_leaves
 from scripts.bench import measure
-from scripts.bench.profile_cycle import busy_us, one_replay, replay_table
+from scripts.bench.profile_cycle import busy_us, one_replay, replay_table, warm_session
 from session import Session
 from stats import Stats
 
-PUBLISHED_TAU = 4.65  # EAGLE-2 (arXiv 2406.16858), T = 0, mean of its tasks: LLaMA2-Chat 7B 4.64, Vicuna 7B 4.68
+# Source: EAGLE-2 (arXiv 2406.16858), T = 0, mean of its tasks: LLaMA2-Chat 7B 4.64, Vicuna 7B 4.68
+PUBLISHED_TAU = 4.65
 
 
 @dataclass
 class TreesConfig:
+    """Options. Units and effects are in the help texts."""
+
     checkpoint: str = option(DEMO, "the small model, with its head beside it")
     eagle: str = option("", "the head, where it does not lie beside the checkpoint")
     inflate: str = option("", "shape of the stand-in; empty: the checkpoint as it is")
@@ -72,12 +79,12 @@ class TreesConfig:
     temperature: float = option(0.0, "0 is greedy")
     profile: bool = option(False, "list the kernels of one cycle")
     replays: int = option(0, "cycles from one state whose results are compared", least=0)
-    threads: int = option(0, "CPU threads; 0 tree_leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     json: str = option("", "JSON lines are appended here, one per method")
 
     def check(self) -> None:
-        """Raises: ValueError for a value that cannot work."""
+        """Check the options. Raises: ValueError for a value that cannot work."""
         check_ranges(self)
         if self.tree and not re.fullmatch(r"\d+/\d+/\d+", self.tree):
             raise ValueError(f"--tree must be depth/top-k/size, as 6/8/32; it is {self.tree}")
@@ -87,32 +94,46 @@ class TreesConfig:
 
 
 class Always(NamedTuple):
-    """Chooses one preset, or the largest below it that makes sense."""
+    """A tree policy: one preset, or the largest below it that makes sense."""
 
     preset: int
-    reader: int = -1  # as `runtime.LargestTree`
+    prefill_tree: int = -1  # as `drafters.LargestTree`
 
     def next(self, limit: int) -> int:
+        """Return the preset of the next cycle."""
         return min(self.preset, limit)
 
     def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
-        pass
+        """Learn nothing from a cycle."""
 
 
 def load_target(config: TreesConfig, device: str) -> Engine:
-    """Load, with a head and trees of every size; without where one tree is asked for, which `makers` adds."""
-    plain = config.random_twin or bool(config.tree)
-    head = {} if plain else {"eagle": config.eagle, "quant_draft": config.quant_draft}
+    """Load the target, with a head and trees of every size.
+
+    With --tree it has no head; `makers` adds the one tree.
+    """
+    options = {"draft": "none"}
+    if not config.random_twin and not config.tree:
+        options = {"draft": "eagle", "eagle": config.eagle, "quant_draft": config.quant_draft}
     return load(
-        checkpoint=config.checkpoint, inflate=config.inflate, random_twin=config.random_twin, quant=config.quant,
-        draft="none" if plain else "eagle", dtype="bfloat16", device=device, compile=True, ignore_eos=True,
-        temperature=config.temperature, max_new_tokens=config.max_new_tokens, **head,
-    )  # fmt: skip
+        checkpoint=config.checkpoint,
+        inflate=config.inflate,
+        random_twin=config.random_twin,
+        quant=config.quant,
+        dtype="bfloat16",
+        device=device,
+        compile=True,
+        ignore_eos=True,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        **options,
+    )
 
 
 def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine]]:
-    """What makes each method, over the same target: every preset held fixed, the choice between them, other trees.
+    """Return a maker of each method over the same target.
 
+    The methods are every preset held fixed, the choice among them, and other trees.
     Raises: ValueError for a tree or a head that cannot be.
     """
 
@@ -122,15 +143,14 @@ def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine
         chosen.check()  # at once: a user's mistake is no failure of a method
         return partial(measure.with_config, engine, resolve_draft(chosen, Path(chosen.checkpoint)))
 
+    made: dict[str, Callable[[], Engine]] = {}
     presets = engine.drafter.presets
     if len(presets) == 1:
-        made: dict[str, Callable[[], Engine]] = {"vanilla": lambda: engine}
+        made["vanilla"] = lambda: engine
     else:
-        names = ["vanilla" if preset.name == "none" else preset.name for preset in presets]
-        made = {
-            name: partial(replace, engine, tree_policy=Always(number))
-            for number, name in enumerate(names)
-        }
+        for number, preset in enumerate(presets):
+            name = "vanilla" if preset.name == "none" else preset.name
+            made[name] = partial(replace, engine, tree_policy=Always(number))
         made["auto"] = lambda: engine
     if config.tree:
         depth, topk, size = map(int, config.tree.split("/"))
@@ -142,31 +162,29 @@ def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine
 
 
 def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
-    """Run a cycle again and again from one state. Returns: how often its results were not, bit for bit, the first's."""
-    session = Session(engine, [(0, 0)])
-    decoding = session.run([ids])
-    next(decoding)
-    while session.waiting:  # chunks of the prompt
-        next(decoding)
-    preset = engine.tree_policy.next(len(engine.cycles) - 1)
-    for _ in range(1 + WARM_UPS):
-        session.time_cycle(preset)
-    saved, first = [x.clone() for x in tree_leaves(session.state)], []
+    """Repeat a cycle from one state. Returns: how many results differ from the first in any bit."""
+    session, preset = warm_session(engine, ids)
+    saved = [x.clone() for x in tree_leaves(session.state)]
+    first = [x.clone() for x in _replay(session, preset, saved)]
     different = torch.zeros((), dtype=torch.long, device=session.state.pos.device)
-    for _ in range(1 + replays):
-        for buffer, value in zip(tree_leaves(session.state), saved):
-            buffer.copy_(value)
-        session.time_cycle(preset)
-        state = tree_leaves(session.state)
-        first = first or [x.clone() for x in state]
+    for _ in range(replays):
+        state = _replay(session, preset, saved)
         different += ~torch.stack([(x == y).all() for x, y in zip(state, first)]).all()
     return int(different)
 
 
-def sequence_of(
+def _replay(session: Session, preset: int, saved: list[Tensor]) -> list[Tensor]:
+    """Run a cycle from a saved state. Returns: the new state."""
+    for buffer, value in zip(tree_leaves(session.state), saved):
+        buffer.copy_(value)
+    session.time_cycle(preset)
+    return tree_leaves(session.state)
+
+
+def method_row(
     engine: Engine, method: str, done: Batch, vanilla: list[list[int]], bandwidth: float
 ) -> dict[str, Any]:
-    """What one method measured, over all prompts."""
+    """Return the measurements of one method, over all prompts."""
     stats = done.stats
     cycles = len(stats.live_rows)
     cached = statistics.mean(len(e.prompt) + len(e.new) / 2 for e in done.entries)
@@ -189,68 +207,85 @@ def sequence_of(
 
 
 class Record:
-    """The rows, which are printed and appended as they come."""
+    """The log, printed and appended to row by row."""
 
     def __init__(self, config: TreesConfig):
-        self.lines, self.well = measure.Log(config.json, "--json"), True
-        self.facts = {"part": "models"} | asdict(config)
+        self.lines = measure.Log(config.json, "--json")
+        self.well = True  # no method failed
+        self.shared = {"part": "models"} | asdict(config)
         for name in ("checkpoint", "eagle", "prompts", "json"):
-            self.facts[name] = measure.shown_path(self.facts[name])
+            self.shared[name] = measure.shown_path(self.shared[name])
 
     def add(self, row: dict[str, Any], **unprinted: Any) -> None:
         """Print and append a row."""
-        self.lines.add([self.facts | row | unprinted])
+        self.lines.add([self.shared | row | unprinted])
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
     def failed(self, method: str, error: Exception) -> None:
-        """Note that a method failed."""
+        """Log the failure of a method."""
         traceback.print_exception(error)
-        said = str(error).strip().partition("\n")[0][:200]
-        self.add({"method": method, "error": f"{type(error).__name__}: {said}"})
+        message = str(error).strip().partition("\n")[0][:200]
+        self.add({"method": method, "error": f"{type(error).__name__}: {message}"})
         self.well = False
 
 
 def prepare(
     engine: Engine, config: TreesConfig, prompts: list[Any], log: Record
 ) -> dict[str, tuple[Engine, Batch]]:
-    """Make the methods, one after the other. A round that does not count is logged: the first of everything is slow."""
+    """Make the methods, one after the other, and warm them up with the first prompt.
+
+    The warm-up is logged apart: the first of everything is slow.
+    """
     methods: dict[str, tuple[Engine, Batch]] = {}
     for name, make in makers(engine, config).items():
         try:
             each = make()
             done = Batch(each, prompts)
-            if name != "auto":  # whose first choices count
+            if name != "auto":  # its first choices count
                 done.run(done.groups[0])
-        except Exception as error:  # whatever it is, it belongs in the record
+        except Exception as error:  # any failure belongs in the record
             log.failed(name, error)
             continue
         if done.stats.decode_s:
             ms = 1e3 * done.stats.decode_s / len(done.stats.live_rows)
             log.add({"warm_up": name, "compile_s": each.compile_s, "cycle_ms": ms})
-        done.stats, done.entries, done.trace = Stats(), [], []
-        methods[name] = each, done
+        done.stats = Stats()
+        done.entries = []
+        done.trace = []
+        methods[name] = (each, done)
     return methods
 
 
+def time_in_turn(methods: dict[str, tuple[Engine, Batch]], prompts: int) -> dict[str, list[float]]:
+    """Decode every prompt with all methods in turn. Returns: seconds per token, by method."""
+    seconds = {name: [] for name in methods}
+    for number in tqdm(range(prompts), unit="prompt", mininterval=5):
+        for name, (_, done) in list(methods.items())[:: 1 if number % 2 else -1]:
+            before = replace(done.stats)
+            done.run(done.groups[number])
+            tokens = done.stats.tokens - before.tokens
+            seconds[name].append((done.stats.decode_s - before.decode_s) / tokens)
+    return seconds
+
+
 def look_closer(methods: dict[str, tuple[Engine, Batch]], config: TreesConfig, log: Record) -> None:
-    """List the kernels of a cycle of each method, and compare its results, where that is asked for."""
+    """List the kernels of a cycle of each method, and compare its replays, where requested."""
     for name, (engine, done) in methods.items():
         if name == "auto":  # runs the others' cycles
             continue
+        ids = done.prompt_ids[0]
         try:
             if config.profile:
-                ran = one_replay(engine, done.first[0])
+                ran = one_replay(engine, ids)
                 print(f"\none replay, {name}\n{replay_table(ran)}\n", flush=True)
                 gap = sum(span.gap_us for span in ran if span.gap_us > 0)
-                log.add(
-                    {"replay": name, "kernels": len(ran), "busy_us": busy_us(ran), "gaps_us": gap},
-                    spans=ran,
-                )
+                row = {"replay": name, "kernels": len(ran), "busy_us": busy_us(ran), "gaps_us": gap}
+                log.add(row, spans=ran)
             if config.replays:
-                different = different_replays(engine, done.first[0], config.replays)
+                different = different_replays(engine, ids, config.replays)
                 log.add({"replayed": name, "replays": config.replays, "different": different})
                 log.well &= not different
-        except Exception as error:  # whatever it is, it belongs in the record
+        except Exception as error:  # any failure belongs in the record
             log.failed(name, error)
 
 
@@ -262,29 +297,24 @@ def bench(config: TreesConfig) -> None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     bandwidth = measure.read_bandwidth(device, 5).median
-    prompts = [row["turns"] for row in read_jsonl(Path(config.prompts), "--prompts")][
-        : config.limit
-    ]
+    rows = read_jsonl(Path(config.prompts), "--prompts")
+    prompts = [row["turns"] for row in rows][: config.limit]
     engine = load_target(config, device)
-    log.facts |= {"stand_in": engine.target.config.stand_in, "bandwidth_bytes_per_s": bandwidth}
-    log.facts |= {"load_s": engine.load_s, "compile_s": engine.compile_s} | measure.environment(
-        device
-    )
-    print(f"# {log.facts}", flush=True)
+    log.shared |= {
+        "stand_in": engine.target.config.stand_in,
+        "bandwidth_bytes_per_s": bandwidth,
+        "load_s": engine.load_s,
+        "compile_s": engine.compile_s,
+        **measure.environment(device),
+    }
+    print(f"# {log.shared}", flush=True)
     methods = prepare(engine, config, prompts, log)
     if "vanilla" not in methods:  # nothing to compare with
         sys.exit(1)
-    seconds = {name: [] for name in methods}  # per token, of each prompt
-    for number in tqdm(range(len(prompts)), unit="prompt", mininterval=5):
-        for name, (_, done) in list(methods.items())[:: 1 if number % 2 else -1]:
-            before = replace(done.stats)
-            done.run(done.groups[number])
-            seconds[name].append(
-                (done.stats.decode_s - before.decode_s) / (done.stats.tokens - before.tokens)
-            )
+    seconds = time_in_turn(methods, len(prompts))
     vanilla = [entry.new for entry in methods["vanilla"][1].entries]
     for name, (each, done) in methods.items():
-        row = sequence_of(each, name, done, vanilla, bandwidth)
+        row = method_row(each, name, done, vanilla, bandwidth)
         ratios = [plain / ours for plain, ours in zip(seconds["vanilla"], seconds[name])]
         log.add(row | {"speedup": measure.Series.quartiles(ratios)})
     look_closer(methods, config, log)
@@ -293,6 +323,7 @@ def bench(config: TreesConfig) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     config = parse(TreesConfig, "trees.py", __doc__)
     with one_line_errors("trees.py"):
         bench(config)

@@ -1,27 +1,26 @@
-"""Everything that awaits a GPU, in one command on a bare machine: the most telling first, in nine minutes.
+"""Run all checks that need a GPU, in one command on a bare machine: the most telling ones first.
 
-    python scripts/gpu/check.py                                   # environment, smoke, int4, bf16, kernels
-    python scripts/gpu/check.py --only tests,formats,models,demo,tp  # the rest, as far as --minutes go; or one of them
-    python scripts/gpu/check.py --dry_run                         # on a CPU: says what would run, and runs it small
+    python scripts/gpu/check.py                # environment, smoke, int4, bf16, kernels: 9 minutes
+    python scripts/gpu/check.py --only tests,formats,models,demo,tp    # the rest, within --minutes
+    python scripts/gpu/check.py --dry_run      # on a CPU: print the commands, run some, small
 
-environment  What is installed, one Triton kernel, one compiled step, one capture, the time from one kernel to the
-             next, the read bandwidth (scripts/gpu/probe.py).
-smoke        37 of the tests marked `gpu`, in 8 processes; the project's kernels under compute-sanitizer, where it is.
-int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, and every kernel of one cycle of each,
-             with its time and the gap before it (scripts/bench/trees.py).
-kernels      Products in int4 and the vendor's in bf16 for 1 to 64 rows, tree attention (scripts/gpu/kernels.py).
+environment  Versions, one kernel, one compiled step, one capture, bandwidth (scripts/gpu/probe.py).
+smoke        37 of the tests marked `gpu`, in 8 processes; our kernels under compute-sanitizer.
+int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, and every kernel of
+             one cycle of each, with its time and the gap before it (scripts/bench/trees.py).
+kernels      Our int4 products, the vendor's bf16 products, tree attention (kernels.py).
 tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernels.py.
-models       Every tree and auto with 1,000 replays of each, 8B, random twins, int8, Mixtral where its demo is, 7B in
-             int4 with 1, 4 and 16 rows that take prompts in turn (scripts/bench/peers.py).
+models       Every tree and auto with 1,000 replays of each, 8B, random twins, int8, Mixtral where
+             its demo is, 7B in int4 with batches of 1, 4 and 16 (scripts/bench/peers.py).
 demo         The bundled demo, with every tree, format and lookup.
-tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collectives; left out where there is one.
+tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collectives.
 
-Each step is a process with a time limit of its own, which grows by what earlier ones left over; one that fails, hangs
-or comes too late is named, the next one starts, and the exit status is 1 in the end. All that is measured goes into the
-folder --out as it comes: `results.jsonl`, a row per measurement and per step; `PART.txt`, what the steps of a part
-printed; `PART.xml`, the tests' results; `rows.json`, of the step `rows`; `summary.txt`. --out is $OUT where that is
-set, as a folder that is brought back from another machine, else gpu_check.
+Each step is a process with a time limit, which grows by the time that earlier ones left over. A
+step that fails, hangs or comes too late is named, the next one starts, and the exit status is 1.
+The folder --out ($OUT where that is set, else gpu_check) gets `results.jsonl`, a row per
+measurement and per step; `PART.txt`, the output of a part; `PART.xml`, its tests; `rows.json`, of
+the step `rows`; `summary.txt`.
 """
 
 from __future__ import annotations
@@ -57,87 +56,113 @@ class Step(NamedTuple):
     """One process of a part."""
 
     name: str
-    command: str  # in the words of a shell; {out} is the folder
+    command: str  # as in a shell; {out} is the folder
     share_s: float  # of the time; as long again where earlier steps left it
-    on_cpu: str | None = None  # flags that --dry_run adds; None: it says nothing without a GPU
+    on_cpu: str | None = None  # flags that --dry_run adds; None: it is not run without a GPU
     needs: str = ""  # a program or a folder of the project without which the step is left out
     gpus: int = 1  # it is left out where there are fewer
 
 
 def probe(name: str, share_s: float, on_cpu: str | None = None) -> Step:
-    """A step that runs one probe of probe.py."""
-    return Step(name, f"python scripts/gpu/probe.py --device cuda --json {{out}}/results.jsonl --probe {name}", share_s,
-                on_cpu)  # fmt: skip
+    """Make a step that runs one probe of probe.py."""
+    command = "python scripts/gpu/probe.py --device cuda --json {out}/results.jsonl --probe"
+    return Step(name, f"{command} {name}", share_s, on_cpu)
 
 
 def sanitized(tool: str, share_s: float) -> Step:
-    """A step that runs small kernels under a tool of compute-sanitizer."""
+    """Make a step that runs small kernels under a tool of compute-sanitizer."""
     # every tensor in memory of its own, or an access past its end would hit another one
-    command = (
-        f"compute-sanitizer --tool {tool} --error-exitcode 9 {probe('small_kernels', 0).command}"
-    )
-    return Step(
-        tool, f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}", share_s, None, "compute-sanitizer"
-    )
+    command = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9"
+    kernels = probe("small_kernels", 0).command
+    return Step(tool, f"{command} --tool {tool} {kernels}", share_s, needs="compute-sanitizer")
 
 
 def tests(part: str, marks: str, share_s: float) -> Step:
-    """A step that runs the tests with some marks, results in PART.xml."""
+    """Make a step that runs the tests with some marks, results in PART.xml."""
     # 8 processes that compile; each with processes of its own for that would be too many
-    command = f"python -m pytest -v -n 8 --maxprocesses 8 --junitxml {{out}}/{part}.xml -m '{marks}' tests/cuda/test_gpu.py"
-    return Step("pytest", f"env TORCHINDUCTOR_COMPILE_THREADS=1 {command}", share_s, "-n 1")
+    command = (
+        "env TORCHINDUCTOR_COMPILE_THREADS=1 python -m pytest -v -n 8 --maxprocesses 8 "
+        f"--junitxml {{out}}/{part}.xml -m '{marks}' tests/cuda/test_gpu.py"
+    )
+    return Step("pytest", command, share_s, "-n 1")
 
 
 def trees(
     name: str, flags: str, share_s: float, on_cpu: str | None = None, needs: str = ""
 ) -> Step:
-    """A step that runs trees.py."""
+    """Make a step that runs trees.py."""
     command = f"python scripts/bench/trees.py --device cuda --json {{out}}/results.jsonl {flags}"
     return Step(name, command, share_s, on_cpu, needs)
 
 
 def kernels(form: str, flags: str, share_s: float) -> Step:
-    """A step that runs kernels.py over one format."""
+    """Make a step that runs kernels.py over one format."""
     command = f"python scripts/gpu/kernels.py --format {form} --json {{out}}/results.jsonl {flags}"
     return Step(form, command, share_s)
 
 
-CPU, SMALL = "--device cpu", "--device cpu --inflate '' --limit 1 --max_new_tokens 12"
+CPU = "--device cpu"
+SMALL = "--device cpu --inflate '' --limit 1 --max_new_tokens 12"
 TREE = "--inflate llama2-7b --tree 6/8/32 --profile"
 MIXTRAL = "--inflate mixtral-8x7b --quant int4 --checkpoint checkpoints/demo-moe"
-LOOKUP = "python generate.py --checkpoint checkpoints/demo --device cuda --dtype bfloat16 --compile --compare --draft"
-RANKS = "python -m torch.distributed.run --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --compile --compare"
+LOOKUP = (
+    "python generate.py --checkpoint checkpoints/demo --device cuda --dtype bfloat16 --compile "
+    "--compare --draft"
+)
+RANKS = (
+    "python -m torch.distributed.run --nproc_per_node 2 generate.py --checkpoint checkpoints/demo "
+    "--compile --compare"
+)
 ROWS = (
-    "python scripts/bench/peers.py --device cuda --compile --options inflate=llama2-7b,context=1024 --formats int4 "
-    "--methods none,eagle --peers none --limit 32 --prompts_per_row 2 --batch_sizes 1,4,16 --json {out}/rows.json"
+    "python scripts/bench/peers.py --device cuda --compile --formats int4 --methods none,eagle "
+    "--options inflate=llama2-7b,context=1024 --peers none --limit 32 --prompts_per_row 2 "
+    "--batch_sizes 1,4,16 --json {out}/rows.json"
 )
 FEW_ROWS = (
     "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
 )
-EAGLE3 = "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda --dtype bfloat16"
-EAGLE3 += " --eagle tests/golden/models/head_eagle3"
-FIRST = {  # their shares sum up to less than nine minutes, so that none can take another's time
+EAGLE3 = (
+    "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda "
+    "--dtype bfloat16 --eagle tests/golden/models/head_eagle3"
+)
+# the shares sum up to less than nine minutes, so that no step can take another's time
+FIRST = {
     "environment": (
-        probe("facts", 15, CPU), probe("product", 15), probe("compiling", 20, CPU), probe("capture", 15, CPU),
-        probe("boundary", 10), probe("bandwidth", 10, CPU),
+        probe("facts", 15, CPU),
+        probe("product", 15),
+        probe("compiling", 20, CPU),
+        probe("capture", 15, CPU),
+        probe("boundary", 10),
+        probe("bandwidth", 10, CPU),
     ),
-    "smoke": (tests("smoke", "gpu and smoke", 90), sanitized("memcheck", 30), sanitized("racecheck", 30)),
+    "smoke": (
+        tests("smoke", "gpu and smoke", 90),
+        sanitized("memcheck", 30),
+        sanitized("racecheck", 30),
+    ),
     "int4": (trees("int4", f"{TREE} --quant int4", 100, SMALL),),
     "bf16": (trees("bf16", f"{TREE} --quant_draft int4", 100, SMALL),),
     "kernels": (
-        kernels("int4", "--rows 1,16,32,64", 35), kernels("bf16", "--rows 1,16,32,64", 25),
+        kernels("int4", "--rows 1,16,32,64", 35),
+        kernels("bf16", "--rows 1,16,32,64", 25),
         kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
     ),
-}  # fmt: skip
-NO_OVERLAP = trees(
-    "no-overlap", "--inflate llama2-7b --quant int4 --tree 6/8/32", 80
-)  # to compare with `int4`
+}
+# to compare with `int4`
+NO_OVERLAP = trees("no-overlap", "--inflate llama2-7b --quant int4 --tree 6/8/32", 80)
+AUTO = "--inflate llama2-7b --quant int4 --static --replays 1000"
 REST = {
     "tests": (tests("tests", "gpu and not smoke", 300),),
-    "formats": tuple(kernels(form, "", 40) for form in ("int8", "tinygemm", "compact", "topk", "experts")),
+    "formats": (
+        kernels("int8", "", 40),
+        kernels("tinygemm", "", 40),
+        kernels("compact", "", 40),
+        kernels("topk", "", 40),
+        kernels("experts", "", 40),
+    ),
     "models": (
         NO_OVERLAP._replace(command=f"env EAGLE_PDL=0 {NO_OVERLAP.command}"),
-        trees("auto", "--inflate llama2-7b --quant int4 --static --replays 1000", 240, f"{SMALL} --replays 2"),
+        trees("auto", AUTO, 240, f"{SMALL} --replays 2"),
         trees("8b", "--inflate llama3-8b --quant int4 --tree 6/8/32", 80),
         trees("twin-int4", "--inflate llama2-7b --quant int4 --random_twin", 60),
         trees("twin-bf16", "--inflate llama2-7b --random_twin", 60),
@@ -148,8 +173,11 @@ REST = {
         Step("rows", ROWS, 180, FEW_ROWS),
     ),
     "demo": (
-        *(trees(f"{quant}-{t}", f"--quant {quant} --temperature {t} --static", 90)
-          for quant in ("none", "int8", "int4") for t in (0, 1)),
+        *(
+            trees(f"{quant}-{t}", f"--quant {quant} --temperature {t} --static", 90)
+            for quant in ("none", "int8", "int4")
+            for t in (0, 1)
+        ),
         Step("eagle-3", f"{EAGLE3} --compile --compare --prompt_ids 5,17,3,40 --ignore_eos", 60),
         Step("ngram", f"{LOOKUP} ngram", 40),
         Step("eagle+ngram", f"{LOOKUP} eagle+ngram", 60),
@@ -157,11 +185,13 @@ REST = {
     "tp": tuple(
         Step(name, f"{RANKS} --device cuda {flags}", 90, gpus=2)
         for name, flags in (
-            ("fp32", "--dtype float32"), ("int8", "--dtype bfloat16 --quant int8 --temperature 1"),
-            ("7b-bf16", "--inflate llama2-7b --quant_draft int4"), ("7b-int4", "--inflate llama2-7b --quant int4"),
+            ("fp32", "--dtype float32"),
+            ("int8", "--dtype bfloat16 --quant int8 --temperature 1"),
+            ("7b-bf16", "--inflate llama2-7b --quant_draft int4"),
+            ("7b-int4", "--inflate llama2-7b --quant int4"),
         )
     ),
-}  # fmt: skip
+}
 PARTS = FIRST | REST
 
 
@@ -175,44 +205,53 @@ class CheckConfig:
     )
 
 
-# -------------------------------------------------------------------------------------------- a process
+# ------------------------------------------------------------------------------- a process
 
 
 def command_of(step: Step, out: Path, dry_run: bool) -> list[str]:
-    """The words of a step's command."""
+    """Return the words of a step's command."""
     words = [word.format(out=out) for word in shlex.split(step.command)]
     words = [sys.executable if word == "python" else word for word in words]
-    return words + (shlex.split(step.on_cpu) if dry_run and step.on_cpu else [])
+    if dry_run and step.on_cpu:
+        words += shlex.split(step.on_cpu)
+    return words
 
 
 def run(command: list[str], log: Path, limit_s: float) -> str:
-    """Run a process and end all that it started. Returns: what went wrong, or "". Writes: `log`, at its end."""
+    """Run a process and end all that it started. Writes: appends to `log`.
+
+    Returns: the reason of a failure, or "".
+    """
     with open(log, "a", encoding="utf-8") as file:
         print(f"$ {shlex.join(command)}", file=file, flush=True)
-        began = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
             preexec_fn=os.setpgrp,  # no session of its own: it shall end with ours
-        )  # fmt: skip
+        )
         try:
-            status = began.wait(limit_s)
+            status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return f"killed after {limit_s:.0f} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(began.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
-                began.wait(DEATH_S)
+                process.wait(DEATH_S)
     if status < 0:
         return f"died of {signal.Signals(-status).name}"
     return f"exit status {status}" if status else ""
 
 
-# --------------------------------------------------------------------------------------------- a summary
+# ------------------------------------------------------------------------------- a summary
 
 
 def told(row: dict[str, Any]) -> str:
-    """What a row of a measurement comes to, in a few words; "" for one that a table shows better."""
+    """Return a measured row in a few words; "" for one that a table shows better."""
     match row:
         case {"text": text}:
             return text
@@ -221,143 +260,158 @@ def told(row: dict[str, Any]) -> str:
         case {"error": error}:
             return f"{row.get('method')} failed: {error}"
         case {"warm_up": method}:
-            return f"{method} in the first round: cycle {row['cycle_ms']:.2f} ms, compiled in {row['compile_s']:.0f} s"
+            return (
+                f"{method} in the first round: cycle {row['cycle_ms']:.2f} ms, "
+                f"compiled in {row['compile_s']:.0f} s"
+            )
         case {"replay": method}:
-            return f"{method} {row['kernels']} kernels, {row['busy_us']:.0f} us and {row['gaps_us']:.0f} us between"
+            return (
+                f"{method} {row['kernels']} kernels, {row['busy_us']:.0f} us and "
+                f"{row['gaps_us']:.0f} us between"
+            )
         case {"replayed": method}:
             return f"{method} {row['different']} of {row['replays']} replays differ"
         case {"method": method}:
-            times = " ".join(
-                f"{name} {row[f'{name}_ms']:.2f}" for name in ("cycle", "draft", "verify")
-            )
             return (
-                f"{method} {row['tokens_per_s']:.0f} tokens/s, {row['speedup'][0]:.2f}x, tau {row['tau']:.2f}, {times} "
-                f"ms, {row['of_ceiling']:.0%} of ceiling, {row['identical']:.0%} identical"
+                f"{method} {row['tokens_per_s']:.0f} tokens/s, {row['speedup'][0]:.2f}x, "
+                f"tau {row['tau']:.2f}, cycle {row['cycle_ms']:.2f} draft {row['draft_ms']:.2f} "
+                f"verify {row['verify_ms']:.2f} ms, {row['of_ceiling']:.0%} of ceiling, "
+                f"{row['identical']:.0%} identical"
             )
     return ""
 
 
 def told_of_tests(log: str) -> str:
-    """How many tests passed so far, and which did not. log: what pytest printed with -v of its processes."""
+    """Count the tests that passed so far, and name those that failed.
+
+    log: the output of pytest with -v and several processes
+    """
     states: dict[str, str] = {}
     for state, name in re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (?:\S*::)?(.*?)\s*$", log, re.M):
         states[name] = "FAILED" if "FAILED" in (state, states.get(name)) else state
     counts = Counter(states.values())
     failed = [name for name, state in states.items() if state in ("FAILED", "ERROR")]
     text = f"{counts['PASSED']} tests passed, {counts['SKIPPED']} skipped, {len(failed)} failed"
-    return f"{text}: {', '.join(failed)}" if failed else text
+    if failed:
+        text += f": {', '.join(failed)}"
+    return text
 
 
 def told_of_kernels(rows: list[dict[str, Any]]) -> list[str]:
-    """What the rows of one call of kernels.py come to."""
-    products, others = ([row for row in rows if key in row] for key in ("layer", "kernel"))
+    """Summarize the rows of one call of kernels.py."""
+    products = [row for row in rows if "layer" in row]
     timed = {(row["format"], row["layer"], row["M"]): row for row in products if "time_us" in row}
-    texts = [
-        f"all layers: {kernel_bench.totals(timed, form)}"
-        for form in {row["format"]: 0 for row in products}
-    ]
-    times: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
-    for row in others:
-        times[row["kernel"], row["M"]] |= (
-            {row["method"]: row["time_us"]} if "time_us" in row else {}
-        )
-    peers = {
-        shape: min((us[m] for m in us if m != "ours"), default=0.0) for shape, us in times.items()
-    }
-    ratios = [
-        us["ours"] / peers[shape] for shape, us in times.items() if "ours" in us and peers[shape]
-    ]
+    forms = dict.fromkeys(row["format"] for row in products)
+    texts = [f"all layers: {kernel_bench.totals(timed, form)}" for form in forms]
+    times: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)  # by shape and method
+    for row in rows:
+        if "kernel" in row and "time_us" in row:
+            times[row["kernel"], row["M"]][row["method"]] = row["time_us"]
+    ratios = []
+    for by_method in times.values():
+        ours_us = by_method.pop("ours", None)
+        fastest_us = min(by_method.values(), default=0.0)
+        if ours_us is not None and fastest_us:
+            ratios.append(ours_us / fastest_us)
     if ratios:
         texts.append(
-            f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f} of the time of torch's fastest"
+            f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f} of the time of "
+            "torch's fastest"
         )
     return texts
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """What kernels.py measured, whole."""
-    products, others = ([row for row in rows if key in row] for key in ("layer", "kernel"))
-    shown = [kernel_bench.summary(products)] * bool(products) + [
-        kernel_bench.cycle_summary(others)
-    ] * bool(others)
+    """Return the full tables of the rows of kernels.py."""
+    products = [row for row in rows if "layer" in row]
+    others = [row for row in rows if "kernel" in row]
+    shown = []
+    if products:
+        shown.append(kernel_bench.summary(products))
+    if others:
+        shown.append(kernel_bench.cycle_summary(others))
     return "\n\n".join(shown)
 
 
-# ------------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------- parts
 
 
 class Check:
     """A run over some parts."""
 
     def __init__(self, config: CheckConfig, parts: list[str]):
-        self.config, self.parts, self.out = config, parts, Path(config.out).resolve()
-        self.eos_tensor = time.monotonic() + 60 * config.minutes
+        self.config = config
+        self.parts = parts
+        self.out = Path(config.out).resolve()
+        self.deadline = time.monotonic() + 60 * config.minutes
         self.lines: list[str] = []  # of the summary
         self.failed: list[str] = []  # steps
 
     def rows(self) -> measure.Log:
-        """All rows so far; read again each time, since other processes append to them, and may be torn off in that."""
+        """Read all rows so far, since other processes append to them, and may leave a torn one."""
         return measure.Log(str(self.out / "results.jsonl"), "--out")
 
     def limit_s(self, step: Step, later: list[Step]) -> float:
-        """A step's time: its share, as long again where time is left, and no more than that."""
-        left = self.eos_tensor - time.monotonic()
+        """Return the limit of a step: its share, as long again where time is left, and no more."""
+        left = self.deadline - time.monotonic()
         spare = left - sum(other.share_s for other in later)
         return min(max(step.share_s, min(2 * step.share_s, spare)), left)
 
     def step(self, part: str, step: Step, later: list[Step]) -> None:
-        """Run a step, note how it ended and what it measured. Writes: results.jsonl, PART.txt, summary.txt."""
-        command, log = command_of(step, self.out, self.config.dry_run), self.out / f"{part}.txt"
-        began, limit, before = time.monotonic(), self.limit_s(step, later), len(self.rows().rows)
-        wrong, reason = "", self._left_out(step)
+        """Run a step, and record its end and its results.
+
+        Writes: results.jsonl, PART.txt, summary.txt.
+        """
+        command = command_of(step, self.out, self.config.dry_run)
+        log = self.out / f"{part}.txt"
+        began = time.monotonic()
+        limit = self.limit_s(step, later)
+        before = len(self.rows().rows)
+        wrong = ""
+        reason = self._left_out(step)
         if self.config.dry_run:
-            print(
-                f"{part} {step.name}: {reason or f'at most {limit:.0f} s'}: {shlex.join(command)}",
-                flush=True,
-            )
+            state = reason or f"at most {limit:.0f} s"
+            print(f"{part} {step.name}: {state}: {shlex.join(command)}", flush=True)
         if not reason:
             over = f"not begun, since {self.config.minutes:g} minutes are over"
             wrong = over if limit < LEAST_S else run(command, log, limit)
-        seconds, results = time.monotonic() - began, self.rows()
+        seconds = time.monotonic() - began
+        results = self.rows()
         new = results.rows[before:]
-        results.add(
-            [
-                {
-                    "part": part,
-                    "step": step.name,
-                    "seconds": seconds,
-                    "wrong": wrong,
-                    "left_out": reason,
-                }
-            ]
-        )
-        texts = [
-            text for row in new if (text := told(row)) and (wrong or "warm_up" not in row)
-        ] + told_of_kernels(new)
+        row = {"part": part, "step": step.name, "seconds": seconds}
+        results.add([row | {"wrong": wrong, "left_out": reason}])
+        texts = self._texts(step, new, log, wrong)
+        table = tables(new)
+        if table:
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(f"{table}\n\n")
+        state = reason or "well"
+        if wrong:
+            state = f"FAILED, {wrong}"
+            self.failed.append(f"{part} {step.name}")
+        self.say("\n    ".join([f"{part:11} {step.name:11} {seconds:4.0f} s  {state}", *texts]))
+
+    def _texts(self, step: Step, rows: list[dict[str, Any]], log: Path, wrong: str) -> list[str]:
+        """Summarize the rows and the output of a step."""
+        texts = [told(row) for row in rows if wrong or "warm_up" not in row]
+        texts = [text for text in texts if text] + told_of_kernels(rows)
         printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if step.name == "pytest":
             texts.append(told_of_tests(printed))
         elif wrong and printed:
             texts.append(printed.strip().splitlines()[-1][:200])
-        if table := tables(new):
-            with open(log, "a", encoding="utf-8") as file:
-                file.write(f"{table}\n\n")
-        state = f"FAILED, {wrong}" if wrong else reason or "well"
-        self.failed += [f"{part} {step.name}"] * bool(wrong)
-        self.say("\n    ".join([f"{part:11} {step.name:11} {seconds:4.0f} s  {state}", *texts]))
+        return texts
 
     def _left_out(self, step: Step) -> str:
-        """Why a step cannot run here, or ""."""
+        """Return the reason why a step cannot run here, or ""."""
         if step.needs and not shutil.which(step.needs) and not (ROOT / step.needs).exists():
             return f"left out: there is no {step.needs}"
         if self.config.dry_run:
             return "left out: it needs a GPU" if step.on_cpu is None else ""
         count = torch.cuda.device_count()
-        return (
-            f"left out: it needs {step.gpus} GPUs, and there are {count}"
-            if step.gpus > count
-            else ""
-        )
+        if step.gpus > count:
+            return f"left out: it needs {step.gpus} GPUs, and there are {count}"
+        return ""
 
     def say(self, text: str) -> None:
         """Print a piece of the summary, and write all of it. Writes: summary.txt."""
@@ -368,8 +422,9 @@ class Check:
     def run(self) -> None:
         """Run the parts."""
         steps = [(part, step) for part in self.parts for step in PARTS[part]]
-        for name in [f"{part}{end}" for part in self.parts for end in (".txt", ".xml")]:
-            (self.out / name).unlink(missing_ok=True)  # of an earlier run
+        for part in self.parts:
+            for ending in (".txt", ".xml"):  # of an earlier run
+                (self.out / f"{part}{ending}").unlink(missing_ok=True)
         for number, (part, step) in enumerate(steps):
             self.step(part, step, [other for _, other in steps[number + 1 :]])
         self.say(f"FAILED: {', '.join(self.failed)}" if self.failed else "all went well")
@@ -385,7 +440,8 @@ def check(config: CheckConfig) -> None:
         raise ValueError(f"--minutes must be above 0; it is {config.minutes:g}")
     if not config.dry_run and not torch.cuda.is_available():
         raise ValueError(
-            "this machine or this torch has no CUDA device; run it on one that has, or add --dry_run"
+            "this machine or this torch has no CUDA device; run it on one that has, "
+            "or add --dry_run"
         )
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
@@ -396,7 +452,8 @@ def check(config: CheckConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was begun
     checked = Check(config, parts)
     checked.say(
-        f"# {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {config.only}, {config.minutes:g} minutes"
+        f"# {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {config.only}, "
+        f"{config.minutes:g} minutes"
     )
     checked.run()
     if checked.failed:

@@ -1,15 +1,14 @@
-"""The CUDA code of a decode cycle, written, compiled and counted without a GPU. cycle_offline.py runs this file.
+"""Write, compile and count the CUDA code of a decode cycle without a GPU, for cycle_offline.py.
 
-1. An engine of fake tensors (fake_cuda.py) runs the body of a captured cycle, as it would on the device.
-2. `torch.compile` is replaced: Dynamo traces a step, inductor writes its code, which is kept; the step itself then runs
-   on fake tensors. The launches of a step are read from that code.
-3. Our own operators are opaque to inductor. Where one is called, its implementation for CUDA runs: what that launches
-   is counted, and each Triton kernel is compiled for what it is launched with.
-4. Of operations outside of compiled steps each is a launch, but for views and allocations.
+1. An engine of fake tensors (fake_cuda.py) runs the body of a captured cycle, as on the device.
+2. `torch.compile` is replaced: Dynamo traces a step, inductor writes its code, which is kept and
+   counted; the step itself then runs on fake tensors.
+3. Our own operators are opaque to inductor. Where one is called, its CUDA implementation runs: its
+   launches are counted, and each Triton kernel is compiled for its arguments.
+4. Outside of compiled steps each operation is a launch, but for views and allocations.
 5. Inductor's kernels are compiled too, in all configurations that it would choose from by timing.
-
-Trade-off: the target has a few layers; a step that runs once a layer is counted for as many as the real one has.
-A product of cuBLAS counts as one launch. Nothing is run on a GPU, and no time of one is measured.
+Trade-off: the target has a few layers; a step that runs once a layer is counted for as many as the
+real one has. A product of cuBLAS counts as one launch. No time of a GPU is measured.
 """
 
 from __future__ import annotations
@@ -51,22 +50,14 @@ from scripts.gpu import fake_cuda
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LAYERS = 3  # of the fake target
 SHAPE = "llama2-7b"
-MODELS = {
-    "": {},
-    "gqa": {"n_kv_heads": 8},
-    "qwen3": {"n_kv_heads": 8, "qk_norm": True},
-}  # what the shape becomes
+# changes to the shape
+MODELS = {"": {}, "gqa": {"n_kv_heads": 8}, "qwen3": {"n_kv_heads": 8, "qk_norm": True}}
 CONTEXT = 4096
 GROUP = 128
-FREE = (
-    "empty",
-    "empty_strided",
-    "empty_like",
-    "new_empty",
-    "detach",
-    "lift_fresh",
-)  # operations that launch nothing
-LAUNCH = re.compile(  # in inductor's code: a Triton kernel, a library's, our operators, and what it left to torch
+# operations that launch nothing
+FREE = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh")
+# in inductor's code: a Triton kernel, a library's, our operators, and operations left to torch
+LAUNCH = re.compile(
     r"^(?:(\w+)\.run\(|.*?extern_kernels\.(\w+)\(|.*?torch\.ops\.gpt_eagle\.(\w+)\.default\("
     r"|.*?torch\.ops\.(aten\.\w+)|.*?(\.copy_)\()"
 )
@@ -74,7 +65,7 @@ BUFFER = re.compile(r"empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w
 
 
 class Launches(NamedTuple):
-    """What one call in a step's code launches."""
+    """The launches of one call in a step's code."""
 
     operator: str  # of ours; empty where it is not
     kernels: list[str]
@@ -89,18 +80,17 @@ class Step:
     calls: int = 0  # in a cycle
     dynamo_s: float = 0.0
     inductor_s: float = 0.0
-    operators: list[Launches] = field(
-        default_factory=list
-    )  # ours, as the calls of a cycle ran them
+    # ours, as the calls of a cycle ran them
+    operators: list[Launches] = field(default_factory=list)
 
     def launches(self) -> list[Launches]:
-        """What one call launches, in order."""
-        own, found = iter(self.operators), []
-        for line in (
-            self.code.partition("def call(")[2].partition("runner = Runner")[0].splitlines()
-        ):
-            match = LAUNCH.match(line.strip())
-            if match is None or line.strip().startswith(("#", "assert_")):
+        """List the launches of one call, in order."""
+        own = iter(self.operators)
+        found = []
+        body = self.code.partition("def call(")[2].partition("runner = Runner")[0]
+        for line in map(str.strip, body.splitlines()):
+            match = LAUNCH.match(line)
+            if match is None or line.startswith(("#", "assert_")):
                 continue
             kernel, library, operator, *others = match.groups()
             if operator:
@@ -109,26 +99,22 @@ class Step:
             else:
                 name = library or next(filter(None, others), None) or re.sub(r"_\d+$", "", kernel)
                 found.append(Launches("", [name]))
-        operators = sum(bool(part.operator) for part in found)
-        assert operators * self.calls == len(self.operators), (
-            self.name,
-            operators,
-            self.calls,
-            self.operators,
-        )
+        count = sum(bool(part.operator) for part in found)
+        ran = len(self.operators)
+        assert count * self.calls == ran, (self.name, count, self.calls, self.operators)
         return found
 
     def largest_temporary_bytes(self) -> int:
-        """The largest buffer that the code allocates."""
-        sizes = [
-            prod(int(n) for n in shape.split(",") if n.strip()) * getattr(torch, dtype).itemsize
-            for shape, dtype in BUFFER.findall(self.code or "")
-        ]
-        return max(sizes, default=0)
+        """Return the size of the largest buffer that the code allocates."""
+        largest = 0
+        for shape, dtype in BUFFER.findall(self.code or ""):
+            count = prod(int(n) for n in shape.split(",") if n.strip())
+            largest = max(largest, count * getattr(torch, dtype).itemsize)
+        return largest
 
 
 class Case(NamedTuple):
-    """What is decoded with."""
+    """The formats, the tree and the model of a cycle."""
 
     target: str  # format of the weights
     draft: str
@@ -136,11 +122,11 @@ class Case(NamedTuple):
     model: str = ""  # of MODELS
 
 
-# --------------------------------------------------------------------------------------------- recording
+# ------------------------------------------------------------------------------- recording
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what a cycle over fake tensors would launch. In force while one is counted."""
+    """A record of the launches of a cycle over fake tensors. In force while one is counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,19 +135,19 @@ class Recorder(TorchDispatchMode):
         self.step: Step | None = None  # the compiled one that runs
         self.eager: list[str] = []  # launches outside of compiled steps
         self.own: list[str] | None = None  # launches of the operator of ours that runs
-        self.sources: dict[
-            str, str
-        ] = {}  # inductor's kernels: the source with a neutral name, and the source
-        self.kernels: dict[
-            str, tuple[Any, float]
-        ] = {}  # ours: compiled, and the time it took (s); by hash
-        self.failed: dict[str, str] = {}  # of ours, that do not compile: why
+        # inductor's kernels: the source with a neutral name, and the source
+        self.sources: dict[str, str] = {}
+        # ours by hash: compiled, and the time it took (s)
+        self.kernels: dict[str, tuple[Any, float]] = {}
+        # ours that do not compile, and the reason
+        self.failed: dict[str, str] = {}
 
     def start(self) -> Recorder:
         """Forget the last cycle, but not the code of its steps."""
         self.eager.clear()
         for step in self.steps:
-            step.calls, step.operators = 0, []
+            step.calls = 0
+            step.operators = []
         return self
 
     def __torch_dispatch__(
@@ -176,22 +162,24 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_torch(self, function: Any, args: tuple, result: Any) -> None:
-        """Take down an operation of torch's, if it launches something."""
+        """Record an operation of torch's, if it launches something."""
         on_device = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, result)))
         name = function._schema.name.partition("::")[2]
         if on_device and function.namespace == "aten" and not function.is_view and name not in FREE:
             self.note(f"aten.{name}")
 
     def note(self, launch: str) -> None:
-        """Take down a launch outside of inductor's code."""
-        (self.eager if self.own is None else self.own).append(launch)
+        """Record a launch outside of inductor's code."""
+        launches = self.eager if self.own is None else self.own
+        launches.append(launch)
 
     def _run_own(self, name: str, args: tuple, kwargs: dict) -> None:
-        """Do what an operator of ours does on CUDA."""
+        """Run the CUDA implementation of an operator of ours."""
         self.own = []
         with self:
             self.implementations[name](*args, **kwargs)
-        own, self.own = self.own, None
+        own = self.own
+        self.own = None
         if self.step is None:
             self.eager += own
         else:
@@ -199,7 +187,7 @@ class Recorder(TorchDispatchMode):
 
 
 class At(MockTensor):
-    """The type of a tensor and its place in its storage: what a kernel is compiled for."""
+    """The type of a tensor and its place in its storage, which a kernel is compiled for."""
 
     def __init__(self, x: Tensor):
         super().__init__(x.dtype, list(x.shape))
@@ -210,7 +198,7 @@ class At(MockTensor):
 
 
 def watch_operators(recorder: Recorder) -> None:
-    """Learn what is registered for CUDA; before the project's operators are imported."""
+    """Record the implementations for CUDA; call it before the project's operators are imported."""
     register = torch.library.Library.impl
 
     def impl(self: Any, name: Any, function: Any, key: str = "", **options: Any) -> Any:
@@ -222,7 +210,7 @@ def watch_operators(recorder: Recorder) -> None:
 
 
 def replace_launches(recorder: Recorder) -> None:
-    """Compile a kernel of ours for what it is launched with, instead of launching it."""
+    """Compile a kernel of ours for its arguments, instead of launching it."""
     compile = JITFunction.run
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -241,7 +229,7 @@ def replace_launches(recorder: Recorder) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why something does not compile, shortly."""
+    """Return the reason why something does not compile, cut to 500 characters."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
@@ -249,20 +237,16 @@ def replace_compiler(recorder: Recorder) -> None:
     """Let torch.compile write the code of a step and keep it; the step itself runs as it is."""
     trace = torch.compile
 
-    def compile(function: Callable, options: dict | None = None, **how: Any) -> Callable:
+    def compile(function: Callable, options: dict | None = None, **further: Any) -> Callable:
         step = Step(re.sub(r"_\d+$", "", function.__name__))
         recorder.steps.append(step)
 
         def run(*args: Any) -> Any:
             if step.code is None:
-                write(
-                    step,
-                    partial(trace, function, fullgraph=True, dynamic=False),
-                    args,
-                    options or {},
-                    recorder,
-                )
-            step.calls, recorder.step = step.calls + 1, step
+                trace_step = partial(trace, function, fullgraph=True, dynamic=False)
+                write(step, trace_step, args, options or {}, recorder)
+            step.calls += 1
+            recorder.step = step
             try:
                 return function(*args)
             finally:
@@ -275,7 +259,8 @@ def replace_compiler(recorder: Recorder) -> None:
 
 def write(step: Step, trace: Callable, args: tuple, options: dict, recorder: Recorder) -> None:
     """Trace a step and let inductor write its code. Writes: step, the recorder's sources."""
-    graphs, codes = [], []
+    graphs = []
+    codes = []
 
     def backend(graph: Any, inputs: list) -> Callable:
         graphs.append((graph, inputs))
@@ -299,16 +284,17 @@ def write(step: Step, trace: Callable, args: tuple, options: dict, recorder: Rec
     step.code = "".join(codes)
 
 
-# ------------------------------------------------------------------------------------------------ engine
+# ------------------------------------------------------------------------------- engine
 
 
 def quantized(linear: nn.Linear, format: str) -> nn.Module:
-    """A layer of the same shape in a format."""
+    """Return a layer of the same shape in a format."""
     from quantize import FORMATS
 
     if format == "none":
         return linear
-    kind, shape = FORMATS[format], linear.weight.shape
+    kind = FORMATS[format]
+    shape = linear.weight.shape
     codes = torch.empty(shape, dtype=torch.int8)
     scale = torch.empty(kind.scale_shape(shape, GROUP), dtype=kind.scale_dtype)
     return kind(codes, scale, linear.bias, fp32_out=getattr(linear, "fp32_out", False))
@@ -323,7 +309,7 @@ def quantize_all(model: nn.Module, format: str) -> None:
 
 
 def make_engine(case: Case) -> Any:
-    """An engine as generate.py makes it, of tensors that hold nothing; the default device is the GPU."""
+    """Make an engine as generate.py does, of empty tensors; the default device is the GPU."""
     from decode import Engine, with_cycles
     from drafters import RootOnly
     from eagle_draft import EagleConfig, EagleDrafter, EagleHead
@@ -332,11 +318,11 @@ def make_engine(case: Case) -> Any:
     from options import GenerateConfig
 
     sizes = {name: size for name, size in asdict(Shape.parse(SHAPE)).items() if name != "name"}
-    config = ModelConfig(
-        **sizes | {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS[case.model]
-    )
+    sizes |= {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS[case.model]
+    config = ModelConfig(**sizes)
     torch.set_default_dtype(torch.bfloat16)
-    target, head = Transformer(config), EagleHead(EagleConfig(replace(config, n_layers=1)))
+    target = Transformer(config)
+    head = EagleHead(EagleConfig(replace(config, n_layers=1)))
     torch.set_default_dtype(torch.float32)
     lm_head = quantized(target.lm_head, case.draft) if case.draft != case.target else None
     for model, format in ((target, case.target), (head, case.draft)):
@@ -350,7 +336,7 @@ def make_engine(case: Case) -> Any:
 
 
 def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
-    """Write the code of a cycle, and count. Returns: a row of the report."""
+    """Write the code of a cycle, and count its launches. Returns: a row of the report."""
     import ops.cuda.attention
     from session import Buffers
 
@@ -363,77 +349,89 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
         work.replay(engine, 0)  # writes code
         with recorder.start():
             work.replay(engine, 0)
-    return counts(recorder) | {
-        "cache_buffer_bytes": work.cache.k[0].numel() * work.cache.k[0].itemsize
-    }
+    buffer = work.cache.k[0]
+    return counts(recorder) | {"cache_buffer_bytes": buffer.numel() * buffer.itemsize}
 
 
-# ---------------------------------------------------------------------------------------------- counting
+# ------------------------------------------------------------------------------- counting
 
 
 def counts(recorder: Recorder) -> dict[str, Any]:
-    """What a cycle launches: by step, per layer, per drafted level, and in all for as many layers as the shape has."""
+    """Count the launches of a cycle: by step, per layer, per drafted level, and in all.
+
+    The total is for as many layers as the shape has.
+    """
     from extras.stand_in import SHAPES
 
-    steps, layer, level, cycle = {}, 0, 0, len(recorder.eager)
+    steps = {}
+    per_layer = 0
+    per_level = 0
+    per_cycle = len(recorder.eager)
     for step in recorder.steps:
         parts = step.launches() if step.calls else []
         names = [name for part in parts for name in part.kernels]
-        by_layer = step.calls > 1
-        calls = step.calls + by_layer * (SHAPES[SHAPE].n_layers - LAYERS)
-        cycle, layer = cycle + calls * len(names), layer + by_layer * len(names)
-        level += between(parts, "attention")
+        calls = step.calls
+        if step.calls > 1:  # once a layer
+            calls += SHAPES[SHAPE].n_layers - LAYERS
+            per_layer += len(names)
+        per_cycle += calls * len(names)
+        per_level += between(parts, "attention")
         label = step.name if step.name not in steps else f"{step.name} {len(steps)}"
         steps[label] = {
-            "calls": calls, "launches": len(names), "kernels": dict(Counter(names)), "order": names,
+            "calls": calls,
+            "launches": len(names),
+            "kernels": dict(Counter(names)),
+            "order": names,
             "largest_temporary_bytes": step.largest_temporary_bytes(),
-            "dynamo_s": round(step.dynamo_s, 2), "inductor_s": round(step.inductor_s, 2),
-        }  # fmt: skip
-    totals = {"per_layer": layer, "per_level": level, "per_cycle": cycle}
+            "dynamo_s": round(step.dynamo_s, 2),
+            "inductor_s": round(step.inductor_s, 2),
+        }
+    totals = {"per_layer": per_layer, "per_level": per_level, "per_cycle": per_cycle}
     return totals | {"outside": dict(Counter(recorder.eager)), "steps": steps}
 
 
 def between(parts: list[Launches], word: str) -> int:
-    """Launches from the last but one operator of ours with this word in its name to the last one; 0: there are none."""
+    """Count the launches from the last but one operator with this word in its name to the last.
+
+    Returns: 0 for fewer than two such operators.
+    """
     places = [i for i, part in enumerate(parts) if word in part.operator]
-    return sum(len(part.kernels) for part in parts[places[-2] : places[-1]]) if places[1:] else 0
+    if len(places) < 2:
+        return 0
+    return sum(len(part.kernels) for part in parts[places[-2] : places[-1]])
 
 
-# --------------------------------------------------------------------------------------------- compiling
+# ------------------------------------------------------------------------------- compiling
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of local memory, which are what was spilled."""
+    """Return the registers of a thread, and the bytes of local memory, which were spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    registers, stack = (
-        int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK")
-    )
-    return {"registers": registers, "stack_bytes": stack}
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+    }
 
 
 def own_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
-    """Our Triton kernels, each as often as it was compiled anew."""
+    """Yield our Triton kernels, each as often as it was compiled anew."""
     for name, error in recorder.failed.items():
         yield {"name": name, "whose": "own", "error": error, "seconds": 0.0}
     for kernel, seconds in recorder.kernels.values():
-        facts = {
+        row = {"name": kernel.name, "whose": "own"} | resources(kernel.asm["cubin"])
+        yield row | {
             "warps": kernel.metadata.num_warps,
             "shared_bytes": kernel.metadata.shared,
             "seconds": round(seconds, 2),
         }
-        yield {"name": kernel.name, "whose": "own"} | resources(kernel.asm["cubin"]) | facts
 
 
 def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
-    """Compile inductor's kernels, in all configurations."""
+    """Compile inductor's kernels, in all configurations. Yields: a row of the report each."""
     triton_helpers.set_driver_to_gpu = lambda: None
     triton_heuristics.StaticTritonCompileResult.can_statically_launch = staticmethod(
         lambda *_, **__: None
@@ -443,12 +441,12 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
         row = {"name": tuner.fn.__name__, "whose": "inductor", "configurations": len(tuner.configs)}
         began = time.perf_counter()
         try:
-            found = [tuner._precompile_config(config).kernel for config in tuner.configs]
-            use = [
-                resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared}
-                for kernel in found
-            ]
-            row |= {name: max(one[name] for one in use) for name in use[0]}
+            needs = []
+            for config in tuner.configs:
+                kernel = tuner._precompile_config(config).kernel
+                shared = {"shared_bytes": kernel.metadata.shared}
+                needs.append(resources(kernel.asm["cubin"]) | shared)
+            row |= {name: max(need[name] for need in needs) for name in needs[0]}
         except Exception as error:  # as above
             row["error"] = reason(error)
         yield row | {"seconds": round(time.perf_counter() - began, 2)}
@@ -463,31 +461,33 @@ def main() -> None:
     parser.add_argument(
         "cases",
         nargs="+",
-        help="TARGET/DRAFT/TREE, as none/int4/dynamic-6-10-60, none/none/chain-5, int4/int4/vanilla; "
+        help="TARGET/DRAFT/TREE, as none/int4/dynamic-6-10-60, none/none/chain-5, "
+        "int4/int4/vanilla; "
         "/gqa or /qwen3 behind that for another attention",
     )
     options = parser.parse_args()
     fake_cuda.install(fake_cuda.GPUS[options.gpu])
-    # constants of fake tensors cannot be folded, and matrices cannot be timed with and without padding
+    # constants of fake tensors cannot be folded; matrices cannot be timed with and without padding
     inductor.joint_graph_constant_folding = inductor.shape_padding = False
     inductor.force_disable_caches = True
-    recorder, found = Recorder(), {}
+    recorder = Recorder()
     watch_operators(recorder)
     replace_launches(recorder)
     replace_compiler(recorder)
     from draft_tree import DynamicTree, StaticTree
     from files import write_text
 
+    makers = {"vanilla": lambda: None, "chain": StaticTree.chain, "dynamic": DynamicTree}
+    found = {}
     for text in options.cases:
         target, draft, tree, *model = text.split("/")
         kind, *sizes = tree.split("-")
-        make = {"vanilla": lambda: None, "chain": StaticTree.chain, "dynamic": DynamicTree}[kind]
-        found[text] = run_case(Case(target, draft, make(*map(int, sizes)), *model), recorder)
+        case = Case(target, draft, makers[kind](*map(int, sizes)), *model)
+        found[text] = run_case(case, recorder)
         print(f"{text}: {found[text]['per_cycle']} launches a cycle", file=sys.stderr, flush=True)
     kernels = [*own_kernels(recorder), *inductor_kernels(recorder)]
-    write_text(
-        options.json, json.dumps({"gpu": options.gpu, "cases": found, "kernels": kernels}, indent=1)
-    )
+    report = {"gpu": options.gpu, "cases": found, "kernels": kernels}
+    write_text(options.json, json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-/* What torch asks of the CUDA runtime and driver before it believes in a GPU; see fake_cuda.py. One library for both.
+/* The calls of the CUDA runtime and driver by which torch looks for a GPU (fake_cuda.py), in one library.
 
    cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake_cuda.c; LD_PRELOAD=libcuda.so.1 */
 #include <stddef.h>

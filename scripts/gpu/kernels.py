@@ -1,30 +1,22 @@
-"""How fast a GPU multiplies 1 to 64 rows by the weights of a 7B model, in one format; and whether it is right.
+"""Time products of 1 to 64 rows with the weights of a 7B model on a GPU, and check their results.
 
     python scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
     python scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
 
-1. The ceiling: a copy within the GPU's memory, bytes read and written.
-2. For each layer of a LLaMA-2 7B block and its LM head: `correct`, the product of fresh random data against the fp32
-   reference, written into memory that holds NaN; `same_bits`, whether a row comes out the same alone and among others.
-3. For each number of rows: the time of a product within a captured graph that goes through at least 200 MB of
-   different weights, so that no cache holds them; median and spread over replays; share of the ceiling.
-Formats: int4 and int8 are ours; bf16 is the vendor's product (cuBLAS); tinygemm is torch._weight_int4pack_mm.
-`attention`, `compact`, `topk` and `experts` are the other kernels of a decode cycle, measured in the same way.
-- attention in bf16 with the heads of a 7B and an 8B model, against `masked`, torch's over the whole cache of 4,352
-  slots, and `cut`, torch's over the slots in use, with its mask made beforehand, which no captured graph could do.
-- the compaction of an accepted path, 6 rows that all move, in a cache of 32 layers with 8 and with 32 key heads in
-  bf16; torch's is the compiled loop over the buffers. Calls take turns along the cache, so that no row is read twice.
-- top-10 and logsumexp against torch's.
-- the products of Mixtral-8x7B's experts for 1 to 60 tokens, each with two experts at random, in bf16, int8 and int4.
-  The share is that of reading the experts that are hit; the time includes the lists of their rows, which a layer makes
-  once for two products; torch's is every row with every expert, in bf16.
-One JSON line is appended after every row. A row that fails is written down with its error, and the rest goes on
-unless the device is lost; the exit status is then 1, and in the end when a row is wrong or has failed.
-scripts/gpu/check.py runs this for all formats, and prints a table.
+int4 and int8 are ours, bf16 is the vendor's product (cuBLAS), tinygemm torch._weight_int4pack_mm.
+`correct`: the product of random data against the fp32 reference, written into memory that holds
+NaN. `same_bits`: a row comes out the same alone and among others. The time is that of a product in
+a captured graph that goes through at least 200 MB of different weights, so that no cache holds
+them: median and spread over replays, and the share of the ceiling, which is a copy within the GPU's
+memory, bytes read and written. `attention`, `compact`, `topk` and `experts` are the other kernels
+of a decode cycle, measured in the same way (`*_contest`). One JSON line is appended after every
+row. A row that fails is recorded with its error, and the rest goes on unless the device is lost;
+the exit status is then 1, as for a wrong row. scripts/gpu/check.py runs this for all formats.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -40,15 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import ops.compact
-import ops.topk
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 import ops.attention
+import ops.compact
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
+import ops.topk
 from command_line import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
@@ -72,14 +63,14 @@ CACHE_LAYERS = 32
 CACHE_HEADS = (8, 32)
 PATH = (0, 2, 5, 11, 20, 33, 47)  # of a tree of 60; every row but the root's moves
 VOCABULARIES = (32000, 128256)
-EXPERTS, CHOSEN = 8, 2
+EXPERTS = 8
+CHOSEN = 2
 EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, and down
 EXPERT_FORMATS = ("bf16", "int8", "int4")
 EXPERT_TOKENS = (1, 2, 4, 8, 32, 60)
 COPY_BYTES = 2**30
-TOLERANCE = (
-    4e-3  # relative; rounding to bf16 alone gives 1.7e-3, and once more that of probabilities
-)
+# relative; rounding to bf16 alone gives 1.7e-3, and rounding probabilities as much again
+TOLERANCE = 4e-3
 
 
 @dataclass
@@ -94,7 +85,7 @@ class BenchConfig:
 
 
 class Layer(NamedTuple):
-    """The weights of one layer and how to multiply by them."""
+    """The weights of one layer, and the products with them."""
 
     product: Callable[[Tensor], Tensor]  # [M, K] bfloat16 -> [M, N]
     reference: Callable[[Tensor], Tensor] | None  # of ours
@@ -102,25 +93,23 @@ class Layer(NamedTuple):
 
 
 def words(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random integers on the GPU."""
+    """Return random integers on the GPU."""
     bits = torch.iinfo(dtype)
     return torch.randint(bits.min, bits.max, shape, dtype=dtype, device="cuda")
 
 
 def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
-    """Random words and scales, as the operators of int4 or int8 take them."""
+    """Return random words and scales, as the operators of int4 or int8 take them."""
     scale = torch.rand(N, K // group, device="cuda") * 0.01
-    packed = words(
-        -(-K * (4 if form == "int4" else 8) // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16
-    )
-    return packed, ops.cuda.layout.pack_scales(
-        scale.bfloat16(), group
-    ) if form == "int4" else scale[:, 0].contiguous()
+    bits = 4 if form == "int4" else 8
+    packed = words(-(-K * bits // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16)
+    if form == "int4":
+        return packed, ops.cuda.layout.pack_scales(scale.bfloat16(), group)
+    return packed, scale[:, 0].contiguous()
 
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
-    """Random weights on the GPU. Every word is a valid one, in all of the packed formats."""
-
+    """Make random weights on the GPU. Every word is a valid one, in all of the packed formats."""
     if form == "bf16":
         w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
         return Layer(lambda x: F.linear(x, w), None, w.nbytes)
@@ -131,7 +120,8 @@ def make_layer(form: str, N: int, K: int, group: int) -> Layer:
         return Layer(
             lambda x: torch._weight_int4pack_mm(x, w, group, zeros), None, w.nbytes + zeros.nbytes
         )
-    (packed, scale), (product, reference) = random_packed(form, N, K, group), PRODUCTS[form]
+    packed, scale = random_packed(form, N, K, group)
+    product, reference = PRODUCTS[form]
     return Layer(
         lambda x: product(x, packed, scale),
         lambda x: reference(x, packed, scale),
@@ -140,7 +130,7 @@ def make_layer(form: str, N: int, K: int, group: int) -> Layer:
 
 
 def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float]:
-    """Seconds per call, one number for each replay of a graph of all calls."""
+    """Return seconds per call, one number for each replay of a graph of all calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -162,10 +152,11 @@ def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy within the device."""
+    """Return the bytes read and written per second by a copy within the device."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / statistics.median(graph_times_s([lambda: target.copy_(source)] * 3, 10))
+    times = graph_times_s([lambda: target.copy_(source)] * 3, 10)
+    return 2 * COPY_BYTES / statistics.median(times)
 
 
 def check_layer(layer: Layer, K: int, rows: list[int]) -> dict:
@@ -173,13 +164,15 @@ def check_layer(layer: Layer, K: int, rows: list[int]) -> dict:
     if layer.reference is None:
         return {}
     x = torch.randn(rows[-1], K, dtype=torch.bfloat16, device="cuda")
-    nan = lambda *size, **options: torch.full(size, float("nan"), **options)  # noqa: E731
+
+    def nan(*size: int, **options: object) -> Tensor:
+        return torch.full(size, float("nan"), **options)
+
     with mock.patch.object(torch, "empty", nan):
-        whole = layer.product(x)
-        parts = [layer.product(x[:M]) for M in rows]
-    expected = layer.reference(x.float())  # [M, N]
-    error = float((whole.float() - expected).norm() / expected.norm())
-    same = all(torch.equal(part, whole[:M]) for part, M in zip(parts, rows))
+        together = layer.product(x)
+        alone = [layer.product(x[:M]) for M in rows]
+    error = relative_error(together, layer.reference(x.float()))  # both [M, N]
+    same = all(torch.equal(part, together[:M]) for part, M in zip(alone, rows))
     return {"relative_error": error, "correct": error < TOLERANCE, "same_bits": same}
 
 
@@ -191,27 +184,31 @@ def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
         try:
             first = make_layer(config.format, N, K, config.group_size)
             row |= {"weight_bytes": first.weight_bytes} | check_layer(first, K, rows)
-            copies = max(2, -(-config.rotate_mb * 10**6 // first.weight_bytes))
-            layers = [first] + [
-                make_layer(config.format, N, K, config.group_size) for _ in range(copies - 1)
-            ]
-        except Exception as error:  # whatever it is, it belongs in the record
+            copies = copies_of(first.weight_bytes, config.rotate_mb * 10**6)
+            further = [make_layer(config.format, N, K, config.group_size) for _ in range(1, copies)]
+            layers = [first, *further]
+        except Exception as error:  # every failure belongs in the record
             yield row | failure(error)
             torch.cuda.synchronize()  # raises where the device is lost
             continue
         for M in rows:
             yield row | {"M": M} | time_layers(layers, M, K, config.replays, ceiling)
             torch.cuda.synchronize()
-        del layers, first
+        del layers, further, first  # gigabytes
+
+
+def copies_of(read_bytes: int, rotate_bytes: int) -> int:
+    """Return the number of copies that together exceed the caches."""
+    return max(2, -(-rotate_bytes // read_bytes))
 
 
 def failure(error: Exception) -> dict:
-    """What to write down of an error: its kind and first line."""
+    """Return the record of an error: its kind and first line."""
     return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
 
 
 def time_layers(layers: list[Layer], M: int, K: int, replays: int, ceiling: float) -> dict:
-    """Time M rows, the layers in turn."""
+    """Time M rows with each of the layers in turn."""
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
     calls = [lambda product=layer.product: product(x) for layer in layers]
     return time_calls(calls, layers[0].weight_bytes, replays, ceiling)
@@ -223,20 +220,19 @@ def time_calls(
     """Time calls that read `read_bytes` each."""
     try:
         times = graph_times_s(calls, replays)
-    except Exception as error:  # whatever it is, it belongs in the record
+    except Exception as error:  # every failure belongs in the record
         return failure(error)
-    middle = statistics.median(times)
-    share = read_bytes / middle / ceiling
-    return {"time_us": middle * 1e6, "spread_us": (max(times) - min(times)) * 1e6, "share": share}
+    median = statistics.median(times)
+    share = read_bytes / median / ceiling
+    return {"time_us": median * 1e6, "spread_us": (max(times) - min(times)) * 1e6, "share": share}
 
 
 class Contest(NamedTuple):
     """One of the other kernels at one shape, beside its peers."""
 
     read_bytes: int  # that it must read; written ones too where it moves them
-    methods: dict[
-        str, list[Callable[[], object]]
-    ]  # calls over different data; the first method is ours
+    # calls over different data; the first method is ours
+    methods: dict[str, list[Callable[[], object]]]
     error: Callable[[], float]  # of ours against the reference, relative
 
 
@@ -245,7 +241,11 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Contest:
-    """T rows over `length` slots and themselves, as a causal window."""
+    """Compare attention of T rows over `length` slots and themselves, as a causal window, in bf16.
+
+    Peers are torch's: `masked` over the entire cache of 4,352 slots; `cut` over the slots in use,
+    with a mask made beforehand, which no captured graph could do.
+    """
     heads, kv_heads = HEADS[name]
     used = length + T
     read_bytes = 2 * 2 * kv_heads * used * 128
@@ -254,38 +254,44 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
     start = torch.tensor([length], device="cuda")
     mask = torch.ones(1, T, T, device="cuda").tril().bool()
     visible = F.pad(mask, (length, 0), value=True)  # [1, T, used]
-    copies = max(2, -(-rotate_bytes // read_bytes))
+    copies = copies_of(read_bytes, rotate_bytes)
     caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(copies)]
+
+    def ours(k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention.tree_attention(q, k, v, start, mask)
+
+    def masked(k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention._tree_attention_masked(q, k, v, start, mask)
+
+    def cut(k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible)
+
     methods = {
-        "ours": [
-            lambda k=k, v=v: ops.attention.tree_attention(q, k, v, start, mask) for k, v in caches
-        ],
-        "masked": [
-            lambda k=k, v=v: ops.attention._tree_attention_masked(q, k, v, start, mask)
-            for k, v in caches
-        ],
-        "cut": [
-            lambda k=k, v=v: ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible)
-            for k, v in caches
-        ],
+        "ours": [partial(ours, *cache) for cache in caches],
+        "masked": [partial(masked, *cache) for cache in caches],
+        "cut": [partial(cut, *cache) for cache in caches],
     }
 
     def error() -> float:
-        k, v = (t.clone() for t in caches[0])
+        k, v = caches[0].clone()
         want = ops.attention.tree_attention_reference(q.float(), k, v, start, mask)
-        k[:, :, used:] = v[:, :, used:] = float("nan")
+        k[:, :, used:] = float("nan")
+        v[:, :, used:] = float("nan")
         return relative_error(ops.attention.tree_attention(q, k, v, start, mask), want)
 
     return Contest(read_bytes, methods, error)
 
 
 def compact_contest(kv_heads: int) -> Contest:
-    """The rows of a path to their places, in all layers."""
+    """Compare the compaction of an accepted path, in all layers of a cache in bf16.
+
+    The peer is the compiled loop over the buffers. Calls take turns along the cache, so that no row
+    is read twice.
+    """
     config = ModelConfig(128 * kv_heads, CACHE_LAYERS, kv_heads, kv_heads, 128, 1, 1)
     path = torch.tensor([PATH], device="cuda")
-    starts = [
-        torch.tensor([slot], device="cuda") for slot in range(0, CAPACITY - PATH[-1], PATH[-1] + 1)
-    ]
+    slots = range(0, CAPACITY - PATH[-1], PATH[-1] + 1)
+    starts = [torch.tensor([slot], device="cuda") for slot in slots]
     cache = KVCache.empty(config, 1, CAPACITY, torch.bfloat16, path.device.type)
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
@@ -302,13 +308,14 @@ def compact_contest(kv_heads: int) -> Contest:
         cache.compact(starts[1], path)
         return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
 
-    return Contest(2 * 2 * CACHE_LAYERS * kv_heads * (len(PATH) - 1) * 128 * 2, methods, error)
+    moved_bytes = 2 * 2 * CACHE_LAYERS * kv_heads * (len(PATH) - 1) * 128 * 2
+    return Contest(moved_bytes, methods, error)
 
 
 def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
-    """The 10 best and the logsumexp of every row."""
+    """Compare the 10 best scores and the logsumexp of every row with torch's."""
     read_bytes = 4 * rows * V
-    copies = max(2, -(-rotate_bytes // read_bytes))
+    copies = copies_of(read_bytes, rotate_bytes)
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
         "ours": [lambda s=s: ops.topk.topk_logsumexp(s, 10) for s in scores],
@@ -317,52 +324,63 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
 
     def error() -> float:
         values, index, total = ops.topk.topk_logsumexp(scores[0], 10)
-        best, _, logsumexp = ops.topk.topk_logsumexp_reference(
-            scores[0], 10
-        )  # indices of ties may differ
-        pairs = ((values, best), (scores[0].gather(-1, index), best), (total, logsumexp))
-        return max(relative_error(*pair) for pair in pairs)
+        # indices of ties may differ
+        best, _, logsumexp = ops.topk.topk_logsumexp_reference(scores[0], 10)
+        return max(
+            relative_error(values, best),
+            relative_error(scores[0].gather(-1, index), best),
+            relative_error(total, logsumexp),
+        )
 
     return Contest(read_bytes, methods, error)
 
 
 class Stack(NamedTuple):
-    """The weights of a layer's experts, and how rows are multiplied by them."""
+    """The weights of a layer's experts, and the products with them."""
 
     product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from ops.experts.route -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
-    every: (
-        Callable[[Tensor, Tensor], Tensor] | None
-    )  # [P, K] bfloat16, [P] int64 -> [P, N], by torch
+    # [P, K] bfloat16, [P] int64 -> [P, N], by torch
+    every: Callable[[Tensor, Tensor], Tensor] | None
     expert_bytes: int
 
 
 def make_stack(form: str, N: int, K: int, group: int) -> Stack:
-    """Random weights of every expert. group: of int4 scales."""
+    """Make random weights of every expert. group: of int4 scales"""
     if form == "bf16":
         w = torch.randn(EXPERTS, N, K, dtype=torch.bfloat16, device="cuda")
         return Stack(
-            lambda x, routing: ops.experts.experts_linear(x, w, routing), lambda x, e: x @ w[e].float().T,
-            lambda x, expert: ops.experts.experts_linear_reference(x, w, expert), w[0].nbytes,
-        )  # fmt: skip
+            lambda x, routing: ops.experts.experts_linear(x, w, routing),
+            lambda x, e: x @ w[e].float().T,
+            lambda x, expert: ops.experts.experts_linear_reference(x, w, expert),
+            w[0].nbytes,
+        )
     parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
-    packed, scale = (torch.stack(both) for both in zip(*parts))
+    packed = torch.stack([words for words, _ in parts])
+    scale = torch.stack([scales for _, scales in parts])
     del parts  # gigabytes
     product, reference = PRODUCTS[form]
     return Stack(
-        lambda x, routing: product(x, packed, scale, routing), lambda x, e: reference(x, packed[e], scale[e]),
-        None, packed[0].nbytes + scale[0].nbytes,
-    )  # fmt: skip
+        lambda x, routing: product(x, packed, scale, routing),
+        lambda x, e: reference(x, packed[e], scale[e]),
+        None,
+        packed[0].nbytes + scale[0].nbytes,
+    )
 
 
 def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes: int) -> Contest:
-    """Rows of `tokens` tokens, each with different experts chosen at random, through one of Mixtral's products."""
+    """Compare one of Mixtral's products, each token with two different experts at random.
+
+    The share is that of reading the experts that are hit. The time includes the lists of their
+    rows, which a layer makes once for two products. The peer is torch's product of every row with
+    every expert, in bf16.
+    """
     N, K = EXPERT_LAYERS[layer]
     expert = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOSEN).indices.flatten()  # [P]
     x = torch.randn(len(expert), K, dtype=torch.bfloat16, device="cuda")
     first = make_stack(form, N, K, group)
     read_bytes = len(expert.unique()) * first.expert_bytes
-    copies = max(2, -(-rotate_bytes // read_bytes))
+    copies = copies_of(read_bytes, rotate_bytes)
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
     methods = {
         "ours": [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
@@ -380,26 +398,27 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
 
 
 def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
-    """Those that were asked for: name, rows, and what makes it when its turn comes."""
+    """List the contests of a format: name, rows, and a function that makes the contest."""
     rotate_bytes = config.rotate_mb * 10**6
+    found = []
     if config.format == "compact":
-        name = f"compaction, {CACHE_LAYERS} layers of %d heads"
-        return [(name % heads, len(PATH), partial(compact_contest, heads)) for heads in CACHE_HEADS]
-    if config.format == "topk":
-        return [
-            (f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes))
-            for V in VOCABULARIES
-            for M in (1, 10)
-        ]
-    if config.format == "experts":
-        return [
-            (f"experts {form} {layer}", M, partial(experts_contest, form, layer, M, config.group_size, rotate_bytes))
-            for form in EXPERT_FORMATS for layer in EXPERT_LAYERS for M in EXPERT_TOKENS
-        ]  # fmt: skip
-    return [
-        (f"attention {name}, {length} slots", M, partial(attention_contest, name, length, M, rotate_bytes))
-        for name in HEADS for length in map(int, config.lengths.split(",")) for M in map(int, config.rows.split(","))
-    ]  # fmt: skip
+        for heads in CACHE_HEADS:
+            name = f"compaction, {CACHE_LAYERS} layers of {heads} heads"
+            found.append((name, len(PATH), partial(compact_contest, heads)))
+    elif config.format == "topk":
+        for V, M in itertools.product(VOCABULARIES, (1, 10)):
+            found.append((f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)))
+    elif config.format == "experts":
+        for form, layer, M in itertools.product(EXPERT_FORMATS, EXPERT_LAYERS, EXPERT_TOKENS):
+            make = partial(experts_contest, form, layer, M, config.group_size, rotate_bytes)
+            found.append((f"experts {form} {layer}", M, make))
+    else:
+        lengths = map(int, config.lengths.split(","))
+        rows = map(int, config.rows.split(","))
+        for heads, length, M in itertools.product(HEADS, lengths, rows):
+            make = partial(attention_contest, heads, length, M, rotate_bytes)
+            found.append((f"attention {heads}, {length} slots", M, make))
+    return found
 
 
 def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
@@ -409,7 +428,7 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
         try:
             contest = make()
             error = contest.error()
-        except Exception as error:  # whatever it is, it belongs in the record
+        except Exception as error:  # every failure belongs in the record
             yield row | {"method": "ours"} | failure(error)
             torch.cuda.synchronize()  # raises where the device is lost
             continue
@@ -419,45 +438,43 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
             "correct": error < TOLERANCE,
         }
         for method, calls in contest.methods.items():
-            yield (
-                row
-                | {"method": method}
-                | time_calls(calls, contest.read_bytes, config.replays, ceiling)
-            )
+            times = time_calls(calls, contest.read_bytes, config.replays, ceiling)
+            yield row | {"method": method} | times
             torch.cuda.synchronize()
         del contest, calls  # gigabytes of caches
 
 
 def cycle_summary(rows: list[dict]) -> str:
-    """A Markdown table of the other kernels, then what went wrong."""
+    """Return a Markdown table of the other kernels, then the wrong and the failed rows."""
     lines = [
         "| kernel | rows | ours | torch, whole cache | torch: cut, loop, top-k, all experts |",
         "|---|---|---|---|---|",
     ]
-    cells = {
-        (r["kernel"], r["M"], r["method"]): f"{r['time_us']:.1f} us, {r['share']:.0%}"
-        for r in rows
-        if "time_us" in r
-    }
-    for kernel, M in dict.fromkeys((r["kernel"], r["M"]) for r in rows):
-        ours, masked = (cells.get((kernel, M, method), "") for method in ("ours", "masked"))
-        peer = cells.get((kernel, M, "cut")) or cells.get((kernel, M, "torch"), "")
+    cells: dict[tuple[str, int], dict[str, str]] = {}  # by shape and method
+    for r in rows:
+        by_method = cells.setdefault((r["kernel"], r["M"]), {})
+        if "time_us" in r:
+            by_method[r["method"]] = f"{r['time_us']:.1f} us, {r['share']:.0%}"
+    for (kernel, M), by_method in cells.items():
+        ours = by_method.get("ours", "")
+        masked = by_method.get("masked", "")
+        peer = by_method.get("cut") or by_method.get("torch", "")
         lines.append(f"| {kernel} | {M} | {ours} | {masked} | {peer} |")
     wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
-    lines += [f"\nwrong: {', '.join(sorted(wrong)) or 'none'}"]
-    return "\n".join(
-        lines
-        + [
-            f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}"
-            for r in rows
-            if "error" in r
-        ]
-    )
+    lines.append(f"\nwrong: {', '.join(sorted(wrong)) or 'none'}")
+    for r in rows:
+        if "error" in r:
+            lines.append(f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}")
+    return "\n".join(lines)
 
 
 def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
-    """All layers of a format together: share of the ceiling, and time over that of the fewest rows."""
-    parts, first_us = [], 0.0
+    """Summarize a format's layers: share of the ceiling, and time over that of the fewest rows.
+
+    timed: rows by format, layer and M
+    """
+    parts = []
+    first_us = 0.0
     for M in sorted({M for name, _, M in timed if name == form}):
         rows = [timed[form, layer, M] for layer in LAYERS if (form, layer, M) in timed]
         if len(rows) == len(LAYERS):
@@ -469,7 +486,10 @@ def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """A Markdown table of the formats: microseconds, and the share of the copy bandwidth; then what went wrong."""
+    """Return a Markdown table of the formats, then the wrong and the failed rows.
+
+    A cell has microseconds, and the share of the copy bandwidth.
+    """
     timed = {(r["format"], r["layer"], r["M"]): r for r in rows if "time_us" in r}
     forms = [form for form in FORMATS if any(row["format"] == form for row in rows)]
     lines = [f"| layer | rows | {' | '.join(forms)} |", f"|---|---|{'---|' * len(forms)}"]
@@ -479,16 +499,16 @@ def summary(rows: list[dict]) -> str:
             cells = [f"{r['time_us']:.1f} us, {r['share']:.0%}" if r else "failed" for r in found]
             lines.append(f"| {layer} | {M} | {' | '.join(cells)} |")
     lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in forms)]
-    wrong = [
-        f"{r['format']} {r['layer']}"
-        for r in rows
-        if not r.get("correct", True) or not r.get("same_bits", True)
-    ]
-    failed = [
-        f"{r['format']} {r['layer']} {r.get('M', '')}: {r['error']}" for r in rows if "error" in r
-    ]
-    lines += [f"\nwrong, or rows depend on others: {', '.join(sorted(set(wrong))) or 'none'}"]
-    return "\n".join(lines + [f"failed: {line}" for line in failed])
+    wrong = set()
+    failed = []
+    for r in rows:
+        layer = f"{r['format']} {r['layer']}"
+        if not r.get("correct", True) or not r.get("same_bits", True):
+            wrong.add(layer)
+        if "error" in r:
+            failed.append(f"failed: {layer} {r.get('M', '')}: {r['error']}")
+    lines.append(f"\nwrong, or rows depend on others: {', '.join(sorted(wrong)) or 'none'}")
+    return "\n".join(lines + failed)
 
 
 def bench(config: BenchConfig) -> None:
@@ -497,25 +517,25 @@ def bench(config: BenchConfig) -> None:
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
     torch.backends.cuda.matmul.allow_tf32 = False
     ceiling = copy_bandwidth()
-    facts = {
+    machine = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "ceiling_bytes_per_s": ceiling,
     }
     print(
-        f"# {facts['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, {config.format}",
+        f"# {machine['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, "
+        f"{config.format}",
         flush=True,
     )
     well = True
-    for row in (measure_cycle if config.format in CYCLE else measure)(config, ceiling):
+    rows = measure_cycle(config, ceiling) if config.format in CYCLE else measure(config, ceiling)
+    for row in rows:
         well &= row.get("correct", True) and row.get("same_bits", True) and "error" not in row
         if config.json:
             with open(config.json, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row | facts) + "\n")
-        tqdm.write(
-            json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}),
-            sys.stdout,
-        )
+                file.write(json.dumps(row | machine) + "\n")
+        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
+        tqdm.write(json.dumps(shown), sys.stdout)
     if not well:
         sys.exit(1)
 

@@ -1,16 +1,17 @@
-"""One look at a GPU machine: does it have what the project needs, and how fast are its simplest things?
+"""Probe a GPU machine: has it all that the project needs, and how fast are its simplest operations?
 
     python scripts/gpu/probe.py --probe boundary
 
-facts          Versions, nvidia-smi, and what Triton needs to compile its launchers: a C compiler and Python.h.
+facts          Versions, nvidia-smi, and a C compiler and Python.h for Triton's launchers.
 product        Two of the project's Triton kernels: one reads the clock, one is an int4 product.
 compiling      A compiled step that changes a record (torch 2.11 lost its fields).
 capture        A step captured as a graph and replayed.
-boundary       The time of an empty kernel in a graph of 500: how long the step from one kernel to the next takes.
-bandwidth      Bytes per second that a GPU reads (measure.py).
-small_kernels  Small cases of the project's kernels against their references. scripts/gpu/check.py runs them under
-               compute-sanitizer, which makes programs many times slower.
-What is wrong raises; the exit status is then 1. One JSON line is appended per probe, with `text` for a reader.
+boundary       The time of an empty kernel in a graph of 500: the gap from one kernel to the next.
+bandwidth      Bytes per second that a GPU reads (scripts/bench/measure.py).
+small_kernels  Small cases of the project's kernels against their references. check.py runs them
+               under compute-sanitizer, which makes programs many times slower.
+A failed check raises; the exit status is then 1. One JSON line is appended per probe, with `text`
+for a reader.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,14 +31,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import ops.norm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+import ops.norm
 from command_line import one_line_errors, option, parse
 from draft_tree import replace_fields
 from options import pick_device
-from runtime import WARM_UPS, Replay, compiled, device_time, store
+from runtime import WARM_UPS, Replay, compiled, copy_into, device_time
 from scripts.bench import measure
 from scripts.gpu import kernels as kernel_bench
 
@@ -52,32 +53,35 @@ class Pair(NamedTuple):
 
 
 def lines_of(*command: str) -> list[str]:
-    """What a program says; one line that tells why, where it cannot be run."""
+    """Run a program. Returns: its output; the reason where it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"no {command[0]} ({type(error).__name__})"]
-    return (done.stdout or done.stderr).strip().splitlines() or [
-        f"{command[0]}: exit status {done.returncode}"
-    ]
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines or [f"{command[0]}: exit status {done.returncode}"]
 
 
 def facts(device: str) -> dict[str, Any]:
-    """What is installed here. Nothing is refused, since the other probes find out what does not work."""
+    """List the installed software. Nothing is refused, since the other probes find all failures."""
     query = (
         "--query-gpu=name,driver_version,memory.used,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
     )
     header = Path(sysconfig.get_path("include"), "Python.h")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "gcc"
     found = {
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "processors": os.cpu_count(), "nvidia_smi": lines_of("nvidia-smi", query, "--format=csv,noheader")[0],
-        "compiler": lines_of(compiler, "--version")[0], "python_h": header.exists(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "processors": os.cpu_count(),
+        "nvidia_smi": lines_of("nvidia-smi", query, "--format=csv,noheader")[0],
+        "compiler": lines_of(compiler, "--version")[0],
+        "python_h": header.exists(),
         "sanitizer": shutil.which("compute-sanitizer") is not None,
-    }  # fmt: skip
+    }
     found["text"] = (
-        f"{found['nvidia_smi']}; Python {found['python']}, torch {found['torch']}, {found['compiler']}, "
-        f"Python.h {'is there' if found['python_h'] else 'is missing'}"
+        f"{found['nvidia_smi']}; Python {found['python']}, torch {found['torch']}, "
+        f"{found['compiler']}, Python.h {'is there' if found['python_h'] else 'is missing'}"
     )
     return found
 
@@ -87,9 +91,8 @@ def product(device: str) -> dict[str, Any]:
     first = device_time(torch.device(device))
     second = device_time(torch.device(device))
     assert 0 < first < second, f"the device's clock went from {int(first)} to {int(second)} ns"
-    checked = kernel_bench.check_layer(
-        kernel_bench.make_layer("int4", *SMALL, 128), SMALL[1], [1, 17]
-    )
+    layer = kernel_bench.make_layer("int4", *SMALL, 128)
+    checked = kernel_bench.check_layer(layer, SMALL[1], [1, 17])
     assert checked["correct"] and checked["same_bits"], checked
     return checked | {"text": "clock and int4 product are right"}
 
@@ -109,10 +112,11 @@ def capture(device: str) -> dict[str, Any]:
 
     def step() -> Tensor:
         y = x + 1
-        store(x, y)
+        copy_into(x, y)
         return y
 
-    replay, runs = Replay(step, x.device), WARM_UPS + 3
+    replay = Replay(step, x.device)
+    runs = WARM_UPS + 3
     for _ in range(runs):
         result = replay()
     assert torch.equal(x, torch.full_like(x, runs)) and torch.equal(result, x), (x, result)
@@ -129,14 +133,14 @@ def boundary(device: str) -> dict[str, Any]:
         pass
 
     x = torch.zeros(1, device=device)
-    calls = {"empty": lambda: empty_kernel[(1,)](x, num_warps=1), "fill": lambda: x.fill_(1.0)}
-    times = {
-        name: kernel_bench.graph_times_s([call] * BOUNDARIES, 20) for name, call in calls.items()
-    }
-    us = {f"{name}_us": 1e6 * statistics.median(each) for name, each in times.items()}
-    return us | {
-        "text": f"boundary {us['empty_us']:.2f} us; with torch's smallest kernel {us['fill_us']:.2f} us"
-    }
+
+    def median_us(call: Callable[[], object]) -> float:
+        return 1e6 * statistics.median(kernel_bench.graph_times_s([call] * BOUNDARIES, 20))
+
+    empty_us = median_us(lambda: empty_kernel[(1,)](x, num_warps=1))
+    fill_us = median_us(lambda: x.fill_(1.0))
+    text = f"boundary {empty_us:.2f} us; with torch's smallest kernel {fill_us:.2f} us"
+    return {"empty_us": empty_us, "fill_us": fill_us, "text": text}
 
 
 def bandwidth(device: str) -> dict[str, Any]:
@@ -146,23 +150,20 @@ def bandwidth(device: str) -> dict[str, Any]:
 
 
 def norm_error(device: str) -> float:
-    """Of the norm that adds partial sums. Relative, at most."""
-    x, delta, weight = (
-        torch.randn(*shape, device=device) for shape in ((7, 96), (3, 7, 96), (96,))
-    )
-    got, want = (
-        ops.norm.add_norm(x, delta, weight, 1e-5),
-        ops.norm.add_norm_reference(x, delta, weight, 1e-5),
-    )
+    """Return the largest relative error of the norm that adds partial sums."""
+    x = torch.randn(7, 96, device=device)
+    delta = torch.randn(3, 7, 96, device=device)
+    weight = torch.randn(96, device=device)
+    got = ops.norm.add_norm(x, delta, weight, 1e-5)
+    want = ops.norm.add_norm_reference(x, delta, weight, 1e-5)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
 
 
 def small_kernels(device: str) -> dict[str, Any]:
     """Check products, attention, compaction, top-k and norms."""
     for form in kernel_bench.PRODUCTS:
-        checked = kernel_bench.check_layer(
-            kernel_bench.make_layer(form, *SMALL, 128), SMALL[1], [1, 17, 33]
-        )
+        layer = kernel_bench.make_layer(form, *SMALL, 128)
+        checked = kernel_bench.check_layer(layer, SMALL[1], [1, 17, 33])
         assert checked["correct"] and checked["same_bits"], (form, checked)
     errors = {
         "attention": kernel_bench.attention_contest("8b", 40, 7, 0).error(),
@@ -191,7 +192,8 @@ class ProbeConfig:
 def main() -> None:
     config = parse(ProbeConfig, "probe.py", __doc__)
     with one_line_errors("probe.py"):
-        log, device = measure.Log(config.json, "--json"), pick_device(config.device)
+        log = measure.Log(config.json, "--json")
+        device = pick_device(config.device)
         row = {"part": "environment", "probe": config.probe} | PROBES[config.probe](device)
         log.add([row])
         print(row, file=sys.stdout, flush=True)

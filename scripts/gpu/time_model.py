@@ -1,19 +1,19 @@
-"""What a decode cycle should take on a GPU: a model of launches, bytes and waves. Nothing here is measured.
+"""Model the time of a decode cycle on a GPU: launches, bytes and waves. Nothing here is measured.
 
-    python scripts/gpu/time_model.py                                          # 7B on an H100, and how far the aims are
-    python scripts/gpu/time_model.py --shape llama3-8b --gpu a100 --formats int4 --trees "vanilla,dynamic 6/8/32"
-    python scripts/gpu/time_model.py --formats int4 --trees "dynamic 6/8/32" --kernels      # every launch of the cycle
-    python scripts/gpu/time_model.py --shape llama2-70b --gpu a100 --tp 4                   # split as tp.py does it
+    python scripts/gpu/time_model.py                   # 7B on an H100, and the distance to the aims
+    python scripts/gpu/time_model.py --shape llama3-8b --gpu a100 --formats int4 --trees vanilla
+    python scripts/gpu/time_model.py --formats int4 --trees "dynamic 6/8/32" --kernels   # launches
+    python scripts/gpu/time_model.py --shape llama2-70b --gpu a100 --tp 4      # split as in tp.py
 
-1. `cycle` lists the launches: kernel, time, how often. Each also costs the boundary between two dependent launches.
-   The `DESIGNS` are cumulative; `CODE` is the one that the code follows.
-2. waves.py gives the time of int4 and int8 products and of attention, and holds all constants.
-3. `--measured FILE` replaces constants, and kernels by the names that `--kernels` prints (rows: 1, or padded to 16, 32,
-   64..). Microseconds are a kernel's own, as a profiler has them: without the boundary, and without dependent launch.
-   {"constants": {"boundary_us": 1.1, "bandwidth_tb_s": 4.2}, "kernels_us": {"w13 int4 32": 21.5, "norm": 2.4}}
-
-Expect errors of 15 % (bf16) and 25 % (int4). The last design launches what scripts/gpu/cycle_offline.py counts, to 2 %.
-Batch 1, int4 in groups of 128, a head of one layer. Not here: mixtures of experts, prefill.
+`cycle` lists the launches: kernel, time, count. Each also costs the boundary between two dependent
+launches. The `DESIGNS` are cumulative; the code follows `CODE`, which launches the counts of
+cycle_offline.py, to 2 %. waves.py has the times of products and attention, and all constants.
+`--measured FILE` replaces constants, and kernels by the names that `--kernels` prints (rows: 1, or
+padded to 16, 32, 64..). Microseconds are a kernel's own, as in a profiler: without the boundary,
+and without dependent launch.
+    {"constants": {"boundary_us": 1.1}, "kernels_us": {"w13 int4 32": 21.5, "norm": 2.4}}
+Expect errors of 15 % (bf16) and 25 % (int4). Batch 1, int4 in groups of 128, a head of one layer.
+Not here: mixtures of experts, prefill.
 """
 
 from __future__ import annotations
@@ -43,15 +43,12 @@ FORMATS = {
     "int8": ("int8",) * 2,
     "int4": ("int4",) * 2,
 }
-AIMS = {
-    "bf16": (190, 770),
-    "bf16+int4": (190, 770),
-    "int4": (515, 1600),
-}  # tokens/s, 7B on an H100: vanilla, a tree
+# tokens/s, 7B on an H100: vanilla, a tree
+AIMS = {"bf16": (190, 770), "bf16+int4": (190, 770), "int4": (515, 1600)}
 
 
 class Design(NamedTuple):
-    """What has been done to launch less, and closer together."""
+    """The ways in which a design launches less, and closer together."""
 
     fused: bool = False  # sums with the norm, SiLU in w13 (not in bf16), combine in attention
     pdl: bool = False  # programmatic dependent launch of our kernels, from sm_90 on
@@ -68,7 +65,7 @@ CODE = "+ a kernel per level"  # where the code is: to be changed with the code
 
 
 class Tree(NamedTuple):
-    """What is drafted and verified."""
+    """The tree that is drafted and verified."""
 
     name: str
     depth: int = 0  # 0: nothing is drafted
@@ -83,7 +80,8 @@ class Tree(NamedTuple):
         )
         if not found:
             raise ValueError(
-                f"--trees: {name} is no tree; write vanilla, chain 5 or dynamic 6/8/32 (depth/top-k/size)"
+                f"--trees: {name} is no tree; write vanilla, chain 5 or dynamic 6/8/32 "
+                "(depth/top-k/size)"
             )
         chain, *sizes = (int(size) for size in found.groups(0))
         if sizes[0]:
@@ -93,6 +91,8 @@ class Tree(NamedTuple):
 
 
 class Kernel(NamedTuple):
+    """A kernel that a cycle launches `count` times."""
+
     name: str
     us: float  # alone, without the boundary
     count: int
@@ -102,7 +102,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded with what."""
+    """A model, a GPU, a format and a tree."""
 
     shape: Shape | ModelConfig
     gpu: Gpu
@@ -115,40 +115,40 @@ class Case:
 
     @property
     def share(self) -> Case:
-        """The case of what a rank has of the target."""
-        s, n = self.shape, self.ranks
-        heads = {"n_heads": s.n_heads // n, "n_kv_heads": max(s.n_kv_heads // n, 1)}
-        return replace(
-            self,
-            shape=replace(s, **heads, ffn_dim=s.ffn_dim // n, vocab_size=-(-s.vocab_size // n)),
+        """The case of a rank's part of the target."""
+        s = self.shape
+        part = replace(
+            s,
+            n_heads=s.n_heads // self.ranks,
+            n_kv_heads=max(s.n_kv_heads // self.ranks, 1),
+            ffn_dim=s.ffn_dim // self.ranks,
+            vocab_size=-(-s.vocab_size // self.ranks),
         )
+        return replace(self, shape=part)
 
     @property
     def drafts_with(self) -> Case:
-        """The case of the LM head that drafts: the target's, or a whole one in another format."""
-        return self.share if len(set(FORMATS[self.form])) == 1 else replace(self, ranks=1)
+        """The case of the LM head that drafts: the target's, or a full one in another format."""
+        target, head = FORMATS[self.form]
+        return self.share if target == head else replace(self, ranks=1)
 
     @property
     def pdl(self) -> bool:
         return self.design.pdl and self.gpu.device.capability >= 90
 
 
-# ------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------- launches
 
 
 def matrices(shape: Shape | ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every product: a layer's four, the LM head, and the draft head's first."""
-    dim, heads, kv_heads = (
-        shape.dim,
-        shape.n_heads * shape.head_dim,
-        shape.n_kv_heads * shape.head_dim,
-    )
-    layer = {
+    """Return outputs and inputs of all products: a layer's, the LM head's, the draft head's fc."""
+    dim = shape.dim
+    heads = shape.n_heads * shape.head_dim
+    kv_heads = shape.n_kv_heads * shape.head_dim
+    return {
         "wqkv": (heads + 2 * kv_heads, dim),
         "wo": (dim, heads),
         "w13": (2 * shape.ffn_dim, dim),
-    }
-    return layer | {
         "w2": (dim, shape.ffn_dim),
         "head": (shape.vocab_size, dim),
         "fc": (dim, 2 * dim),
@@ -156,182 +156,192 @@ def matrices(shape: Shape | ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def padded(rows: int) -> int:
-    """A lone row, or as many as tiles hold."""
-    return (
-        rows if rows == 1 else 16 if rows <= 16 else 32 if rows <= 32 else math.ceil(rows / 64) * 64
-    )
+    """Return one row, or the number of rows that the tiles hold."""
+    for size in (1, 16, 32):
+        if rows <= size:
+            return size
+    return math.ceil(rows / 64) * 64
 
 
 def product(case: Case, name: str, form: str, rows: int, count: int) -> list[Kernel]:
-    """A product, and the sum of its splits where that is a launch of its own."""
-    (N, K), c, label = (
-        matrices(case.shape)[name],
-        case.gpu.constants,
-        f"{name} {form} {padded(rows)}",
-    )
+    """List a product, and the sum of its splits where that is a launch of its own."""
+    N, K = matrices(case.shape)[name]
+    c = case.gpu.constants
+    label = f"{name} {form} {padded(rows)}"
     if form == "bf16":
         us = max(2 * N * K / c.vendor_tb_s, 2 * N * K * rows / c.tensor_tflops) / 1e6
         return [Kernel(label, us + c.vendor_ramp_us, count)]
-    kind = (
-        {"w13": "swiglu", "wo": "split_k", "w2": "split_k", "fc": "split_k"}.get(name)
-        if case.design.fused
-        else None
-    )
-    kind = None if case.ranks > 1 and kind == "split_k" else kind  # NCCL takes one sum
-    us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, kind or "none")
-    sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
-    summed = [Kernel(f"sum {label}", sum_us, count, ours=True)] * (splits > 1 and kind != "split_k")
-    return [Kernel(label, us, count, ours=True), *summed]
+    epilogue = "none"
+    if case.design.fused and name == "w13":
+        epilogue = "swiglu"
+    if case.design.fused and case.ranks == 1 and name in ("wo", "w2", "fc"):
+        epilogue = "split_k"  # NCCL takes one sum, so not with ranks
+    us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, epilogue)
+    kernels = [Kernel(label, us, count, ours=True)]
+    if splits > 1 and epilogue != "split_k":
+        sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
+        kernels.append(Kernel(f"sum {label}", sum_us, count, ours=True))
+    return kernels
 
 
 def attention(case: Case, rows: int, count: int) -> list[Kernel]:
-    """Attention over the prefix and the rows themselves, and what combines its chunks."""
-    c, shape, label = case.gpu.constants, case.shape, padded(rows)
+    """List attention over the prefix and the rows themselves, and the combination of its chunks."""
+    c = case.gpu.constants
+    shape = case.shape
+    label = f"attention {padded(rows)}"
     us, chunks = attention_us(rows, case.slots, shape, case.gpu)
-    sums_us = (
-        4 * chunks * rows * shape.n_heads * shape.head_dim / c.partials_tb_s / 1e6
-    )  # to write or to read them
     if chunks == 1:
-        return [Kernel(f"attention {label}", us, count, ours=True)]
+        return [Kernel(label, us, count, ours=True)]
+    # to write or to read the partial sums
+    sums_us = 4 * chunks * rows * shape.n_heads * shape.head_dim / c.partials_tb_s / 1e6
     if case.design.fused:
-        return [
-            Kernel(f"attention {label}", us + 2 * sums_us + c.last_combine_us, count, ours=True)
-        ]
-    combine = Kernel(f"combine {label}", c.combine_us + sums_us, count)
-    return [Kernel(f"attention {label}", us + sums_us, count), combine]
+        return [Kernel(label, us + 2 * sums_us + c.last_combine_us, count, ours=True)]
+    combine = Kernel(f"combine {padded(rows)}", c.combine_us + sums_us, count)
+    return [Kernel(label, us + sums_us, count), combine]
 
 
 def collective(case: Case, name: str, received: float, count: int) -> list[Kernel]:
-    """What the ranks do together. received: bytes, by a rank"""
+    """List a collective of the ranks, if there are several. received: bytes, by a rank"""
+    if case.ranks == 1:
+        return []
     c = case.gpu.constants
     us = c.collective_us + received / c.link_tb_s / 1e6
-    return [Kernel(name, us, count, received=received)] * (case.ranks > 1)
+    return [Kernel(name, us, count, received=received)]
 
 
 def lm_head(case: Case, form: str, rows: int, count: int, best: bool = False) -> list[Kernel]:
-    """The LM head, of which a rank has some rows, and what the other ranks send.
+    """List the LM head, of which a rank has some rows, and the gather from the other ranks.
 
-    best: a score and a token for each row; False: all their scores
+    best: gather a score and a token for each row; False: all their scores
     """
-    received = rows * (16 if best else 4 * matrices(case.shape)["head"][0]) * (case.ranks - 1)
-    return product(case, "head", form, rows, count) + collective(
-        case, f"gather {padded(rows)}", received, count
-    )
+    row_bytes = 16 if best else 4 * matrices(case.shape)["head"][0]
+    received = rows * row_bytes * (case.ranks - 1)
+    gather = collective(case, f"gather {padded(rows)}", received, count)
+    return product(case, "head", form, rows, count) + gather
 
 
 def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> list[Kernel]:
-    """The launches of a layer, or of the draft head's: with fc, and before `Design.fused` without its small kernels."""
-    c, fused = case.gpu.constants, case.design.fused
-    names = ("fc", "wqkv", "wo", "w13", "w2") if fc else ("wqkv", "wo", "w13", "w2")
-    found = [k for name in names for k in product(case, name, form, rows, count)] + attention(
-        case, rows, count
-    )
-    received = (
-        2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks
-    )  # there and back in a ring, 2 bytes each
+    """List the launches of a layer, or with `fc` of the draft head's.
+
+    Before `Design.fused` the draft head's small kernels are left out.
+    """
+    c = case.gpu.constants
+    names = ("wqkv", "wo", "w13", "w2")
+    if fc:
+        names = ("fc", *names)
+    found = []
+    for name in names:
+        found += product(case, name, form, rows, count)
+    found += attention(case, rows, count)
+    # there and back in a ring, 2 bytes each
+    received = 2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks
     found += collective(case, f"all-reduce {padded(rows)}", received, 2 * count)
-    silu, add = (Kernel(name, c.small_us, count) for name in ("silu", "add"))
-    if fused:
-        norm = Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, ours=True)
-        return [
-            *found,
-            norm,
-            Kernel("rope+cache", c.small_us, count, ours=True),
-            *[silu] * (form == "bf16"),
-        ]
+    silu = Kernel("silu", c.small_us, count)
+    if case.design.fused:
+        found.append(Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, ours=True))
+        found.append(Kernel("rope+cache", c.small_us, count, ours=True))
+        if form == "bf16":
+            found.append(silu)
+        return found
     if fc:
         return found
     rope = Kernel("rope+cache", c.small_us, count * (2 if rows == 1 else 1))
-    return [
-        *found,
-        Kernel("norm", c.norm_us, 2 * count),
-        rope,
-        silu,
-        add,
-    ]  # the second norm adds, too
+    norm = Kernel("norm", c.norm_us, 2 * count)  # the second norm adds, too
+    return [*found, norm, rope, silu, Kernel("add", c.small_us, count)]
 
 
 def verify(case: Case) -> list[Kernel]:
-    """The target over the tree, the choice of its tokens, and what is accepted."""
-    c, (form, _), rows = case.gpu.constants, FORMATS[case.form], case.tree.nodes
-    found = layer(case.share, rows, form, case.shape.n_layers) + lm_head(
-        case.share, form, rows, 1, best=True
-    )
+    """List the target over the tree, the choice of its tokens, and the acceptance."""
+    c = case.gpu.constants
+    form = FORMATS[case.form][0]
+    rows = case.tree.nodes
+    found = layer(case.share, rows, form, case.shape.n_layers)
+    found += lm_head(case.share, form, rows, 1, best=True)
     small = 14 if case.design.fused else 27  # 16 of them eager: the last norm, clocks
     found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
-    return found + [Kernel("accept", c.accept_us, 1)] * (case.tree.depth > 0)
+    if case.tree.depth:
+        found.append(Kernel("accept", c.accept_us, 1))
+    return found
 
 
 def draft(case: Case) -> list[Kernel]:
-    """Grow the tree: the LM head for every level, the head's layer between them."""
-    c, (_, depth, rows, _), (_, form), design = (
-        case.gpu.constants,
-        case.tree,
-        FORMATS[case.form],
-        case.design,
-    )
-    found = lm_head(case.drafts_with, form, rows, depth) + layer(
-        replace(case, ranks=1), rows, form, depth - 1, fc=True
-    )
+    """List the growth of the tree: the LM head for every level, the head's layer between them."""
+    c = case.gpu.constants
+    depth = case.tree.depth
+    rows = case.tree.topk
+    form = FORMATS[case.form][1]
     dynamic = rows > 1
-    if design.level_kernel:
-        tree = [
-            Kernel("level", c.level_us, 2 * depth, ours=True),
-            Kernel("small", c.small_us, 4 * depth + 3),
-        ]
-        return found + tree + [Kernel("rerank", c.level_rerank_us, 1)] * dynamic
-    if design.fused:
-        return (
-            found
-            + [Kernel("grow", c.grow_us, 6 * depth)]
-            + [Kernel("rerank", c.rerank_us, 1)] * dynamic
-        )
-    small = (
-        (10 + (form != "bf16")) * (depth - 1) + 2 if dynamic else 7 * depth
-    )  # study: 52 or 57 of 6 levels; 35 of 5
-    found += [Kernel("small", c.small_us, small), Kernel("top-k", c.topk_us, 2 * depth)]
-    sorts = [Kernel("sort", c.sort_us, depth - 1), Kernel("sort of all", c.pool_sort_us, 1)]
-    return found + [*sorts, Kernel("bmm", c.bmm_us, 3)] * dynamic
+    found = lm_head(case.drafts_with, form, rows, depth)
+    found += layer(replace(case, ranks=1), rows, form, depth - 1, fc=True)
+    if case.design.level_kernel:
+        found.append(Kernel("level", c.level_us, 2 * depth, ours=True))
+        found.append(Kernel("small", c.small_us, 4 * depth + 3))
+        rerank_us = c.level_rerank_us
+    elif case.design.fused:
+        found.append(Kernel("grow", c.grow_us, 6 * depth))
+        rerank_us = c.rerank_us
+    else:
+        return found + _sorted_levels(c, depth, form, dynamic)
+    if dynamic:
+        found.append(Kernel("rerank", rerank_us, 1))
+    return found
+
+
+def _sorted_levels(c: Constants, depth: int, form: str, dynamic: bool) -> list[Kernel]:
+    """List the small kernels that grow a tree before `Design.fused`."""
+    small = 7 * depth  # study: 35 of 5 levels
+    if dynamic:
+        small = (10 + (form != "bf16")) * (depth - 1) + 2  # study: 52 or 57 of 6 levels
+    found = [Kernel("small", c.small_us, small), Kernel("top-k", c.topk_us, 2 * depth)]
+    if dynamic:
+        found.append(Kernel("sort", c.sort_us, depth - 1))
+        found.append(Kernel("sort of all", c.pool_sort_us, 1))
+        found.append(Kernel("bmm", c.bmm_us, 3))
+    return found
 
 
 def cycle(case: Case) -> dict[str, list[Kernel]]:
-    """Every launch of a cycle, by part, with what was measured in the place of what was estimated."""
-    c, fused, (_, form) = case.gpu.constants, case.design.fused, FORMATS[case.form]
+    """List every launch of a cycle, by part, with measured times in place of estimates."""
+    c = case.gpu.constants
+    fused = case.design.fused
     parts = {"verify": verify(case), "draft": [], "extend": []}
     if case.tree.depth:
         parts["draft"] = draft(case)
+        form = FORMATS[case.form][1]
         extend = layer(replace(case, ranks=1), case.tree.depth + 1, form, 1, fc=True)
         parts["extend"] = [*extend, Kernel("small", c.small_us, 6 if fused else 8)]
     parts["rest"] = [Kernel("small", c.small_us, 7 if fused else 15)]
-    saved = dict.fromkeys(
-        matrices(case.shape), c.pdl_saves_us * case.pdl
-    )  # products fetch weights before their turn
+    products = matrices(case.shape)
 
     def final(k: Kernel) -> Kernel:
-        us = case.measured.get(k.name, k.us) - saved.get(k.name.split()[0], 0) * k.ours
+        us = case.measured.get(k.name, k.us)
+        if case.pdl and k.ours and k.name.split()[0] in products:
+            us -= c.pdl_saves_us  # products fetch weights before their turn
         return k._replace(us=max(0.0, us))
 
     return {part: [final(k) for k in found] for part, found in parts.items()}
 
 
 def times_ms(case: Case) -> dict[str, float]:
-    """What each part of a cycle takes, boundaries included; the start of a graph belongs to `rest`."""
+    """Return the time of each part of a cycle, with boundaries; `rest` has the start of a graph."""
     c = case.gpu.constants
-    gaps = {False: c.boundary_us, True: c.pdl_boundary_us if case.pdl else c.boundary_us}
-    parts = {
-        part: sum(k.count * (k.us + gaps[k.ours]) for k in found) / 1e3
-        for part, found in cycle(case).items()
-    }
-    return parts | {"rest": parts["rest"] + c.replay_us / 1e3}
+    ours_us = c.pdl_boundary_us if case.pdl else c.boundary_us
+    parts = {}
+    for part, kernels in cycle(case).items():
+        us = sum(k.count * (k.us + (ours_us if k.ours else c.boundary_us)) for k in kernels)
+        parts[part] = us / 1e3
+    parts["rest"] += c.replay_us / 1e3
+    return parts
 
 
 def tokens_per_s(case: Case, tau: float) -> float:
-    """tau: tokens of a cycle, where there is a tree."""
-    return (tau if case.tree.depth else 1) / sum(times_ms(case).values()) * 1e3
+    """Return the speed. tau: tokens of a cycle, where there is a tree"""
+    tokens = tau if case.tree.depth else 1
+    return tokens / sum(times_ms(case).values()) * 1e3
 
 
 def weights_gb(case: Case) -> list[float]:
-    """What a rank reads of weights in a cycle: to verify, and to draft."""
+    """Return the weights that a rank reads in a cycle: to verify, and to draft."""
 
     def numbers(of: Case, *names: str) -> int:
         return sum(N * K for name, (N, K) in matrices(of.shape).items() if name in names)
@@ -339,18 +349,16 @@ def weights_gb(case: Case) -> list[float]:
     layer = ("wqkv", "wo", "w13", "w2")
     verified = case.shape.n_layers * numbers(case.share, *layer) + numbers(case.share, "head")
     drafted = case.tree.depth * (numbers(case, *layer, "fc") + numbers(case.drafts_with, "head"))
-    return [
-        n * BYTES[form] / 1e9
-        for n, form in zip((verified, drafted), FORMATS[case.form], strict=True)
-    ]
+    target_form, head_form = FORMATS[case.form]
+    return [verified * BYTES[target_form] / 1e9, drafted * BYTES[head_form] / 1e9]
 
 
 def weights_ms(case: Case) -> float:
-    """What reading the cycle's weights alone would take at the bandwidth."""
+    """Return the time of reading the cycle's weights alone, at the bandwidth."""
     return sum(weights_gb(case)) / case.gpu.constants.bandwidth_tb_s
 
 
-# --------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------- tables
 
 
 @dataclass(frozen=True)
@@ -384,76 +392,73 @@ class ModelOptions:
 
 
 def read_measured(name: str, constants: Constants) -> tuple[Constants, dict[str, float]]:
-    """Read `--measured`: see the header. Raises: ValueError for what is no such file."""
+    """Read `--measured`: see the header. Raises: ValueError for a file of another form."""
     if not Path(name).is_file():
         raise ValueError(
             f"--measured: there is no file {name}; name one as the header of this script describes"
         )
-    found, known = read_json(Path(name)), [field.name for field in fields(Constants)]
-    values, kernels = (found.pop(key, {}) for key in ("constants", "kernels_us"))
+    found = read_json(Path(name))
+    values = found.pop("constants", {})
+    kernels = found.pop("kernels_us", {})
     if found or not (isinstance(values, dict) and isinstance(kernels, dict)):
         raise ValueError(
-            f'{name} must be {{"constants": {{..}}, "kernels_us": {{..}}}}, names and numbers; correct it'
+            f'{name} must be {{"constants": {{..}}, "kernels_us": {{..}}}}, names and numbers; '
+            "correct it"
         )
     for key, value in [*values.items(), *kernels.items()]:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 < value < math.inf
-        ):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
             raise ValueError(f"{name}: {key} must be a positive number; it is {value!r}")
-    for key in (key for key in values if key not in known):
-        raise ValueError(f"{name}: {key} is no constant of the model; they are {', '.join(known)}")
+    known = [field.name for field in fields(Constants)]
+    for key in values:
+        if key not in known:
+            raise ValueError(
+                f"{name}: {key} is no constant of the model; they are {', '.join(known)}"
+            )
     return replace(constants, **values), kernels
 
 
 def cases(config: ModelOptions) -> list[Case]:
-    """Every format with every tree. Raises: ValueError for a value that cannot work."""
+    """List every format with every tree. Raises: ValueError for a value that cannot work."""
     for name in ("slots", "tau"):
         if not 1 <= getattr(config, name) < math.inf:
             raise ValueError(f"--{name} must be at least 1; it is {getattr(config, name)}")
-    forms, trees = config.formats.split(","), [Tree.parse(name) for name in config.trees.split(",")]
+    forms = config.formats.split(",")
+    trees = [Tree.parse(name) for name in config.trees.split(",")]
     for form in forms:
         if form not in FORMATS:
             raise ValueError(f"--formats: {form!r} is no format; use {', '.join(FORMATS)}")
-    shape = (
-        read_config(Path(config.shape))
-        if Path(config.shape).is_dir()
-        else Shape.parse(config.shape)
-    )
+    path = Path(config.shape)
+    shape = read_config(path) if path.is_dir() else Shape.parse(config.shape)
     if shape.n_experts:
         raise ValueError(
-            f"--shape: {config.shape} is a mixture of experts, which the model cannot do; use a dense one"
+            f"--shape: {config.shape} is a mixture of experts, which the model cannot do; "
+            "use a dense one"
         )
-    check_parts(shape, config.tp, Path(config.shape))
-    (device, constants), measured = GPUS[config.gpu], {}
+    check_parts(shape, config.tp, path)
+    device, constants = GPUS[config.gpu]
+    measured = {}
     if config.measured:
         constants, measured = read_measured(config.measured, constants)
-    rest = config.slots, DESIGNS[config.design], config.tp
-    return [
-        Case(shape, Gpu(device, constants), measured, form, tree, *rest)
-        for form in forms
-        for tree in trees
-    ]
+    gpu = Gpu(device, constants)
+    rest = (config.slots, DESIGNS[config.design], config.tp)
+    return [Case(shape, gpu, measured, form, tree, *rest) for form in forms for tree in trees]
+
+
+def print_row(case: Case, *cells: object) -> None:
+    """Print a row of a table, named by the format and the tree."""
+    print(f"| {case.form} {case.tree.name} | {' | '.join(map(str, cells))} |")
 
 
 def print_tables(config: ModelOptions, found: list[Case]) -> None:
-    """The cycles of the chosen design; then tokens/s of all designs, and the aims where there are any."""
-    print(
-        "| | launches | verify, ms | draft | extend | rest | cycle | its weights | tokens/s |\n|"
-        + "---|" * 9
-    )
+    """Print the cycles of the chosen design; then tokens/s of all designs, and the aims if any."""
+    print("| | launches | verify, ms | draft | extend | rest | cycle | its weights | tokens/s |")
+    print("|" + "---|" * 9)
     for case in found:
-        parts, launches = (
-            times_ms(case),
-            sum(k.count for found in cycle(case).values() for k in found),
-        )
-        numbers = " | ".join(
-            f"{ms:.2f}" for ms in [*parts.values(), sum(parts.values()), weights_ms(case)]
-        )
-        print(
-            f"| {case.form} {case.tree.name} | {launches} | {numbers} | {tokens_per_s(case, config.tau):.0f} |"
-        )
+        parts_ms = list(times_ms(case).values())
+        launches = sum(k.count for kernels in cycle(case).values() for k in kernels)
+        times = [f"{ms:.2f}" for ms in [*parts_ms, sum(parts_ms), weights_ms(case)]]
+        print_row(case, launches, *times, f"{tokens_per_s(case, config.tau):.0f}")
     known = (config.shape, config.gpu, config.tau) == ("llama2-7b", "h100", 4.65)
     print(f"\n| tokens/s | {' | '.join(DESIGNS)} | aim |\n|" + "---|" * (len(DESIGNS) + 2))
     for case in found:
@@ -461,64 +466,59 @@ def print_tables(config: ModelOptions, found: list[Case]) -> None:
             name: tokens_per_s(replace(case, design=design), config.tau)
             for name, design in DESIGNS.items()
         }
-        aim = (
-            AIMS[case.form][case.tree.depth > 0]
-            if known and case.form in AIMS and case.tree.topk != 1
-            else 0
-        )
-        far = f"{aim}: {config.design} reaches {speeds[config.design] / aim:.0%}" if aim else ""
-        print(
-            f"| {case.form} {case.tree.name} | {' | '.join(f'{v:.0f}' for v in speeds.values())} | {far} |"
-        )
+        reached = ""
+        if known and case.form in AIMS and case.tree.topk != 1:
+            aim = AIMS[case.form][case.tree.depth > 0]
+            reached = f"{aim}: {config.design} reaches {speeds[config.design] / aim:.0%}"
+        print_row(case, *(f"{speed:.0f}" for speed in speeds.values()), reached)
 
 
 def print_ranks(found: list[Case]) -> None:
-    """What a rank reads in a cycle, and what the ranks send each other."""
+    """Print the bytes that a rank reads in a cycle, and those that the ranks send each other."""
     print(
-        "\n| a rank | weights to verify, GB | to draft | keys and values, MB | collectives | received, MB | ms |"
+        "\n| a rank | weights to verify, GB | to draft | keys and values, MB | collectives "
+        "| received, MB | ms |"
     )
     print("|" + "---|" * 7)
     for case in found:
-        shape, c = case.share.shape, case.gpu.constants
-        cache_mb = (
-            4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * case.slots / 1e6
-        )  # k and v, 2 bytes each
+        shape = case.share.shape
+        boundary_us = case.gpu.constants.boundary_us
+        # k and v, 2 bytes each
+        cache_mb = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * case.slots / 1e6
         kernels = [k for part in cycle(case).values() for k in part if k.received]
         count = sum(k.count for k in kernels)
         received_mb = sum(k.count * k.received for k in kernels) / 1e6
-        ms = sum(k.count * (k.us + c.boundary_us) for k in kernels) / 1e3
-        sizes = " | ".join(f"{gb:.2f}" for gb in weights_gb(case))
-        print(
-            f"| {case.form} {case.tree.name} | {sizes} | {cache_mb:.0f} | {count} | {received_mb:.0f} | {ms:.2f} |"
-        )
+        ms = sum(k.count * (k.us + boundary_us) for k in kernels) / 1e3
+        sizes = [f"{gb:.2f}" for gb in weights_gb(case)]
+        print_row(case, *sizes, f"{cache_mb:.0f}", count, f"{received_mb:.0f}", f"{ms:.2f}")
 
 
 def print_kernels(case: Case) -> None:
-    """Every launch, by the names that `--measured` takes."""
+    """Print every launch, by the names that `--measured` takes."""
     print(f"\n| {case.form} {case.tree.name} | kernel | launches | us each |\n|---|---|---|---|")
     for part, kernels in cycle(case).items():
         print("\n".join(f"| {part} | {k.name} | {k.count} | {k.us:.2f} |" for k in kernels))
 
 
 def run(config: ModelOptions) -> None:
-    """Print what was asked for."""
+    """Print the tables."""
     found = cases(config)
     gpus = f"{config.tp} x {config.gpu}" if config.tp > 1 else config.gpu
-    print(f"A model's times, nothing measured here: {config.shape}, {gpus}, {config.slots} slots, batch 1, "
-          f"constants {config.measured or 'estimated'}; design `{config.design}`; {config.tau:g} tokens a cycle "
-          "(vanilla: 1).\n")  # fmt: skip
+    print(
+        f"A model's times, nothing measured here: {config.shape}, {gpus}, {config.slots} slots, "
+        f"batch 1, constants {config.measured or 'estimated'}; design `{config.design}`; "
+        f"{config.tau:g} tokens a cycle (vanilla: 1).\n"
+    )
     print_tables(config, found)
     if config.tp > 1:
         print_ranks(found)
-    for case in found if config.kernels else []:
-        print_kernels(case)
-    unused = set(found[0].measured) - {
-        k.name for case in found for part in cycle(case).values() for k in part
-    }
+    if config.kernels:
+        for case in found:
+            print_kernels(case)
+    used = {k.name for case in found for part in cycle(case).values() for k in part}
+    unused = ", ".join(sorted(set(found[0].measured) - used))
     if unused:
-        print(
-            f"\nnote: measured kernels that none of these cycles has: {', '.join(sorted(unused))}"
-        )
+        print(f"\nnote: measured kernels that none of these cycles has: {unused}")
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""The time of one kernel on a GPU, estimated: int4 and int8 products and attention, as the project's plans cut them.
+"""Estimate the time of one kernel on a GPU: int4 and int8 products and attention, by their plans.
 
-A kernel's thread blocks run side by side in waves, as many on a multiprocessor as registers and shared memory allow,
-and share what there is: DRAM, L2, and each multiprocessor's port to L2, issue slots and tensor cores (`fluid`).
-All numbers are in `GPUS` and `Constants`, estimates for an H100 unless a line says otherwise; nothing was measured.
-Source, called study: a reading of the CUDA code emitted at commit c495e77; launches counted, times estimated.
-Not here: what a cycle launches (scripts/gpu/time_model.py), fp32, prefill, experts.
+A kernel's thread blocks run side by side in waves, as many on a multiprocessor as registers and
+shared memory allow. They share DRAM, L2, and each multiprocessor's port to L2, issue slots and
+tensor cores (`fluid`). All numbers are in `GPUS` and `Constants`, estimates for an H100 unless a
+line says otherwise; nothing was measured.
+Source, called study: a reading of the CUDA code emitted at commit c495e77; launches counted, times
+estimated. Not here: the launches of a cycle (time_model.py), fp32, prefill, experts.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from scripts.gpu.compiled_kernels import TARGETS
 
 @dataclass(frozen=True)
 class Constants:
-    """What the model does not derive: the study's estimates for an H100, but for the first five (`GPUS`)."""
+    """The constants of the model: the study's estimates for an H100, but for the first five."""
 
-    bandwidth_tb_s: float  # that our kernels read DRAM with
-    vendor_tb_s: float  # that cuBLAS does
+    bandwidth_tb_s: float  # of DRAM, read by our kernels
+    vendor_tb_s: float  # the same by cuBLAS
     l2_tb_s: float  # from L2 to the multiprocessors
     clock_ghz: float
     tensor_tflops: float  # bf16, dense, adding in fp32
@@ -59,35 +60,36 @@ class Constants:
     sort_us: float = 4.0  # of a level's values
     pool_sort_us: float = 8.0  # of all candidates
     bmm_us: float = 4.0  # a product of small masks
-    grow_us: float = (
-        25 / 6
-    )  # each of six kernels that grow a level: top-k, children, frontier, mask, embedding
-    level_us: float = (
-        4.0  # each of two that do the same: candidates of the vocabulary's parts, all the rest
-    )
+    # each of six kernels that grow a level: top-k, children, frontier, mask, embedding
+    grow_us: float = 25 / 6
+    # each of two that do the same: candidates of the vocabulary's parts, all the rest
+    level_us: float = 4.0
     rerank_us: float = 60.0  # choosing the nodes to verify, several launches
     level_rerank_us: float = 12.0  # the same by counting, in one
     replay_us: float = 8.0  # from one graph's end to the next one's start
-    collective_us: float = 12.0  # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
-    link_tb_s: float = (
-        0.2  # of NVLink, each way, in a ring: two thirds of an A100's 0.3 (data sheet)
-    )
+    # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
+    collective_us: float = 12.0
+    # of NVLink, each way, in a ring: two thirds of an A100's 0.3 (data sheet)
+    link_tb_s: float = 0.2
 
 
 class Gpu(NamedTuple):
-    """What a kernel runs on."""
+    """A GPU: its plan parameters, and the constants of the model."""
 
     device: Device
     constants: Constants
 
 
 def data_sheet(device: Device, dram_tb_s: float, *rest: float) -> Gpu:
-    """Of DRAM's bandwidth the shares that the study takes as attainable: 3.0 and 2.9 of an H100's 3.35 TB/s."""
+    """Make a GPU from a data sheet.
+
+    Attainable shares of DRAM's bandwidth, from the study: 3.0 and 2.9 of an H100's 3.35 TB/s.
+    """
     return Gpu(device, Constants(3.0 / 3.35 * dram_tb_s, 2.9 / 3.35 * dram_tb_s, *rest))
 
 
-# DRAM, clock, tensor cores: NVIDIA's data sheets; an H100's clock, and the L2 of H100 and H200: study. L2 of the A100:
-# as large a share of its 5,120 bytes a clock; of the others: rough guesses.
+# DRAM, clock, tensor cores: NVIDIA's data sheets; an H100's clock, and the L2 of H100 and H200:
+# study. L2 of the A100: as large a share of its 5,120 bytes a clock; of the others: rough guesses.
 GPUS = {
     "h100": data_sheet(TARGETS["90"], 3.35, 5.6, 1.70, 989),  # SXM
     "h200": data_sheet(TARGETS["90"], 4.8, 5.6, 1.70, 989),
@@ -95,36 +97,36 @@ GPUS = {
     "rtx3090": data_sheet(TARGETS["86"], 0.936, 2.0, 1.70, 71),
     "rtx4090": data_sheet(TARGETS["89"], 1.008, 4.0, 2.52, 165),
 }
-REGISTERS = {
-    16: 77,
-    32: 128,
-    64: 168,
-}  # of a thread, by tokens of a block: compiled for sm_90 (study)
-INSTRUCTIONS = {
-    4: {16: 2.8, 32: 2.95, 64: 3.13},
-    8: {16: 3.5, 32: 3.7, 64: 4.0},
-}  # for a weight of so many bits, too
+# of a thread, by tokens of a block: compiled for sm_90 (study)
+REGISTERS = {16: 77, 32: 128, 64: 168}
+# for a weight, by its bits and by tokens of a block (study)
+INSTRUCTIONS = {4: {16: 2.8, 32: 2.95, 64: 3.13}, 8: {16: 3.5, 32: 3.7, 64: 4.0}}
 
 
 @cache
 def fluid(
     steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: int, stages: int, gpu: Gpu
 ) -> float:
-    """Microseconds of a kernel.
+    """Return the microseconds of a kernel.
 
-    steps: of every thread block, in the order of launch; dram, read: bytes of a step, from DRAM and in all
-    alone_us: a step's time when alone on a multiprocessor; fit: blocks on a multiprocessor at a time
+    steps: of every thread block, in the order of launch
+    dram, read: bytes of a step, from DRAM and in all
+    alone_us: a step's time when alone on a multiprocessor
+    fit: blocks on a multiprocessor at a time
     stages: of the software pipeline
     """
-    c, queue, active, load = gpu.constants, list(reversed(steps)), [], [0] * gpu.device.processors
+    c = gpu.constants
+    queue = list(reversed(steps))
+    active = []  # [multiprocessor, steps left] of every running block
+    load = [0] * gpu.device.processors  # running blocks of every multiprocessor
     time = c.ramp_us
     while queue or active:
         while queue and min(load) < fit:
-            active.append([load.index(min(load)), queue.pop()])
-            load[active[-1][0]] += 1
-        rates = [
-            min(1 / (alone_us * load[place]), (stages - 1) / c.latency_us) for place, _ in active
-        ]
+            place = load.index(min(load))
+            active.append([place, queue.pop()])
+            load[place] += 1
+        fastest = (stages - 1) / c.latency_us
+        rates = [min(1 / (alone_us * load[place]), fastest) for place, _ in active]
         wanted = sum(rates) / 1e6  # steps a second / 1e12
         share = min(1.0, c.bandwidth_tb_s / (wanted * dram), c.l2_tb_s / (wanted * read))
         passed = min(left / (rate * share) for (_, left), rate in zip(active, rates, strict=True))
@@ -139,50 +141,57 @@ def fluid(
 def product_us(
     rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none"
 ) -> tuple[float, int]:
-    """An int4 (groups of 128) or int8 product, without the sum of its splits. Returns: microseconds, splits.
+    """Estimate an int4 (groups of 128) or int8 product, without the sum of its splits.
 
     epilogue: of the result, see `ops.cuda.quantized.run_product`
+    Returns: microseconds, splits.
     """
-    (device, c), step = gpu, 16 // bits * 64  # inputs
-    cut = plan_product(rows, N, K, bits, 128 if bits == 4 else 0, torch.bfloat16, device, epilogue)
-    words = cut.rows * 64 * 2 + (
-        cut.rows * step // 64 if bits == 4 else 0
-    )  # bytes, scales included
-    x = step * min(rows, cut.tokens) * 2  # bytes; rows beyond the last are not read
-    clocks = max(
-        (words + x) / 64, INSTRUCTIONS[bits][cut.tokens] * cut.rows * step / 128
-    )  # port: 64 bytes; 4 warps
-    tensor_us = 2 * cut.tokens * cut.rows * step * device.processors / c.tensor_tflops / 1e6
-    shared = shared_bytes(cut.tokens, cut.rows, cut.stages, bits, device) + 1024
-    fit = max(
-        1, min(65536 // (REGISTERS[cut.tokens] * cut.warps * 32), device.shared_bytes // shared)
-    )
-    blocks, tiles = math.ceil(K / step), math.ceil(N / cut.rows) * math.ceil(rows / cut.tokens)
-    steps = [
-        (i + 1) * blocks // cut.splits - i * blocks // cut.splits
-        for i in range(cut.splits)
-        for _ in range(tiles)
-    ]
+    device, c = gpu
+    step = 16 // bits * 64  # inputs
+    group = 128 if bits == 4 else 0
+    plan = plan_product(rows, N, K, bits, group, torch.bfloat16, device, epilogue)
+    words = plan.rows * 64 * 2  # bytes
+    if bits == 4:
+        words += plan.rows * step // 64  # scales
+    x = step * min(rows, plan.tokens) * 2  # bytes; rows beyond the last are not read
+    port_clocks = (words + x) / 64  # 64 bytes a clock
+    issue_clocks = INSTRUCTIONS[bits][plan.tokens] * plan.rows * step / 128  # 4 warps
+    clocks = max(port_clocks, issue_clocks)
+    tensor_us = 2 * plan.tokens * plan.rows * step * device.processors / c.tensor_tflops / 1e6
     alone_us = max(clocks / c.clock_ghz / 1e3, tensor_us)
-    return fluid(tuple(steps), words, words + x, alone_us, fit, cut.stages, gpu), cut.splits
+    shared = shared_bytes(plan.tokens, plan.rows, plan.stages, bits, device) + 1024
+    registers = REGISTERS[plan.tokens] * plan.warps * 32
+    fit = max(1, min(65536 // registers, device.shared_bytes // shared))
+    blocks = math.ceil(K / step)
+    tiles = math.ceil(N / plan.rows) * math.ceil(rows / plan.tokens)
+    steps = []
+    for i in range(plan.splits):
+        steps += [(i + 1) * blocks // plan.splits - i * blocks // plan.splits] * tiles
+    us = fluid(tuple(steps), words, words + x, alone_us, fit, plan.stages, gpu)
+    return us, plan.splits
 
 
 def attention_us(rows: int, slots: int, shape: Shape | ModelConfig, gpu: Gpu) -> tuple[float, int]:
-    """Attention of `rows` tokens over `slots` and themselves, in bf16, without its partial sums.
+    """Estimate attention of `rows` tokens over `slots` and themselves, without its partial sums.
 
-    Returns: microseconds, chunks in use.
+    In bf16. Returns: microseconds, chunks in use.
     """
-    (device, c), end, chunk, group = gpu, slots + rows, CHUNK, shape.n_heads // shape.n_kv_heads
-    cut = plan_attention(rows * group, shape.head_dim, torch.bfloat16, device)
+    device, c = gpu
+    end = slots + rows
+    group = shape.n_heads // shape.n_kv_heads
+    plan = plan_attention(rows * group, shape.head_dim, torch.bfloat16, device)
+    chunk = CHUNK
     while slots >= chunk * SPLITS:
         chunk *= 2
-    chunk = chunk if splits_of(rows, end, rows) > 1 else end
-    chunks = [math.ceil(min(chunk, end - first) / cut.keys) for first in range(0, end, chunk)]
-    steps = [
-        n for n in chunks for _ in range(math.ceil(rows * group / cut.rows) * shape.n_kv_heads)
-    ]
-    stage = cut.keys * shape.head_dim * 4  # bytes
-    fit = max(1, device.shared_bytes // (2 * cut.rows * shape.head_dim + 3 * stage + 1024))
-    return fluid(
-        tuple(steps), stage, stage, stage / 64 / c.clock_ghz / 1e3, fit, cut.stages, gpu
-    ), len(chunks)
+    if splits_of(rows, end, rows) <= 1:
+        chunk = end
+    chunks = [math.ceil(min(chunk, end - first) / plan.keys) for first in range(0, end, chunk)]
+    tiles = math.ceil(rows * group / plan.rows) * shape.n_kv_heads
+    steps = []
+    for count in chunks:
+        steps += [count] * tiles
+    stage = plan.keys * shape.head_dim * 4  # bytes
+    fit = max(1, device.shared_bytes // (2 * plan.rows * shape.head_dim + 3 * stage + 1024))
+    alone_us = stage / 64 / c.clock_ghz / 1e3
+    us = fluid(tuple(steps), stage, stage, alone_us, fit, plan.stages, gpu)
+    return us, len(chunks)

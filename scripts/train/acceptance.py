@@ -1,11 +1,13 @@
-"""How well a head drafts, quickly: chains from every position of a sequence at once.
+"""Measure how well a head drafts, quickly: chains from every position of a sequence at once.
 
-1. The target has written the sequences itself, greedily, so a chain's truth is the sequence.
-2. Step s runs one row per start. Its mask shows the true rows up to the start, and the start's own rows of the steps
-   before: `Chains` is the decode loop on chains, without verification (a test compares the two).
-3. n-alpha, tau, and the sharpness of the head's scores come from these.
+1. The target has written the sequences itself, greedily, so the sequence is the truth of a chain.
+2. Step s runs one row per start. Its mask shows the true rows up to the start, and the start's own
+   rows of the steps before. `Chains` is the decode loop on chains, without verification (a test
+   compares the two).
+3. n-alpha, tau, and the sharpness of the head's scores come from these chains.
 
-Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha), figure 8 (what a row sees). Not here: trees (papers.py).
+Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha), figure 8 (the inputs of a row).
+Not here: trees (scripts/bench/papers.py).
 """
 
 from __future__ import annotations
@@ -20,19 +22,18 @@ from hf.heads import DRAFT_INPUTS
 from kv_cache import KVCache, Window
 from model import Transformer
 
-INPUTS = (
-    DRAFT_INPUTS,
-    "feature&unshifted",
-    "token",
-    "feature",
-)  # EAGLE-1 figure 8; the first is EAGLE
+# EAGLE-1 figure 8; the first is EAGLE
+INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")
 ALPHAS = 5  # chain steps that are evaluated
 
 
 def row_inputs(
     kind: str, embedded: Tensor, features: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a row sees. embedded: of x_{t+1}; before: of x_t; all [B, T, F]. Source: EAGLE-1 figure 8."""
+    """Return the inputs of a row. Source: EAGLE-1 figure 8.
+
+    embedded: of x_{t+1}; before: of x_t; all [B, T, F]
+    """
     if kind == "feature&unshifted":
         return before, features
     if kind == "token":
@@ -47,52 +48,64 @@ class Chains:
 
     def __init__(self, head: EagleHead, target: Transformer, tokens: Tensor, kind: str):
         """tokens: [1, T], written by the target."""
-        self.head, self.target, self.tokens, self.kind = head, target, tokens, kind
+        self.head = head
+        self.target = target
+        self.tokens = tokens
+        self.kind = kind
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
         self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
-        self.embedding, self.lm_head = (
-            head.embedding or target.embedding,
-            head.lm_head or target.lm_head,
-        )
+        self.embedding = head.embedding or target.embedding
+        self.lm_head = head.lm_head or target.lm_head
         self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
-        self.dtype = head.layers[0].attention.wo.weight.dtype  # the target's may be another
+        self.dtype = head.layers[0].attention.wo.weight.dtype  # may differ from the target's
         self.cache = KVCache.empty(
             head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device)
         )
 
     def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
-        """Run drafting step `s` for all T-2 starts. features: [1, R, F]; drafted, before: [1, R] tokens."""
+        """Run drafting step `s` for all T-2 starts.
+
+        features: [1, R, F]; drafted, before: [1, R] tokens
+        Returns: [1, R, F].
+        """
         R = drafted.shape[1]
         rows = torch.arange(R, device=drafted.device)
         causal = rows[None] <= rows[:, None]
         own = torch.eye(R, dtype=torch.bool, device=drafted.device)
-        mask = torch.cat((causal, own.repeat(1, s)), 1)[
-            None
-        ]  # true rows up to here, own predicted rows
+        # true rows up to the start, then its own predicted rows
+        mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # [1, R, (1 + s) R]
         window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
-        inputs = row_inputs(self.kind, self.embedding(drafted), features, self.embedding(before))
-        inputs = (x.to(self.dtype) for x in inputs)
-        return self.head(*inputs, rows[None] + s, self.cache, window).to(features.dtype)
+        embedded, hidden = row_inputs(
+            self.kind, self.embedding(drafted), features, self.embedding(before)
+        )
+        y = self.head(
+            embedded.to(self.dtype), hidden.to(self.dtype), rows[None] + s, self.cache, window
+        )
+        return y.to(features.dtype)
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
-        """Returns: ok [R, ALPHAS], whether step s of start r drafts the target's token; every step's logits."""
+        """Draft a chain from every start.
+
+        Returns: ok [R, ALPHAS] bool, true where step s of start r drafts the target's token; the
+        logits of every step, [R, N] each.
+        """
         x = self.tokens
-        R = x.shape[1] - 1 - ALPHAS  # starts whose whole chain has a truth
-        features, drafted, before, ok, logits = (
-            self.features[:, :R],
-            x[:, 1 : R + 1],
-            x[:, :R],
-            [],
-            [],
-        )
+        R = x.shape[1] - 1 - ALPHAS  # starts with a truth for the entire chain
+        features = self.features[:, :R]
+        drafted = x[:, 1 : R + 1]
+        before = x[:, :R]
+        ok = []
+        logits = []
         if self.head.aux_layers:
             features = self.head.fuse(features.to(self.dtype))
         for s in range(ALPHAS):
             features = self.step(s, features, drafted, before)
             z = self.lm_head(self.head.output_norm(features))
-            z = z if self.head.lm_head else self.vocab.columns(z)  # [1, R, N]
-            before, drafted = drafted, self.vocab.tokens(z.argmax(-1))
+            if not self.head.lm_head:
+                z = self.vocab.columns(z)  # [1, R, N]
+            before = drafted
+            drafted = self.vocab.tokens(z.argmax(-1))
             ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
             logits.append(z[0])
         return torch.stack(ok, 1), logits
@@ -102,17 +115,21 @@ class Chains:
 def evaluate(
     head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str
 ) -> dict:
-    """alpha: n-alpha for n = 0..4; tau: mean accepted tokens + 1 of a chain of five, over all start positions."""
-    tried, hits, lengths = torch.zeros(ALPHAS), torch.zeros(ALPHAS), []
+    """Measure chains on sequences of the target, over all start positions.
+
+    Returns: alpha, n-alpha for n = 0..4; tau, mean accepted tokens + 1 of a chain of five.
+    """
+    tried = torch.zeros(ALPHAS)
+    hits = torch.zeros(ALPHAS)
+    lengths = []
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
         ok, _ = Chains(head, target, tokens, kind).run()
-        run = (
-            ok[max(begin - 2, 0) :].long().cumprod(1).cpu()
-        )  # from the first start whose tokens are the target's
-        tried += torch.cat((torch.ones(len(run), 1), run[:, :-1]), 1).sum(0)
-        hits += run.sum(0)
-        lengths.append(run.sum(1).float())
+        first = max(begin - 2, 0)  # the first start with tokens of the target
+        accepted = ok[first:].long().cumprod(1).cpu()
+        tried += torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1]), 1).sum(0)
+        hits += accepted.sum(0)
+        lengths.append(accepted.sum(1).float())
     return {
         "alpha": (hits / tried.clamp(min=1)).tolist(),
         "tau": torch.cat(lengths).mean().item() + 1,
@@ -123,27 +140,27 @@ def evaluate(
 def fit_sharpness(
     head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str
 ) -> float:
-    """The c that makes softmax(c * scores) the likeliest to hold the target's choice, at T = 0 and T = 1 alike."""
+    """Fit c so that softmax(c * scores) is likeliest to hold the target's choice.
+
+    The choices at T = 0 and at T = 1 count alike.
+    """
     grid = torch.arange(1.0, 4.01, 0.125)
-    loss, generator = torch.zeros(len(grid)), torch.Generator().manual_seed(0)
+    loss = torch.zeros(len(grid))
+    generator = torch.Generator().manual_seed(0)
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
         chains = Chains(head, target, tokens, kind)
         ok, logits = chains.run()
-        R, first = ok.shape[0], max(begin - 2, 0)
-        truth = target.logits(chains.features)[
-            0, 1 : R + 1
-        ].cpu()  # distribution of the token that step 0 drafts
-        noise = -torch.log(
-            -torch.log(torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7))
-        )
-        vocab = DraftVocab(
-            chains.vocab.size,
-            chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None,
-        )
-        column = (
-            vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1
-        )  # [V], -1 for tokens that are never drafted
+        R = ok.shape[0]
+        first = max(begin - 2, 0)
+        # distribution of the token that step 0 drafts
+        truth = target.logits(chains.features)[0, 1 : R + 1].cpu()  # [R, V]
+        uniform = torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)
+        noise = -torch.log(-torch.log(uniform))
+        kept_ids = chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None
+        vocab = DraftVocab(chains.vocab.size, kept_ids)
+        # [V], the column of a token; -1 for tokens that are never drafted
+        column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1
         for extra in (torch.zeros_like(noise), noise):
             choice = column[(truth + extra).argmax(-1)[first:]]
             scores = (logits[0].cpu() + vocab.columns(extra))[first:]

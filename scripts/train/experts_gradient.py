@@ -1,8 +1,9 @@
-"""Gradients of `experts_linear`, and its dtype under autocast: importing this module registers them.
+"""Register the gradients of `experts_linear`, and its dtype under autocast, on import.
 
-Only training needs them (train_demo.py); decoding never computes a gradient. The gradient of the rows is a product with
-the transposed weights. That of the weights is an operator of its own, because which experts are hit is data: on a CPU
-by expert, those that are idle get zeros; on CUDA, where the host may not look, by the reference.
+Only training needs them (train_demo.py); decoding never computes a gradient. The gradient of the
+rows is a product with the transposed weights. The gradient of the weights is an operator of its
+own, because the set of experts that are hit is data: a CPU loops over the experts and gives idle
+ones zeros; CUDA, where the host may not look, takes the reference.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ lib.define("experts_gradient(Tensor x, Tensor grad, Tensor routing, int experts)
 
 
 def experts_gradient_reference(x: Tensor, grad: Tensor, expert: Tensor, experts: int) -> Tensor:
-    """The gradient of every expert's weight, in the plainest way.
+    """Return the gradient of every expert's weight, in the plainest way.
 
     x: [P, K]; grad: [P, N], of the product; expert: [P] int64, of each row
     Returns: [E, N, K].
     """
-    ours = F.one_hot(expert, experts).to(x.dtype)  # [P, E]
-    return torch.einsum("pen,pk->enk", ours[:, :, None] * grad[:, None], x)
+    routed = F.one_hot(expert, experts).to(x.dtype)  # [P, E]
+    return torch.einsum("pen,pk->enk", routed[:, :, None] * grad[:, None], x)
 
 
 def _experts_gradient_cpu(x: Tensor, grad: Tensor, expert: Tensor, experts: int) -> Tensor:
@@ -53,8 +54,8 @@ def _experts_setup(ctx, inputs: tuple, output: Tensor) -> None:
 
 def _experts_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, routing = ctx.saved_tensors
-    by_weight = torch.ops.gpt_eagle.experts_gradient(x, grad, routing, weight.shape[0])
-    return experts_linear(grad, weight.transpose(1, 2), routing), by_weight, None
+    weight_grad = torch.ops.gpt_eagle.experts_gradient(x, grad, routing, weight.shape[0])
+    return experts_linear(grad, weight.transpose(1, 2), routing), weight_grad, None
 
 
 torch.library.register_autograd(

@@ -1,9 +1,11 @@
-"""The target's features of training batches: computed as they come, or kept in a file after the first time.
+"""Compute the target's features of training batches, or keep them in a file after the first time.
 
-The file holds one epoch in the dtype of training, batch by batch: [batches, B, T, (1 + aux_layers) F], with the aux_layers of a new
-head of version 3, so that both versions can read it. The first epoch writes it, later ones read it; so do later runs on
-the same data. FILE.json says what it was made of.
-Trade-off: later epochs have the batches of the first, in another order; without a file, each has batches of its own.
+The file holds one epoch in the dtype of training, batch by batch: [batches, B, T,
+(1 + aux_layers) F]. Its aux layers are those of a new head of version 3, so that both versions can
+read it. The first epoch writes it; later epochs, and later runs on the same data, read it.
+FILE.json records the data that it was made of.
+Trade-off: later epochs have the batches of the first, in another order. Without a file, each epoch
+has batches of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from scripts.train.losses import default_aux_layers
 
 
 class Features:
-    """The target's features of every batch, with the head's aux_layers, from the file if there is one."""
+    """The target's features of every batch, with the head's aux layers, from the file if any."""
 
     def __init__(
         self, config: Any, target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
@@ -34,39 +36,39 @@ class Features:
 
         Raises: ValueError for features that cannot be kept, or a file with those of other data.
         """
-        self.width, kept_aux_layers = (1 + len(aux_layers)) * target.config.dim, aux_layers
-        self.steps = torch.arange(config.seq_len, device=config.device).expand(
-            config.batch_size, -1
-        )
-        self.kept = (
-            None  # [count, B, T, (1 + aux_layers) F]; batches that were not computed yet are 0
-        )
+        dim = target.config.dim
+        self.width = (1 + len(aux_layers)) * dim
+        positions = torch.arange(config.seq_len, device=config.device)
+        self.steps = positions.expand(config.batch_size, -1)
+        # [batches, B, T, (1 + aux_layers) F]; a batch that was not computed yet is 0
+        self.kept = None
+        kept_aux_layers = aux_layers
         if config.features:
             kept_aux_layers = default_aux_layers(target.config.n_layers)
             if aux_layers not in ((), kept_aux_layers):
-                rule = f"--features keeps the inputs of layers {kept_aux_layers}; --init takes those of {aux_layers}"
-                raise ValueError(f"{rule}; leave it out")
-            shape = (
-                len(tokens) // self.steps.numel(),
-                *self.steps.shape,
-                (1 + len(kept_aux_layers)) * target.config.dim,
-            )
+                raise ValueError(
+                    f"--features keeps the inputs of layers {kept_aux_layers}; "
+                    f"--init takes those of {aux_layers}; leave it out"
+                )
+            count = len(tokens) // self.steps.numel()
             made_of = {
-                "shape": shape,
+                "shape": (count, *self.steps.shape, (1 + len(kept_aux_layers)) * dim),
                 "dtype": config.dtype,
                 "aux_layers": kept_aux_layers,
                 "checkpoint": config.checkpoint,
+                "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             }
-            made_of["tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
             self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
-        self.look = torch.compile(
+        self.compute = torch.compile(
             lambda tokens, steps: target(tokens, steps, aux_layers=kept_aux_layers)
         )
 
     @staticmethod
     def _open(file: Path, made_of: dict) -> Tensor:
-        """The tensor that lies in the file; a new one is full of zeros."""
-        shape, dtype, note = made_of["shape"], DTYPES[made_of["dtype"]], Path(f"{file}.json")
+        """Map the file as a tensor; a new one is full of zeros."""
+        shape = made_of["shape"]
+        dtype = DTYPES[made_of["dtype"]]
+        note = Path(f"{file}.json")
         size = math.prod(shape) * dtype.itemsize
         if not file.exists():
             reserve(file, size)
@@ -75,36 +77,41 @@ class Features:
             raise ValueError(
                 f"--features: {file} has features of other data, or is cut short; name another file"
             )
-        print(
-            f"features: {' x '.join(map(str, shape))} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}"
-        )
-        return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(
-            shape
-        )
+        sizes = " x ".join(map(str, shape))
+        print(f"features: {sizes} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}")
+        flat = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype)
+        return flat.view(shape)
 
     @torch.no_grad()
     def of(self, tokens: Tensor, number: int) -> Tensor:
-        """tokens: [B, T], batch `number` of its epoch. Writes: the file. Returns: [B, T, (1 + aux_layers) F]."""
+        """Return the features of a batch. Writes: the file.
+
+        tokens: [B, T], batch `number` of its epoch
+        Returns: [B, T, (1 + aux_layers) F].
+        """
         if self.kept is None:
-            return self.look(tokens, self.steps)
+            return self.compute(tokens, self.steps)
         if not self.has(number):
-            self.kept[number] = self.look(tokens, self.steps).to(self.kept)
+            self.kept[number] = self.compute(tokens, self.steps).to(self.kept)
         return self.kept[number, ..., : self.width].to(tokens.device)
 
     def has(self, number: int) -> bool:
-        """Whether the file holds a batch: the last row to be written is not 0 then."""
+        """Return true if the file holds a batch: its last row is written last, and is not 0."""
         return bool(self.kept[number, -1, -1].any())
 
 
 def reserve(file: Path, size: int) -> None:
-    """Make a file of `size` zero bytes whose blocks exist. Raises: ValueError when the disk has no room for it."""
+    """Make a file of `size` zero bytes with blocks on the disk.
+
+    Raises: ValueError when the disk has too little space for it.
+    """
     free = shutil.disk_usage(file.parent).free
     if size > free - 1e9:
-        room = f"--features: {size / 1e9:.2f} GB do not fit beside {file.parent}, {free / 1e9:.2f} GB are free"
         raise ValueError(
-            f"{room} (1 GB stays free); leave it out, and they are computed as they are needed"
+            f"--features: {size / 1e9:.2f} GB do not fit beside {file.parent}, "
+            f"{free / 1e9:.2f} GB are free (1 GB stays free); leave it out, and they are computed "
+            "as they are needed"
         )
     with open(file, "wb") as out:
-        os.posix_fallocate(
-            out.fileno(), 0, size
-        )  # a disk that fills up later must not break the mapping
+        # a disk that fills up later must not break the mapping
+        os.posix_fallocate(out.fileno(), 0, size)

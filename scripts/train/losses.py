@@ -1,20 +1,18 @@
-"""The losses of draft heads, unrolled over the steps of a chain; their draft vocabulary; a new head of version 3.
+"""Compute the losses of draft heads, unrolled over the steps of a chain; make heads of version 3.
 
-1. A head is unrolled over some steps: EAGLE's own loss is one step, EAGLE-3's training-time test has seven, HASS has
-   eagle3 with heads of version 1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0
-   the target's features f_t, fused by version 3, with noise in version 1), and sits at position t+s.
-2. It sees the keys of step 0 up to row t, and its own keys of the later steps: what the nodes of a chain see that is
-   drafted from row t. So each later step adds a diagonal to the causal mask of step 0.
-3. Every step has the cross-entropy with the target's distribution of x_{t+2+s} over the draft vocabulary, and in
-   version 1 the SmoothL1 between its output and f_{t+1+s}. A row counts if x_{t+s} is marked; in version 3 also only if
-   the target's best token is in the draft vocabulary.
-4. The first layer is trained over inputs of equal scale (`scale_inputs`).
-5. The draft vocabulary is made of the most frequent tokens among those that are trained on.
+1. EAGLE's own loss has one step, EAGLE-3's training-time test seven; HASS has several with heads of
+   version 1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0
+   the target's features f_t, fused by version 3, with noise in version 1), at position t+s.
+2. A row sees the keys of step 0 up to row t, and its own keys of the later steps, like the nodes of
+   a chain from row t. So each later step adds a diagonal to the causal mask of step 0.
+3. Every step has the cross-entropy with the target's distribution of x_{t+2+s} over the draft
+   vocabulary, and in version 1 the SmoothL1 between its output and f_{t+1+s}. A row counts if
+   x_{t+s} is marked; in version 3 also only if the draft vocabulary has the target's best token.
 
-Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3 (arXiv 2503.01840), section 3; HASS (arXiv 2408.15766), 3.2.
-Weights, masks, positions and normalisers are the official code's of EAGLE-1 and EAGLE-3.
-Difference: past the end of a sequence the official code's target is uniform, and a last marked row may learn it; here
-rows without a truth do not count.
+Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3 (arXiv 2503.01840), section 3; HASS (arXiv
+2408.15766), 3.2. Weights, masks, positions and normalisers are the official code's of EAGLE-1 and
+EAGLE-3. Difference: rows past the end of a sequence do not count here. The official target is
+uniform there, and a last marked row may learn it.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
 DECAY = 0.8  # of a step's weight, for each step before it
 
 
-# ------------------------------------------------------------------------------------------------ loss
+# ------------------------------------------------------------------------------- loss
 
 
 class Past(NamedTuple):
-    """Keys and values of the steps so far, where decoding has a cache. A step appends to them."""
+    """Keys and values of the steps so far, in place of a cache. A step appends to them."""
 
     k: tuple[list[Tensor], ...]  # n_layers x (a step each) [B, Hkv, 1, T, E]
     v: tuple[list[Tensor], ...]
@@ -55,7 +53,7 @@ def attend(
     keys: list[Tensor],
     values: list[Tensor],
 ):
-    """A step's attention: causal over the keys of step 0, and to the row's own keys of the later steps.
+    """Attend causally over the keys of step 0, and to the row's own keys of the later steps.
 
     x: [B, T, F]. Writes: appends to keys and values. Returns: [B, T, F].
     """
@@ -64,9 +62,8 @@ def attend(
     q, k = rotary(qkv, rope, attention.heads, attention.kv_heads, attention.head_norms)
     keys.append(k.transpose(1, 2).unsqueeze(2))
     values.append(qkv[:, :, -attention.kv_heads :].transpose(1, 2).unsqueeze(2))
-    q = (
-        q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1)) * attention.head_dim**-0.5
-    )  # [B, Hkv, H / Hkv, T, E]
+    q = q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1))  # [B, Hkv, H / Hkv, T, E]
+    q = q * attention.head_dim**-0.5
     later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
     scores = [(q @ keys[0].mT).float().masked_fill(later, -torch.inf)]  # [B, Hkv, H / Hkv, T, T]
     scores += [(q * own).sum(-1, keepdim=True).float() for own in keys[1:]]
@@ -78,28 +75,30 @@ def attend(
 
 
 def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, past: Past) -> Tensor:
-    """Run step `s` of all rows. embedded, hidden: [B, T, F]. Writes: appends to `past`. Returns: outputs, [B, T, F]."""
+    """Run step `s` of all rows. Writes: appends to `past`.
 
-    def block_of(
-        block, x, h, after, rope, kv, window
-    ):  # what Block.forward does, with the attention above
+    embedded, hidden: [B, T, F]
+    Returns: outputs, [B, T, F].
+    """
+
+    # as Block.forward, with the attention above
+    def block_of(block, x, h, after, rope, kv, window):
         x, h = block.ffn_norm.add(x, attend(block.attention, h, rope, *kv))
         return after.add(x, block.ffn(h))
 
     x, h = head.first(embedded, hidden)
     positions = torch.arange(s, s + x.shape[1], device=x.device).expand(x.shape[:2])
-    return head.layers(
-        x, rope_angles(head.rope_freq, positions), head.norm, past, None, block_of, h=h
-    )
+    rope = rope_angles(head.rope_freq, positions)
+    return head.layers(x, rope, head.norm, past, None, block_of, h=h)
 
 
 class Recipe(NamedTuple):
-    """What the losses of a head are made with."""
+    """The layers and options that the losses of a head need."""
 
     embedding: nn.Module  # the head's own, or the target's
     lm_head: nn.Module  # the same, with the rows of the draft vocabulary
     steps: int
-    inputs: str = DRAFT_INPUTS  # what a row sees
+    inputs: str = DRAFT_INPUTS  # of a row
 
 
 def unrolled_losses(
@@ -109,50 +108,54 @@ def unrolled_losses(
     recipe: Recipe,
     noise: Tensor | float,
 ) -> tuple[Tensor, ...]:
-    """The losses of every step, sums over the rows that count: version 1 divides them by the number of rows that are
-    marked, version 3 by all B T.
+    """Return the losses of every step, sums over the rows that count.
 
-    batch: tokens [B, T]; mask [B, T] bool; target features, for version 3 with its aux_layers, [B, T, (1 + aux_layers) F]
+    Version 1 divides the sums by the number of marked rows, version 3 by all B T.
+    batch: tokens [B, T]; mask [B, T] bool; target features [B, T, (1 + aux_layers) F], with the aux
+        layers of version 3
     noise: [B, T, F], added to the features of version 1
     Returns: the cross-entropy of each step; in version 1 the SmoothL1 of each behind them.
     """
     tokens, mask, features = batch
-    steps, T, eagle3 = recipe.steps, tokens.shape[1], head.config.eagle3 is not None
+    steps = recipe.steps
+    T = tokens.shape[1]
+    eagle3 = head.config.eagle3 is not None
     vocab = head.vocab or DraftVocab(target.config.vocab_size)
     with torch.no_grad():  # past the end there is no truth, and nothing counts
         known = torch.ones_like(tokens, dtype=torch.bool)
         if eagle3:
             z = target.logits(features)  # [B, T, V]
-            drafted = vocab.spread(
-                torch.ones(vocab.kept, device=z.device)
-            ).bool()  # [V], the official t2d
-            known, z = drafted[z.argmax(-1)], vocab.columns(z)
+            # [V], the official t2d
+            drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()
+            known = drafted[z.argmax(-1)]  # [B, T]
+            z = vocab.columns(z)  # [B, T, N]
         else:
             z = recipe.lm_head(features)  # [B, T, N]
         known = F.pad(known, (0, steps))  # [B, T + steps]
         p = F.pad(z.float().softmax(-1), (0, 0, 0, steps))  # [B, T + steps, N]
         truth = F.pad(features, (0, 0, 0, steps))
-        mask, rows = F.pad(mask, (0, steps)), recipe.embedding(F.pad(tokens, (0, steps)))
-    hidden, entropies, regressions = head.fuse(features) if eagle3 else features + noise, [], []
-    past = Past(*(tuple([] for _ in head.layers) for _ in range(2)))
+        mask = F.pad(mask, (0, steps))
+        rows = recipe.embedding(F.pad(tokens, (0, steps)))
+    hidden = head.fuse(features) if eagle3 else features + noise
+    entropies = []
+    regressions = []
+    past = Past(tuple([] for _ in head.layers), tuple([] for _ in head.layers))
     for s in range(steps):
-        here, ahead = slice(s, s + T), slice(1 + s, 1 + s + T)
-        hidden = unrolled_step(
-            head, *row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here]), s, past
-        )
+        here = slice(s, s + T)
+        ahead = slice(1 + s, 1 + s + T)
+        inputs = row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here])
+        hidden = unrolled_step(head, *inputs, s, past)
         log_q = recipe.lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
         counts = mask[:, here] & known[:, ahead]
         total = tokens.numel() if eagle3 else counts.sum() + 1e-5
         entropies.append((-(p[:, ahead] * log_q).sum(-1) * counts).sum() / total)
         if not eagle3:
-            far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none").mean(
-                -1
-            )  # [B, T]
-            regressions.append((far * counts).sum() / total)
+            far = F.smooth_l1_loss(hidden.float(), truth[:, ahead].float(), reduction="none")
+            regressions.append((far.mean(-1) * counts).sum() / total)
     return (*entropies, *regressions)
 
 
-# ------------------------------------------------------------------------------------- scales of inputs
+# ----------------------------------------------------------------------------- scales of inputs
 
 
 class ScaledLinear(Linear):
@@ -163,55 +166,59 @@ class ScaledLinear(Linear):
         super().__init__(
             plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta"
         )
-        self.weight, self.bias = nn.Parameter(plain.weight * scale), plain.bias
+        self.weight = nn.Parameter(plain.weight * scale)
+        self.bias = plain.bias
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
         return super().forward(x / self.scale)
 
     def plain(self) -> Linear:
-        """The layer as decoding takes it."""
+        """Return the layer as decoding takes it."""
         plain = Linear(
             self.in_features, self.out_features, bias=self.bias is not None, device="meta"
         )
-        plain.weight, plain.bias = nn.Parameter(self.weight / self.scale), self.bias
+        plain.weight = nn.Parameter(self.weight / self.scale)
+        plain.bias = self.bias
         return plain
 
 
 @torch.no_grad()
 def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
-    """Train `fc` over inputs of equal scale. No output changes now, but each step changes all of them evenly.
+    """Train `fc` over inputs of equal scale. Writes: head.fc, until `plain_copy`.
 
-    A target's features have channels far larger than its embeddings (SmolLM2's last ones: 2 and 0.14 as a root mean
-    square, a single channel of its layers 1,000). Updates of one size would hardly use the token ahead.
-    embedded: [B, T, F]; features: [B, T, (1 + aux_layers) F]; a batch. Writes: head.fc, until `plain_copy`.
+    No output changes now, but each training step changes all outputs evenly.
+    A target's features have channels far larger than its embeddings (SmolLM2's last ones: 2 and
+    0.14 as a root mean square, a single channel of its layers 1,000). Updates of one size would
+    hardly use the token ahead.
+    embedded: [B, T, F]; features: [B, T, (1 + aux_layers) F]; a batch
     """
     if isinstance(head.fc, nn.Linear):
         seen: list[Tensor] = []
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
         head.first(embedded, head.fuse(features))
         hook.remove()
-        head.fc = ScaledLinear(
-            head.fc, seen[0].float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6)
-        )
+        mean_square = seen[0].float().flatten(0, -2).square().mean(0)
+        head.fc = ScaledLinear(head.fc, mean_square.sqrt().clamp(min=1e-6))
 
 
 @torch.no_grad()
 def plain_copy(head: EagleHead) -> EagleHead:
-    """A copy whose `fc` is as decoding takes it."""
+    """Return a copy with `fc` as decoding takes it."""
     head = copy.deepcopy(head)
     if isinstance(head.fc, ScaledLinear):
         head.fc = head.fc.plain()
     return head
 
 
-# -------------------------------------------------------------------------------------------- new heads
+# ------------------------------------------------------------------------------- new heads
 
 
 def frequent_tokens(ids: Tensor, size: int, kept: int) -> DraftVocab | None:
-    """The `kept` most frequent of the training tokens; of equally frequent ones the lowest. None: all `size` of them.
+    """Return the `kept` most frequent of the training tokens, of equally frequent ones the lowest.
 
     ids: [M] int64, every token that is trained on
+    Returns: None for all `size` of them.
     """
     if kept >= size:
         return None
@@ -220,24 +227,27 @@ def frequent_tokens(ids: Tensor, size: int, kept: int) -> DraftVocab | None:
 
 
 def default_aux_layers(layers: int) -> tuple[int, ...]:
-    """Layers of the target whose inputs a new head takes: the official eagle3, as far as the target has them."""
-    return tuple(sorted({tap for tap in (2, layers // 2, layers - 3) if 0 <= tap <= layers}))
+    """Return the aux layers of a new head: the official ones, as far as the target has them.
+
+    The head takes the inputs of these layers of the target.
+    """
+    official = (2, layers // 2, layers - 3)
+    return tuple(sorted({layer for layer in official if 0 <= layer <= layers}))
 
 
 def new_head(
     model: ModelConfig, target: Transformer, vocab: DraftVocab | None, from_target: bool
 ) -> Eagle3Head:
-    """A head of version 3 with layers of the shape `model`.
+    """Make a head of version 3 with layers of the shape `model`.
 
-    from_target: start with `fc` near the identity on the last tap, and with the target's last norm and LM head
+    from_target: start with `fc` near the identity on the last aux hidden states, and with the
+        target's last norm and LM head
     """
-    aux_layers, dim = default_aux_layers(target.config.n_layers), target.config.dim
+    aux_layers = default_aux_layers(target.config.n_layers)
+    dim = target.config.dim
     kept = vocab.kept if vocab else model.vocab_size
-    head = Eagle3Head(
-        EagleConfig(
-            model, fc_bias=False, eagle3=Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")
-        )
-    )
+    eagle3 = Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")
+    head = Eagle3Head(EagleConfig(model, fc_bias=False, eagle3=eagle3))
     head.vocab = vocab
     if from_target:
         own = target.lm_head
@@ -251,7 +261,7 @@ def new_head(
 
 
 def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
-    """How the official layout of version 3 names the tokens that a head drafts."""
+    """Return the tensors that name the draft vocabulary in the official layout of version 3."""
     if head.vocab is None:
         return {}
     ids = head.vocab.ids.cpu()
@@ -260,19 +270,21 @@ def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
 
 
 def keys_of(head: Eagle3Head) -> dict:
-    """What the official layout says of version 3 besides, in config.json."""
+    """Return the further keys of version 3 in the official config.json."""
     eagle3 = head.config.eagle3
     keys = {
         "draft_vocab_size": eagle3.draft_vocab,
         "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
     }
-    said = {
-        "use_aux_hidden_state": (bool(eagle3.aux_layers), True), "norm_output": (eagle3.last_norm == "logits", True),
-        "norm_before_residual": (eagle3.norm_before_residual, False), "fc_norm": (eagle3.fc_norm, False),
+    optional = {  # key: value, default
+        "use_aux_hidden_state": (bool(eagle3.aux_layers), True),
+        "norm_output": (eagle3.last_norm == "logits", True),
+        "norm_before_residual": (eagle3.norm_before_residual, False),
+        "fc_norm": (eagle3.fc_norm, False),
         "norm_before_fc": (eagle3.norm_before_fc, False),
         "target_hidden_size": (eagle3.target_dim, head.config.model.dim),
-    }  # fmt: skip
-    keys |= {key: value for key, (value, default) in said.items() if value != default}
+    }
+    keys |= {key: value for key, (value, default) in optional.items() if value != default}
     if not eagle3.aux_layers:
         del keys["eagle_aux_hidden_state_layer_ids"]
     return keys

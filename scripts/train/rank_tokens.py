@@ -1,20 +1,19 @@
-"""Rank a tokenizer's tokens by how often text uses them, for a draft head that drafts only the most frequent ones.
+"""Rank a tokenizer's tokens by frequency, for a draft head that drafts only the most frequent ones.
 
-    python scripts/train/rank_tokens.py --checkpoint DIR --data chats.jsonl,prose.txt --out HEAD/token_ranks.json
-    python scripts/train/rank_tokens.py                     # the demo's, from its training text
-    python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768                      # what it is for
+    python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json
+    python scripts/train/rank_tokens.py                  # the demo's, from its training text
+    python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768    # uses the list
 
-How it works:
-1. Data are texts like those that the model will write: JSONL with dialogues or `text` (as scripts/train/train_eagle.py reads
-   it; of dialogues only the answers count, for only they are drafted), or plain text files.
-2. Tokens are counted with the target's tokenizer, and written as a JSON list of ids, the most frequent first; equal
-   counts and tokens that do not occur are in the order of their ids.
-3. The ids that end a text come first: no document says how often, and a head without them never drafts an end.
-
+Data are texts like those that the model will write, in the forms of scripts/train/train_eagle.py,
+or plain text files. Of dialogues only the answers count, because only they are drafted. Rank no
+prompts that you evaluate on. The list is JSON: ids, the most frequent first; ids of equal counts,
+and ids that do not occur, in ascending order. The ids that end a text come first: no document shows
+how often they occur, and a head without them never drafts an end.
 Source: FR-Spec (arXiv 2502.14856), which counts a million texts of SlimPajama.
-Trade-off: one list for everything. What is frequent in one language or in code is rare in another: rank what you serve.
-Not here: keeping N of them (extras/draft_vocab.py), and what that costs in tau (papers.py, as
-`--methods eagle:dynamic,eagle:dynamic:draft_vocab=1024`). Rank no prompts that you evaluate on.
+Trade-off: tokens that are frequent in one language or in code are rare in another, and there is one
+list for everything: rank the texts that you serve.
+Not here: keeping N of them (extras/draft_vocab.py), and the cost in tau (scripts/bench/papers.py,
+as `--methods eagle:dynamic,eagle:dynamic:draft_vocab=1024`).
 """
 
 from __future__ import annotations
@@ -51,11 +50,12 @@ class RankConfig:
     )
     out: str = option(
         "",
-        f"file to write; default: {RANKS} in the checkpoint's directory with -eagle, if that exists",
+        f"file to write; default: {RANKS} in the checkpoint's directory with -eagle, "
+        "if that exists",
     )
 
     def target_file(self) -> Path:
-        """Where the list goes. Raises: ValueError when that is unknown or cannot be."""
+        """Return the file of the list. Raises: ValueError when it is unknown or not writable."""
         path = Path(self.checkpoint)
         bundled = path.with_name(path.name + "-eagle")
         if not self.out and not bundled.is_dir():
@@ -71,7 +71,7 @@ class RankConfig:
 
 
 def read_texts(config: RankConfig) -> list[str]:
-    """What is counted, document by document. Raises: ValueError for a file that cannot be read."""
+    """Return the texts to count, one a document. Raises: ValueError for an unreadable file."""
     if not config.data:
         if Path(config.checkpoint).resolve() != Path(DEMO).resolve():
             raise ValueError("--data is missing; only the demo has training text of its own")
@@ -79,9 +79,8 @@ def read_texts(config: RankConfig) -> list[str]:
     texts = []
     for name in config.data.split(","):
         if name.endswith(".jsonl"):
-            texts += [
-                answer for dialogue in read_dialogues(Path(name)) for answer in dialogue.answers
-            ]
+            for dialogue in read_dialogues(Path(name)):
+                texts += dialogue.answers
             continue
         try:
             texts.append(Path(name).read_text(encoding="utf-8"))
@@ -91,21 +90,23 @@ def read_texts(config: RankConfig) -> list[str]:
 
 
 def rank(counts: Counter[int], vocab_size: int, first: tuple[int, ...]) -> list[int]:
-    """Every id once: those of `first`, then by falling count, then by id."""
+    """Return every id once: those of `first`, then by falling count, then by id."""
     rest = sorted(set(range(vocab_size)) - set(first), key=lambda i: (-counts[i], i))
     return [*first, *rest]
 
 
 def coverage(ranks: list[int], counts: Counter[int]) -> dict[int, float]:
-    """The share of the text that the first N tokens make up, for N halved again and again."""
+    """Return the share of the text that the first N tokens cover, for N halved up to five times."""
     sizes = [len(ranks) >> halved for halved in range(6) if len(ranks) >> halved]
     return {size: sum(counts[i] for i in ranks[:size]) / counts.total() for size in sizes}
 
 
 def run(config: RankConfig) -> None:
-    """Count, write, and say what the list covers."""
-    out, path = config.target_file(), Path(config.checkpoint)
-    model, tokenizer = read_config(path), Tokenizer.load(path)
+    """Count the tokens, write the list, and print how much of the text it covers."""
+    out = config.target_file()
+    path = Path(config.checkpoint)
+    model = read_config(path)
+    tokenizer = Tokenizer.load(path)
     counts: Counter[int] = Counter()
     for text in tqdm(read_texts(config), unit="text"):
         counts.update(tokenizer.encode(text, bos=False))
@@ -121,7 +122,7 @@ def run(config: RankConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     config = parse(RankConfig, "rank_tokens.py", __doc__, argv)
     with one_line_errors("rank_tokens.py"):
         run(config)

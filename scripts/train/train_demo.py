@@ -1,22 +1,19 @@
-"""Train the bundled demo: a small LLaMA, or Mixtral, on the CPython standard library and worked sums.
+"""Train the bundled demo: a small LLaMA, or Mixtral, on the CPython standard library and sums.
 
     python scripts/train/train_demo.py --out checkpoints/demo            # 74 minutes on 3 cores
-    python scripts/train/train_demo.py --out checkpoints/demo --resume   # goes on from the last saved step
-    python scripts/train/train_demo.py --moe --ffn_dim 384 --out checkpoints/demo-moe   # two of eight experts per token
+    python scripts/train/train_demo.py --out checkpoints/demo --resume   # from the last saved step
+    python scripts/train/train_demo.py --moe --ffn_dim 384 --out checkpoints/demo-moe
 
-How it works:
-1. The standard library (without its tests) and GSM8K's training split are read; about 4 % of the Python files
-   and 400 sums are held out, chosen by hash, so that the split never depends on the order of anything.
-2. A sentencepiece BPE of 4096 pieces is trained on the training part: byte fallback, whitespace kept exactly.
-3. Documents are `<s> text </s>`. Some top-level Python definitions start with `<s>` as well, so that a prompt
-   which begins in the middle of a module is nothing new to the model.
-4. Muon updates the layers' matrices, AdamW the embedding, the LM head and the norms; bf16 autocast, compiled.
-   The last part trains on longer sequences.
-5. With `--moe`, stacks of experts are AdamW's too (Muon takes single matrices), and a load-balancing loss keeps all
-   experts in use; it is part of the training loss in the record, not of the held-out losses.
-6. The result is written in Hugging Face layout (bf16 safetensors), with the held-out loss curve as a picture.
-
-Source of the optimizer: Keller Jordan et al., Muon (2024), as `torch.optim.Muon`.
+1. Data: the standard library without its tests, and GSM8K's training split. About 4 % of the Python
+   files and 400 sums are held out, chosen by hash, so the split does not depend on any order.
+2. Tokens: a sentencepiece BPE of 4096 pieces of the training part. Documents are `<s> text </s>`.
+   Some top-level Python definitions start with `<s>` as well, so that the model also learns prompts
+   that begin in the middle of a module.
+3. Training: Muon (Keller Jordan et al. 2024, as `torch.optim.Muon`) for the layers' matrices, AdamW
+   for the rest; bf16 autocast, compiled. The last part trains on longer sequences.
+4. `--moe`: two of eight experts per token; their stacks are AdamW's too (Muon takes single
+   matrices). The training loss in the record includes load balancing, the held-out losses do not.
+5. Output: Hugging Face layout (bf16 safetensors), with the held-out loss curve as a picture.
 Not here: the draft head (scripts/train/train_eagle.py).
 """
 
@@ -51,8 +48,10 @@ from files import read_jsonl, replace_file, write_text
 from hf.weights import export_weights, weight_names
 from model import ModelConfig, Router, Transformer
 from options import pick_device
+from scripts.train import experts_gradient  # noqa: F401  (registers the gradients of experts)
 
-BOS, EOS = 1, 2
+BOS = 1
+EOS = 2
 EXPERTS_PER_TOKEN = 2  # Mixtral's
 
 
@@ -92,22 +91,23 @@ class TrainConfig:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     def check(self) -> None:
-        """Raises: ValueError for a value that cannot work."""
-        if (
-            self.tokens < self.batch_tokens
-            or self.batch_tokens % self.long_seq_len
-            or self.batch_tokens % self.seq_len
-        ):
+        """Check the values. Raises: ValueError for one that cannot work."""
+        lengths = (self.seq_len, self.long_seq_len)
+        uneven = any(self.batch_tokens % length for length in lengths)
+        if self.tokens < self.batch_tokens or uneven:
             raise ValueError(
-                "--tokens must hold a step, and --batch_tokens be a multiple of both sequence lengths"
+                "--tokens must hold a step, and --batch_tokens be a multiple of both sequence "
+                "lengths"
             )
         if self.dim % 64:
             raise ValueError(
-                f"--dim must be a multiple of 64: heads are 32 wide, two share keys; it is {self.dim}"
+                "--dim must be a multiple of 64: heads are 32 wide, two share keys; "
+                f"it is {self.dim}"
             )
         if self.moe and self.out == TrainConfig.out:
             raise ValueError(
-                f"--moe would replace the dense demo in {self.out}; name another directory with --out"
+                f"--moe would replace the dense demo in {self.out}; "
+                "name another directory with --out"
             )
         if self.moe and self.n_experts < EXPERTS_PER_TOKEN:
             raise ValueError(
@@ -118,39 +118,36 @@ class TrainConfig:
                 raise ValueError(f"--{name} belongs to a mixture of experts; add --moe")
 
     def model(self) -> ModelConfig:
-        """The shape of the target."""
-        experts = (
-            {"n_experts": self.n_experts, "experts_per_token": EXPERTS_PER_TOKEN}
-            if self.moe
-            else {}
-        )
+        """Return the shape of the target."""
+        experts = {}
+        if self.moe:
+            experts = {"n_experts": self.n_experts, "experts_per_token": EXPERTS_PER_TOKEN}
         return ModelConfig(
-            dim=self.dim, n_layers=self.n_layers, n_heads=self.dim // 32, n_kv_heads=self.dim // 64, head_dim=32,
-            ffn_dim=self.ffn_dim, vocab_size=self.vocab_size, max_context=self.long_seq_len, **experts,
-        )  # fmt: skip
+            dim=self.dim,
+            n_layers=self.n_layers,
+            n_heads=self.dim // 32,
+            n_kv_heads=self.dim // 64,
+            head_dim=32,
+            ffn_dim=self.ffn_dim,
+            vocab_size=self.vocab_size,
+            max_context=self.long_seq_len,
+            **experts,
+        )
 
 
-# ------------------------------------------------------------------------------------------------ data
+# ------------------------------------------------------------------------------- data
 
 
 def held_out(name: str, share: float) -> bool:
-    """Whether a document belongs to the held-out part, by the hash of its name alone."""
+    """Return true for a document of the held-out part, by the hash of its name alone."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < share * 2**32
 
 
 def read_python() -> dict[str, list[str]]:
-    """The standard library as {"train": [...], "held_out": [...]}, without tests and tables."""
+    """Read the standard library without tests and tables: {"train": [...], "held_out": [...]}."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {
-        "test",
-        "tests",
-        "idle_test",
-        "encodings",
-        "pydoc_data",
-        "site-packages",
-        "__pycache__",
-        "lib2to3",
-    }
+    tests = {"test", "tests", "idle_test"}
+    skip = tests | {"encodings", "pydoc_data", "site-packages", "__pycache__", "lib2to3"}
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root)
@@ -161,16 +158,18 @@ def read_python() -> dict[str, list[str]]:
         except UnicodeDecodeError:  # a few files declare another encoding
             continue
         if text.strip():
-            parts["held_out" if held_out(str(name), 0.04) else "train"].append(text)
+            part = "held_out" if held_out(str(name), 0.04) else "train"
+            parts[part].append(text)
     return parts
 
 
 def read_sums(path: Path) -> dict[str, list[str]]:
-    """Worked sums as `Question: ...\\nAnswer: ...`, split like `read_python`."""
+    """Read worked sums as `Question: ...\\nAnswer: ...`, split like `read_python`."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     for row in read_jsonl(path, "--sums"):
-        text = f"Question: {row['turns'][0]}\nAnswer: {row['answers'][0]}"
-        parts["held_out" if held_out(row["turns"][0], 0.055) else "train"].append(text)
+        question = row["turns"][0]
+        part = "held_out" if held_out(question, 0.055) else "train"
+        parts[part].append(f"Question: {question}\nAnswer: {row['answers'][0]}")
     return parts
 
 
@@ -224,12 +223,14 @@ class Stream:
     """Endless shuffled epochs of documents, laid end to end. State: epoch number and offset."""
 
     def __init__(self, documents: list[list[int]], seed: int):
-        self.documents, self.seed = documents, seed
-        self.epoch, self.offset = -1, 0
+        self.documents = documents
+        self.seed = seed
+        self.epoch = -1
+        self.offset = 0
         self.data = torch.empty(0, dtype=torch.long)
 
     def seek(self, steps: int, batch_tokens: int) -> None:
-        """Move to where `steps` calls of `take`, of `batch_tokens` each, have led from the very start."""
+        """Move to the place after `steps` calls of `take`, of `batch_tokens` each."""
         per_epoch = (sum(map(len, self.documents)) - 1) // batch_tokens
         self._load(steps // per_epoch)
         self.offset = steps % per_epoch * batch_tokens
@@ -238,32 +239,34 @@ class Stream:
         order = list(range(len(self.documents)))
         random.Random(self.seed * 1000 + epoch).shuffle(order)
         self.data = torch.tensor([i for d in order for i in self.documents[d]])
-        self.epoch, self.offset = epoch, 0
+        self.epoch = epoch
+        self.offset = 0
 
     def take(self, rows: int, length: int) -> Tensor:
-        """The next rows x (length + 1) tokens; consecutive rows overlap by one token. Returns: int64."""
+        """Return the next [rows, length + 1] tokens, int64; consecutive rows overlap by one."""
         need = rows * length + 1
         if self.offset + need > len(self.data):
             self._load(self.epoch + 1)
         flat = self.data[self.offset : self.offset + need]
         self.offset += rows * length
-        return flat.unfold(0, length + 1, length)  # [rows, length + 1]
+        return flat.unfold(0, length + 1, length)
 
 
-# -------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------- training
 
 
 def loss_of(model: Transformer, batch: Tensor) -> Tensor:
-    """Mean cross-entropy (nats per token) of a [rows, length + 1] batch."""
+    """Return the mean cross-entropy (nats per token) of a [rows, length + 1] batch."""
     positions = torch.arange(batch.shape[1] - 1, device=batch.device).expand(batch.shape[0], -1)
     features = model(batch[:, :-1], positions)
     return F.cross_entropy(model.logits(features).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def imbalance(router: Router, x: Tensor) -> Tensor:
-    """How unevenly a router uses its experts: 1 for evenly, their number when one gets everything.
+    """Measure the imbalance of a router: 1 for even use, the number of experts when one is used.
 
-    x: [B, T, F]. Source: Switch Transformer (arXiv 2101.03961) section 2.2, over the chosen experts.
+    x: [B, T, F]
+    Source: Switch Transformer (arXiv 2101.03961) section 2.2, over the chosen experts.
     """
     expert, _ = router(x)  # [B, T, J]
     p = router.logits(x).softmax(-1).mean((0, 1))  # [E]
@@ -272,39 +275,38 @@ def imbalance(router: Router, x: Tensor) -> Tensor:
 
 
 def balanced_loss(model: Transformer, batch: Tensor, weight: float) -> Tensor:
-    """`loss_of` a mixture of experts, plus `weight` times the mean imbalance of its routers."""
-    tokens, truth = batch[:, :-1], batch[:, 1:]
+    """Return the `loss_of` a mixture of experts plus `weight` times its routers' mean imbalance."""
+    tokens = batch[:, :-1]
+    truth = batch[:, 1:]
     positions = torch.arange(tokens.shape[1], device=batch.device).expand_as(tokens)
-    (x, rope), uneven = model.embed(tokens, positions), 0.0
-    for layer in model.layers:  # what Transformer.forward does, with a look at what the routers see
+    x, rope = model.embed(tokens, positions)
+    uneven = 0.0
+    for layer in model.layers:  # as Transformer.forward, and the routers' inputs are looked at
         x = x + layer.attention(layer.attention_norm(x), rope)
         routed = layer.ffn_norm(x)
         uneven = uneven + imbalance(layer.ffn.router, routed)
         x = x + layer.ffn(routed)
     logits = model.logits(model.norm(x))
-    return F.cross_entropy(logits.flatten(0, 1), truth.flatten()) + weight * uneven / len(
-        model.layers
-    )
+    loss = F.cross_entropy(logits.flatten(0, 1), truth.flatten())
+    return loss + weight * uneven / len(model.layers)
 
 
 def init_weights(model: Transformer) -> None:
-    """GPT-2 style: N(0, 0.02), smaller where a layer writes into the residual stream."""
+    """Draw weights as GPT-2: N(0, 0.02), smaller where a layer writes into the residual stream."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
-            scale = (
-                1 / math.sqrt(2 * model.config.n_layers)
-                if name.endswith(("wo.weight", "w2.weight"))
-                else 1.0
-            )
+            scale = 1.0
+            if name.endswith(("wo.weight", "w2.weight")):
+                scale = 1 / math.sqrt(2 * model.config.n_layers)
             torch.nn.init.normal_(p, std=0.02 * scale)
 
 
 def make_optimizers(
     model: torch.nn.Module, config: Any, is_matrix: Callable[[str], bool]
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or with `--optimizer muon` Muon for the weight matrices and AdamW for the rest.
+    """Make AdamW for everything, or with `--optimizer muon` Muon for matrices, AdamW for the rest.
 
-    is_matrix: whether a parameter of this name is a hidden matrix, not a table; stacks of matrices are AdamW's
+    is_matrix: true for the name of a hidden matrix, not a table; stacks of matrices are AdamW's
     Source of Muon: Keller Jordan et al. 2024, with the update size of AdamW.
     """
     large = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
@@ -313,41 +315,51 @@ def make_optimizers(
     small = [p for p in model.parameters() if p.dim() < 2]
     muon = config.optimizer == "muon"
     decayed = tables if muon else tables + matrices
-    groups = [{"params": small, "weight_decay": 0.0}] + ([{"params": decayed}] if decayed else [])
-    optimizers = [
-        torch.optim.AdamW(
-            groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
-        )
+    groups = [{"params": small, "weight_decay": 0.0}]
+    if decayed:
+        groups.append({"params": decayed})
+    decay = config.weight_decay
+    adamw = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True
+    )
+    if not muon:
+        return [adamw]
+    rule = "match_rms_adamw"
+    return [
+        adamw,
+        torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule),
     ]
-    if muon:
-        options = {
-            "lr": config.muon_lr,
-            "weight_decay": config.weight_decay,
-            "adjust_lr_fn": "match_rms_adamw",
-        }
-        optimizers.append(torch.optim.Muon(matrices, **options))
-    return optimizers
 
 
 class Schedule:
     """Linear warm-up, then cosine down to 4 %, of every learning rate in some optimizers."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int, warmup: int):
-        self.optimizers, self.steps, self.warmup = optimizers, steps, warmup
+        self.optimizers = optimizers
+        self.steps = steps
+        self.warmup = warmup
         self.peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
 
     def set(self, step: int) -> None:
         """Set the learning rates of a step."""
         share = lr_share(step, self.steps, self.warmup)
         for optimizer, peaks in zip(self.optimizers, self.peaks):
-            for group, peak in zip(
-                optimizer.param_groups, peaks
-            ):  # loading a state replaces the groups
+            # loading a state replaces the groups
+            for group, peak in zip(optimizer.param_groups, peaks):
                 group["lr"] = peak * share
 
 
+def update(module: torch.nn.Module, optimizers: list, loss: Tensor, clip: float) -> None:
+    """Step the optimizers down the gradient of `loss`, clipped by norm. Writes: the module."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def lr_share(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, then cosine down to 4 %."""
+    """Return the share of a peak rate: linear warm-up, then cosine down to 4 %."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -355,13 +367,13 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
 
 @torch.no_grad()
 def evaluate(model, batches: list[Tensor], device: str) -> float:
-    """Mean held-out loss, nats per token."""
+    """Return the mean held-out loss, nats per token."""
     with torch.autocast(device.split(":")[0], torch.bfloat16):
         return sum(loss_of(model, b.to(device)).item() for b in batches) / len(batches)
 
 
 def resume_file(out: Path, resume: bool) -> Path:
-    """Where the state of a run is kept. Raises: ValueError when there is nothing to resume."""
+    """Return the file of a run's state. Raises: ValueError when there is nothing to resume."""
     file = out / "resume.pt"
     if resume and not file.is_file():
         raise ValueError(
@@ -373,20 +385,23 @@ def resume_file(out: Path, resume: bool) -> Path:
 def save_state(
     file: Path, module: torch.nn.Module, optimizers: list, step: int, curve: list[dict]
 ) -> None:
-    """Keep what a stopped run needs to go on. Writes: `file`."""
+    """Save the state that a stopped run resumes from. Writes: `file`."""
     state = {
         "weights": module.state_dict(),
         "optimizers": [o.state_dict() for o in optimizers],
         "step": step,
+        "curve": json.dumps(curve),
     }
-    state["curve"] = json.dumps(curve)
     replace_file(file, lambda path: torch.save(state, path))
 
 
 def load_state(
     file: Path, module: torch.nn.Module, optimizers: list, device: str
 ) -> tuple[int, list[dict]]:
-    """The inverse of `save_state`. Returns: the steps done; the curve so far. Writes: the module, the optimizers."""
+    """Load a state of `save_state`. Writes: the module, the optimizers.
+
+    Returns: the steps done; the curve so far.
+    """
     state = torch.load(file, map_location=device, weights_only=True)
     module.load_state_dict(state["weights"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
@@ -396,24 +411,47 @@ def load_state(
 
 def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
     """Write the model in Hugging Face layout: config.json and bf16 model.safetensors."""
-    out, c = Path(config.out), model.config
+    c = model.config
     tensors = export_weights(model, weight_names(c), c, torch.bfloat16)
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     if config.moe:
         kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         kind |= {"num_local_experts": c.n_experts, "num_experts_per_tok": c.experts_per_token}
-    raw = kind | {
+    further = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "torch_dtype": "bfloat16",
+    }
+    write_checkpoint(Path(config.out), tensors, kind | shape_keys(c) | further, info)
+
+
+def shape_keys(c: ModelConfig) -> dict:
+    """Return the keys of config.json that name the shape of a model."""
+    return {
         "hidden_act": "silu",
-        "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
-        "vocab_size": c.vocab_size, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
-        "max_position_embeddings": c.max_context, "tie_word_embeddings": False, "attention_bias": False,
-        "mlp_bias": False, "bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "hidden_size": c.dim,
+        "intermediate_size": c.ffn_dim,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": c.max_context,
+        "tie_word_embeddings": False,
+    }
+
+
+def write_checkpoint(out: Path, tensors: dict[str, Tensor], config: dict, info: dict) -> None:
+    """Write model.safetensors, config.json and training.json."""
     replace_file(
         out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"})
     )
-    write_text(str(out / "config.json"), json.dumps(raw, indent=2))
+    write_text(str(out / "config.json"), json.dumps(config, indent=2))
     write_text(str(out / "training.json"), json.dumps(info, indent=1))
 
 
@@ -426,14 +464,13 @@ def plot_curve(info: dict, path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7, 4))
     tokens = [row["tokens"] / 1e6 for row in info["curve"]]
-    for key, label in (
-        ("python", "Python (held-out files)"),
-        ("sums", "worked sums (held out)"),
-        ("train", "training"),
-    ):
-        axis.plot(
-            tokens, [row[key] for row in info["curve"]], label=label, lw=1 if key == "train" else 2
-        )
+    lines = [
+        ("python", "Python (held-out files)", 2),
+        ("sums", "worked sums (held out)", 2),
+        ("train", "training", 1),
+    ]
+    for key, label, width in lines:
+        axis.plot(tokens, [row[key] for row in info["curve"]], label=label, lw=width)
     axis.set(
         xlabel="training tokens (million)",
         ylabel="loss (nats per token)",
@@ -447,7 +484,7 @@ def plot_curve(info: dict, path: Path) -> None:
 
 
 def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[str, float]]:
-    """Read the data, train or load the tokenizer.
+    """Read the data, and train or load the tokenizer.
 
     Returns: the training stream; held-out batches by domain; bytes per token by domain.
     """
@@ -458,24 +495,23 @@ def prepare(config: TrainConfig) -> tuple[Stream, dict[str, list[Tensor]], dict[
     else:
         documents = domains["python"]["train"] + domains["sums"]["train"]
         tok = train_tokenizer(documents, out, config.vocab_size)
-    training, held, ratio = [], {}, {}
+    training = []
+    held = {}
+    ratio = {}
     for name, parts in domains.items():
         training += encode_documents(parts["train"], tok.encode, cut_share=0.25)
         for text in parts["held_out"]:
             assert tok.decode(tok.encode(text)) == text, "the tokenizer must round-trip exactly"
         encoded = encode_documents(parts["held_out"], tok.encode, cut_share=0.0)
         flat = torch.tensor([i for d in encoded for i in d])
-        rows = min(96, (len(flat) - 1) // config.seq_len)
-        held[name] = list(
-            flat[: rows * config.seq_len + 1].unfold(0, config.seq_len + 1, config.seq_len).split(8)
-        )
-        held[name] = [b for b in held[name] if len(b) == 8]  # one shape, one compilation
+        length = config.seq_len
+        count = min(96, (len(flat) - 1) // length)
+        rows = flat[: count * length + 1].unfold(0, length + 1, length)
+        held[name] = [b for b in rows.split(8) if len(b) == 8]  # one shape, one compilation
         ratio[name] = sum(len(t.encode()) for t in parts["held_out"]) / len(flat)
     size = sum(map(len, training))
-    print(
-        f"{size / 1e6:.2f} M training tokens; bytes per token: "
-        + str({k: round(v, 2) for k, v in ratio.items()})
-    )
+    rounded = {name: round(value, 2) for name, value in ratio.items()}
+    print(f"{size / 1e6:.2f} M training tokens; bytes per token: {rounded}")
     return Stream(training, config.seed), held, ratio
 
 
@@ -504,22 +540,19 @@ def train(config: TrainConfig) -> None:
     if config.resume:
         first, info["curve"] = load_state(state_file, model, optimizers, config.device)
     stream.seek(first, config.batch_tokens)
-    compiled = torch.compile(
-        partial(balanced_loss, weight=config.balance) if config.moe else loss_of
-    )
+    loss_function = partial(balanced_loss, weight=config.balance) if config.moe else loss_of
+    compiled = torch.compile(loss_function)
     bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", mininterval=5)
-    begin, recent = time.time(), []
+    begin = time.time()
+    recent = []
     for step in bar:
-        length = config.long_seq_len if step >= steps * (1 - config.long_share) else config.seq_len
+        is_long = step >= steps * (1 - config.long_share)
+        length = config.long_seq_len if is_long else config.seq_len
         schedule.set(step)
         batch = stream.take(config.batch_tokens // length, length).to(config.device)
         with torch.autocast(config.device.split(":")[0], torch.bfloat16):
             loss = compiled(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        update(model, optimizers, loss, 1.0)
         recent.append(loss.item())
         done = step + 1
         if done % config.eval_every == 0 or done == steps:

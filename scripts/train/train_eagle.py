@@ -1,28 +1,28 @@
-"""Train an EAGLE draft head for any target, in the paper's way.
+"""Train an EAGLE draft head for any target, by the paper's recipe.
 
-    python scripts/train/train_eagle.py --checkpoint DIR --data sharegpt.jsonl --chat vicuna --out heads/mine
-    python scripts/train/train_eagle.py --version 3 --out heads/mine-3 ...   # EAGLE-3; flags of ours: benchmarks/README.md
+    python scripts/train/train_eagle.py --checkpoint DIR --data chats.jsonl --chat vicuna --out HEAD
+    python scripts/train/train_eagle.py --version 3 --out HEAD ...          # EAGLE-3
 
-How it works:
-1. Data are dialogues (`turns` and `answers`, as scripts/train/generate_answers.py writes them, or ShareGPT's `conversations`), texts
-   (`text`), or `demo`, the corpus of scripts/train/train_demo.py. The loss counts answers of dialogues and all of a text.
-2. The frozen target gives the features of each batch as it is needed. With `--features` they go to a file, which later
-   epochs read, of the same batches in another order, and later runs.
-3. The head learns the target's own distribution by soft cross-entropy, and in versions 1 and 2 the next feature by
-   SmoothL1, over one step of a chain or several (losses.py).
-4. Every so often the head drafts chains on sequences that the target has written itself, from every position at
-   once: 0..4-alpha and tau. The curve is drawn, the head written, and the state saved for `--resume`.
-5. At the end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
+Our flags are in benchmarks/README.md.
 
-Sources: EAGLE (arXiv 2401.15077), section 4 (training), figure 8 (`--inputs`); EAGLE-3; HASS (`--unroll`).
-Differences from the official code: clipping is by norm, noise does not depend on the length, `fc` is trained over
-inputs of equal scale, and examples are laid end to end and split at `seq_len`, so that nothing is padding (a row may
-see the end of the example before its own).
+1. Data: dialogues (`turns` and `answers`, as generate_answers.py writes them, or ShareGPT's
+   `conversations`), texts (`text`), or `demo`, the corpus of train_demo.py. The loss counts the
+   answers of dialogues and all of a text.
+2. The frozen target computes the features of each batch. With `--features` they go to a file, for
+   later epochs and runs, which take the same batches in another order.
+3. The head learns the target's distribution by soft cross-entropy, and in versions 1 and 2 the next
+   feature by SmoothL1, over one step of a chain or several (losses.py).
+4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
+   curve is drawn, the head written, the state saved for `--resume`. At the end the sharpness c of
+   log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
+Sources: EAGLE (arXiv 2401.15077), section 4, figure 8 (`--inputs`); EAGLE-3; HASS (`--unroll`).
+Differences from the official code: clipping is by norm, noise does not depend on the length, `fc`
+is trained over inputs of equal scale, and examples are laid end to end and split at `seq_len`:
+nothing is padding, and a position may see the end of the example before its own.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -41,7 +40,7 @@ from command_line import one_line_errors, option, parse
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
-from files import read_jsonl, replace_file, write_text
+from files import read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from hf.heads import EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
@@ -56,12 +55,8 @@ from session import Session, common_prefix
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
-OF_VERSION_1 = (
-    "inputs",
-    "noise",
-    "feature_weight",
-    "token_weight",
-)  # options that others do not have
+# options that other versions do not have
+OF_VERSION_1 = ("inputs", "noise", "feature_weight", "token_weight")
 
 
 @dataclass
@@ -115,8 +110,10 @@ class TrainConfig:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     def check(self) -> None:
-        """Raises: ValueError for an option of another version."""
-        for name in OF_VERSION_1 if self.version != 1 else ():
+        """Check the options. Raises: ValueError for one of another version."""
+        if self.version == 1:
+            return
+        for name in OF_VERSION_1:
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ValueError(f"--{name} belongs to heads of version 1; leave it out")
 
@@ -131,13 +128,14 @@ class TrainConfig:
         kinds = {"entropy": 1.0}
         if self.version == 1:
             kinds = {"entropy": self.token_weight, "regression": self.feature_weight}
-        decay = [head_training.DECAY**s for s in range(self.recipe_steps)]
-        return {
-            f"{kind} {s}": weight * d for kind, weight in kinds.items() for s, d in enumerate(decay)
-        }
+        weights = {}
+        for kind, weight in kinds.items():
+            for s in range(self.recipe_steps):
+                weights[f"{kind} {s}"] = weight * head_training.DECAY**s
+        return weights
 
 
-# ------------------------------------------------------------------------------------------------ data
+# ------------------------------------------------------------------------------- data
 
 
 class Dialogue(NamedTuple):
@@ -145,9 +143,7 @@ class Dialogue(NamedTuple):
 
     turns: list[str]
     answers: list[str]
-    ended: bool = (
-        True  # whether the last answer is complete, so that the end of sequence follows it
-    )
+    ended: bool = True  # the last answer is complete, and the end of sequence follows it
     answer_ids: list[int] | None = None  # the only answer as the target wrote it, its end included
 
     @staticmethod
@@ -157,56 +153,67 @@ class Dialogue(NamedTuple):
         ended: bool = True,
         answer_ids: list[int] | None = None,
     ) -> Dialogue:
-        """Without white space around answers, which some templates drop and others keep. Texts stay as they are."""
-        return Dialogue(
-            turns, [answer.strip() for answer in answers] if turns else answers, ended, answer_ids
-        )
+        """Make a dialogue without white space around its answers; texts stay as they are.
+
+        Some templates drop such white space, and others keep it.
+        """
+        if turns:
+            answers = [answer.strip() for answer in answers]
+        return Dialogue(turns, answers, ended, answer_ids)
 
     @property
     def held_out(self) -> bool:
-        return train_demo.held_out(self.turns[0] if self.turns else self.answers[0][:200], 0.05)
+        name = self.turns[0] if self.turns else self.answers[0][:200]
+        return train_demo.held_out(name, 0.05)
 
 
 class Example(NamedTuple):
-    """One sequence; `mask` marks the tokens whose features are trained on (answers, or everything)."""
+    """One sequence; `mask` marks the tokens to train on (those of answers, or all)."""
 
     ids: list[int]
     mask: list[bool]
 
 
 def read_dialogues(file: Path) -> list[Dialogue]:
-    """Dialogues of a JSONL file; those without an answer are left out. Raises: ValueError for another form."""
+    """Read the dialogues of a JSONL file, but for those without an answer.
+
+    Raises: ValueError for another form.
+    """
     dialogues = []
     for number, row in enumerate(read_jsonl(file, "--data"), 1):
         try:
-            if "conversations" in row:  # ShareGPT
-                dialogues.append(_sharegpt(row["conversations"]))
-            else:
-                turns, answers = (
-                    ([], [row["text"]]) if "text" in row else (row["turns"], row["answers"])
-                )
-                pairs = min(len(turns), len(answers)) if turns else 1
-                ids = row.get("answer_ids") if len(turns) == 1 else None
-                dialogues.append(
-                    Dialogue.of(turns[:pairs], answers[:pairs], row.get("ended", True), ids)
-                )
+            dialogues.append(_dialogue(row))
         except (KeyError, TypeError):
             form = "`turns` and `answers`, `conversations`, or `text`"
             raise ValueError(f"--data: {file} row {number} must have {form}") from None
     kept = [d for d in dialogues if d.answers and all(d.turns) and all(d.answers)]
-    print(
-        f"{file}: {len(kept)} dialogues or texts, {len(dialogues) - len(kept)} left out for want of an answer"
-    )
+    left_out = len(dialogues) - len(kept)
+    print(f"{file}: {len(kept)} dialogues or texts, {left_out} left out for want of an answer")
     return kept
 
 
+def _dialogue(row: dict) -> Dialogue:
+    if "conversations" in row:
+        return _sharegpt(row["conversations"])
+    if "text" in row:
+        turns = []
+        answers = [row["text"]]
+    else:
+        turns = row["turns"]
+        answers = row["answers"]
+    pairs = min(len(turns), len(answers)) if turns else 1
+    ids = row.get("answer_ids") if len(turns) == 1 else None
+    return Dialogue.of(turns[:pairs], answers[:pairs], row.get("ended", True), ids)
+
+
 def _sharegpt(messages: list[dict]) -> Dialogue:
-    """Human and model in turn, from the first human message to where the alternation breaks."""
-    said = [(m["from"] in ("human", "user"), m["value"]) for m in messages]
-    start = next((i for i, (human, _) in enumerate(said) if human), len(said))
-    turns, answers = [], []
-    for (human, turn), (also_human, answer) in zip(said[start::2], said[start + 1 :: 2]):
-        if not human or also_human:
+    """Pair human and model, from the first human message to where the alternation breaks."""
+    pairs = [(m["from"] in ("human", "user"), m["value"]) for m in messages]
+    start = next((i for i, (is_human, _) in enumerate(pairs) if is_human), len(pairs))
+    turns = []
+    answers = []
+    for (is_human, turn), (is_turn, answer) in zip(pairs[start::2], pairs[start + 1 :: 2]):
+        if not is_human or is_turn:
             break
         turns.append(turn)
         answers.append(answer)
@@ -230,38 +237,39 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
         ids = tokenizer.encode(answers[0]) + end
         return Example(ids, [True] * len(ids))
 
-    def encode(
-        t: int, answer: str = ""
-    ) -> list[int]:  # up to turn t and, with an answer, to its end
+    # up to turn t and, with an answer, to its end
+    def encode(t: int, answer: str = "") -> list[int]:
         text = template.render(turns[: t + 1], answers[:t])
-        return tokenizer.encode(
-            text + template.reply + answer if answer else text, bos=template.bos, special=True
-        )
+        if answer:
+            text += template.reply + answer
+        return tokenizer.encode(text, bos=template.bos, special=True)
 
     ids = encode(len(turns) - 1, answers[-1]) + end
     mask = [False] * len(ids)
     for t, answer in enumerate(answers):
         # the common prefix finds the answer's span even where a token straddles its border
-        begin, stop = common_prefix(encode(t), ids), common_prefix(encode(t, answer), ids) + 1
+        begin = common_prefix(encode(t), ids)
+        stop = common_prefix(encode(t, answer), ids) + 1
         mask[begin:stop] = [True] * len(mask[begin:stop])
     return Example(ids, mask)
 
 
 def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
-    """Returns: training examples, and held-out prompts for the evaluation."""
+    """Read the data. Returns: training examples, and held-out prompts for the evaluation."""
     if config.data == "demo":
         return _demo_data(config, engine)
-    tokenizer, template = engine.tokenizer, engine.template
+    tokenizer = engine.tokenizer
+    template = engine.template
     dialogues = [d for file in config.data.split(",") for d in read_dialogues(Path(file))]
     if any(d.turns for d in dialogues) and template is None:
         raise ValueError(
-            f"--data: dialogues need a chat template; name one of {', '.join(CHAT_TEMPLATES)} with --chat"
+            "--data: dialogues need a chat template; name one of "
+            f"{', '.join(CHAT_TEMPLATES)} with --chat"
         )
     kept = [d for d in dialogues if not d.held_out]
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
-    examples = [
-        to_example(d, tokenizer, template) for d in tqdm(kept, desc="tokenize", unit="dialogue")
-    ]
+    bar = tqdm(kept, desc="tokenize", unit="dialogue")
+    examples = [to_example(d, tokenizer, template) for d in bar]
     prompts = []
     for d in held:
         if d.turns:
@@ -273,41 +281,45 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
 
 
 def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
-    sums = ROOT / train_demo.TrainConfig.sums
-    python, worked = train_demo.read_python(), train_demo.read_sums(sums)
-    encode = lambda text: engine.tokenizer.encode(text, bos=False)  # noqa: E731
-    documents = [
-        ids
-        for part in (python, worked)
-        for ids in train_demo.encode_documents(part["train"], encode, 0.25)
-    ]
-    examples = [Example(ids, [True] * len(ids)) for ids in documents]
-    windows = [
-        ids
-        for ids in train_demo.encode_documents(python["held_out"], encode, 0.0)
-        if len(ids) > 400
-    ]
+    python = train_demo.read_python()
+    sums = train_demo.read_sums(ROOT / train_demo.TrainConfig.sums)
+
+    def encode(text: str) -> list[int]:
+        return engine.tokenizer.encode(text, bos=False)
+
+    examples = []
+    for part in (python, sums):
+        for ids in train_demo.encode_documents(part["train"], encode, 0.25):
+            examples.append(Example(ids, [True] * len(ids)))
+    documents = train_demo.encode_documents(python["held_out"], encode, 0.0)
+    documents = [ids for ids in documents if len(ids) > 400]
     half = config.eval_prompts // 2
-    prompts = [
-        [train_demo.BOS, *windows[i % len(windows)][150 * (1 + i // len(windows)) :][:96]]
-        for i in range(half)
-    ]
-    questions = [text.split("\nAnswer:")[0] + "\nAnswer:" for text in worked["held_out"]]
-    return examples, prompts + [engine.tokenizer.encode(q) for q in questions[:half]]
+    prompts = []
+    for i in range(half):
+        begin = 150 * (1 + i // len(documents))
+        prompts.append([train_demo.BOS, *documents[i % len(documents)][begin:][:96]])
+    for text in sums["held_out"][:half]:
+        prompts.append(engine.tokenizer.encode(text.split("\nAnswer:")[0] + "\nAnswer:"))
+    return examples, prompts
 
 
 def laid_out(examples: list[Example], seed: int) -> tuple[Tensor, Tensor]:
-    """All examples end to end, in a random order, so that nothing is padding. Returns: ids and mask, [M] each."""
+    """Lay all examples end to end, in a random order, so that nothing is padding.
+
+    Returns: ids and mask, [M] each.
+    """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
     ids = torch.tensor([i for e in order for i in examples[e].ids])
-    return ids, torch.tensor([m for e in order for m in examples[e].mask])
+    mask = torch.tensor([m for e in order for m in examples[e].mask])
+    return ids, mask
 
 
 def batches(examples: list[Example], config: TrainConfig, skip: int):
-    """Endless shuffled batches: ids and mask, [B, T] each, and the batch's number within its epoch.
+    """Yield shuffled batches without end.
 
     With `--features` every epoch has the same batches, in another order, whatever the seed.
     skip: batches to pass over, to resume
+    Yields: ids and mask, [B, T] each, and the batch's number within its epoch.
     Raises: ValueError for less data than one batch.
     """
     size = config.batch_size * config.seq_len
@@ -317,82 +329,85 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
         ids, mask = laid_out(examples, 0 if config.features else seed)
         if len(ids) < size:
             raise ValueError(
-                f"the data hold {len(ids)} tokens, one batch needs {size}; lower --batch_size or --seq_len"
+                f"the data hold {len(ids)} tokens, one batch needs {size}; "
+                "lower --batch_size or --seq_len"
             )
         numbers = torch.arange(len(ids) // size)
         if config.features:
-            numbers = numbers[
-                torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
-            ]
+            numbers = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
         for number in numbers.tolist():
             if skip > 0:
                 skip -= 1
                 continue
             part = slice(number * size, (number + 1) * size)
-            yield *(x[part].view(config.batch_size, config.seq_len) for x in (ids, mask)), number
+            shape = (config.batch_size, config.seq_len)
+            yield ids[part].view(shape), mask[part].view(shape), number
         epoch += 1
 
 
-# ------------------------------------------------------------------------------------------------ loss
+# ------------------------------------------------------------------------------- loss
 
 
 def losses_of(
     config: TrainConfig, head: EagleHead, target: Transformer
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """What a step minimises: (tokens, mask, features), the step's number -> `config.losses`."""
-    lm_head = head.lm_head or (
-        rows_of(target.lm_head, head.vocab.ids) if head.vocab else target.lm_head
-    )
+    """Return a function of (tokens, mask, features) and the step's number -> `config.losses`."""
+    lm_head = head.lm_head or target.lm_head
+    if head.vocab and not head.lm_head:
+        lm_head = rows_of(target.lm_head, head.vocab.ids)
     recipe = head_training.Recipe(
         head.embedding or target.embedding, lm_head, config.recipe_steps, config.inputs
     )
-    compiled, generator = (
-        torch.compile(head_training.unrolled_losses),
-        torch.Generator(config.device),
-    )
+    compiled = torch.compile(head_training.unrolled_losses)
+    generator = torch.Generator(config.device)
 
     def losses(batch: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[Tensor, ...]:
         features = batch[2]
-        generator.manual_seed(config.seed * 1_000_003 + step)  # a resumed run sees the same noise
-        uniform = (
-            torch.rand(features.shape, generator=generator, device=config.device)
-            if config.version == 1
-            else None
-        )
-        noise = 0.0 if uniform is None else ((uniform * 2 - 1) * config.noise).to(features.dtype)
+        noise = 0.0
+        if config.version == 1:
+            generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
+            uniform = torch.rand(features.shape, generator=generator, device=config.device)
+            noise = ((uniform * 2 - 1) * config.noise).to(features.dtype)
         return compiled(head, target, batch, recipe, noise)
 
     return losses
 
 
-# -------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------- training
 
 
 def make_head(config: TrainConfig, target: Transformer, examples: list[Example]) -> EagleHead:
-    """A new head shaped like a layer of the target, or an existing one to go on with.
+    """Make a head shaped like a layer of the target, or load one to go on with.
 
-    examples: whose marked tokens choose the draft vocabulary
+    examples: their marked tokens choose the draft vocabulary
     Raises: ValueError for an existing head that this version's training cannot go on with.
     """
     if config.init not in ("random", "feature"):
         return existing_head(config, target)
     c = target.config
-    ffn, kv = config.ffn_dim or c.ffn_dim, config.kv_heads or c.n_kv_heads
     model = replace(
-        c, n_layers=1, ffn_dim=ffn, n_kv_heads=kv, qkv_bias=False, o_bias=False, mlp_bias=False
+        c,
+        n_layers=1,
+        ffn_dim=config.ffn_dim or c.ffn_dim,
+        n_kv_heads=config.kv_heads or c.n_kv_heads,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        n_experts=0,  # a head is dense, also for a mixture of experts
+        experts_per_token=0,
+        rope_scaling=None,  # the official loader knows none in a head
     )
-    # a head is dense whatever its target is, and the official loader knows no RoPE scaling in it
-    model = replace(model, n_experts=0, experts_per_token=0, rope_scaling=None, qk_norm=False)
-    ids = torch.tensor(
-        [i for e in examples for i, marked in zip(e.ids, e.mask) if marked], dtype=torch.long
-    )
+    marked = [i for e in examples for i, trained in zip(e.ids, e.mask) if trained]
+    ids = torch.tensor(marked, dtype=torch.long)
     kept = config.draft_vocab or (c.vocab_size if config.version == 1 else 32000)
     vocab = head_training.frequent_tokens(ids, c.vocab_size, kept)
     if vocab:
         share = torch.isin(ids, vocab.ids).float().mean().item()
         vocab = vocab._replace(ids=vocab.ids.to(config.device))
         print(
-            f"the head drafts {vocab.kept} of {c.vocab_size} tokens, {100 * share:.2f} % of those trained on"
+            f"the head drafts {vocab.kept} of {c.vocab_size} tokens, "
+            f"{100 * share:.2f} % of those trained on"
         )
     if config.version == 3:
         head = head_training.new_head(model, target, vocab, config.init == "feature")
@@ -408,13 +423,17 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
 
 
 def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
-    """The head in `config.init`. Raises: ValueError for one of the other version, or that has no official layout."""
+    """Load the head in `config.init`.
+
+    Raises: ValueError for one of the other version, or without an official layout.
+    """
     head = load_head(Path(config.init), target).float()
     eagle3 = head.config.eagle3
     version = 3 if eagle3 else 1
     if version != config.version:
         raise ValueError(
-            f"--init: {config.init} is a head of version {version}; train it with --version {version}"
+            f"--init: {config.init} is a head of version {version}; "
+            f"train it with --version {version}"
         )
     if config.draft_vocab:
         raise ValueError(
@@ -422,12 +441,12 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
         )
     if eagle3 and eagle3.last_norm == "fed":
         raise ValueError(
-            f"--init: {config.init} feeds back its normed output, which the official layout cannot say"
+            f"--init: {config.init} feeds back its normed output, "
+            "which the official layout cannot say"
         )
     head.requires_grad_(True)
-    if (
-        eagle3
-    ):  # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
+    if eagle3:
+        # an LM head that was tied to an embedding is trained by itself; an embedding is not trained
         names = {"lm_head": "lm_head.weight" if eagle3.lm_head else ""}
         if head.embedding is None:  # it is the target's
             names["embedding"] = ""
@@ -439,27 +458,27 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
 
 def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     """Write the official layout: config.json and model.safetensors."""
-    out, c = Path(config.out), head.config.model
+    out = Path(config.out)
+    c = head.config.model
     tensors = export_weights(
         head_training.plain_copy(head), head_names(head.config), c, DTYPES[config.dtype]
     )
     tensors |= head_training.vocab_layout(head)
-    further = head_training.keys_of(head) if head.config.eagle3 else {"draft_inputs": config.inputs}
-    raw = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "num_hidden_layers": c.n_layers,
-        "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim, "vocab_size": c.vocab_size,
-        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_scaling": None,
-        "max_position_embeddings": c.max_context, "bos_token_id": c.bos_id, "eos_token_id": next(iter(c.eos_ids), None),
-        "tie_word_embeddings": False, "torch_dtype": config.dtype, "bias": head.config.fc_bias,
-        "draft_sharpness": head.config.sharpness, **further, **({"qkv_bias": True} if c.qkv_bias else {}),
-    }  # fmt: skip
-    replace_file(
-        out / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"})
-    )
-    write_text(str(out / "config.json"), json.dumps(raw, indent=2))
-    write_text(str(out / "training.json"), json.dumps(info, indent=1))
+    keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    keys |= train_demo.shape_keys(c) | {
+        "bos_token_id": c.bos_id,
+        "eos_token_id": next(iter(c.eos_ids), None),
+        "torch_dtype": config.dtype,
+        "bias": head.config.fc_bias,
+        "draft_sharpness": head.config.sharpness,
+    }
+    if head.config.eagle3:
+        keys |= head_training.keys_of(head)
+    else:
+        keys["draft_inputs"] = config.inputs
+    if c.qkv_bias:
+        keys["qkv_bias"] = True
+    train_demo.write_checkpoint(out, tensors, keys, info)
     replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
 
 
@@ -495,10 +514,11 @@ def own_sequences(
     engine: Engine, prompts: list[list[int]], length: int
 ) -> list[tuple[int, list[int]]]:
     """Let the target continue the prompts greedily. Returns: (prompt length, all tokens) each."""
-    size, sequences = engine.config.batch_size, []
+    size = engine.config.batch_size
+    short = replace(engine, config=replace(engine.config, max_new_tokens=length))
+    sequences = []
     for first in range(0, len(prompts), size):
         group = prompts[first : first + size]
-        short = replace(engine, config=replace(engine.config, max_new_tokens=length))
         session = Session(short, [(first + i, 0) for i in range(len(group))])
         for _ in session.run(group):
             pass
@@ -507,12 +527,14 @@ def own_sequences(
 
 
 def make_engine(config: TrainConfig, target: Transformer) -> Engine:
-    """The target alone, to write sequences."""
+    """Make an engine of the target alone, to write sequences."""
     path = Path(config.checkpoint)
     tokenizer = Tokenizer.load(path)
     has_template = config.chat or template_text(path) is not None
     template = chat_template(path, tokenizer, config.chat) if has_template else None
-    ends = (*target.config.eos_ids, *(template.stop_ids(tokenizer) if template else ()))
+    ends = tuple(target.config.eos_ids)
+    if template:
+        ends += tuple(template.stop_ids(tokenizer))
     options = GenerateConfig(
         checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device
     )
@@ -525,30 +547,50 @@ def make_engine(config: TrainConfig, target: Transformer) -> Engine:
 def prepare(
     config: TrainConfig, target: Transformer
 ) -> tuple[list[Example], list[tuple[int, list[int]]]]:
-    """Read the data, and let the target continue the prompts that are held out. Writes: the directory `config.out`.
+    """Read the data, and let the target continue the held-out prompts. Writes: `config.out`.
 
     Returns: training examples; sequences, as from `own_sequences`
     Raises: ValueError when there is nothing to evaluate with.
     """
     engine = make_engine(config, target)
-    Path(config.out).mkdir(
-        parents=True, exist_ok=True
-    )  # it keeps the answers that the target writes
+    Path(config.out).mkdir(parents=True, exist_ok=True)
     examples, prompts = load_data(config, engine)
     prompts = [p for p in prompts if len(p) + OWN_TOKENS < engine.context]
     if not prompts:
         raise ValueError(
-            "--data: nothing is held out to evaluate with (5 % by hash, prompts that fit); give more data"
+            "--data: nothing is held out to evaluate with (5 % by hash, prompts that fit); "
+            "give more data"
         )
     fitting = replace(engine, context=max(map(len, prompts)) + OWN_TOKENS)
-    sequences = [
-        s for s in own_sequences(fitting, prompts, OWN_TOKENS) if len(s[1]) >= s[0] + ALPHAS + 2
-    ]
+    sequences = own_sequences(fitting, prompts, OWN_TOKENS)
+    sequences = [(begin, ids) for begin, ids in sequences if len(ids) >= begin + ALPHAS + 2]
     if not sequences:
         raise ValueError(
-            f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; is --chat right?"
+            f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; "
+            "is --chat right?"
         )
     return examples, sequences
+
+
+def scale_first_layer(
+    config: TrainConfig,
+    target: Transformer,
+    head: EagleHead,
+    examples: list[Example],
+    features: Features,
+) -> None:
+    """Scale the inputs of the head's first layer by the first batch. Writes: head.fc."""
+    tokens, _, number = next(batches(examples, config, 0))
+    tokens = tokens.to(config.device)
+    embedded = target.embedding(tokens).float()
+    head_training.scale_inputs(head, embedded, features.of(tokens, number).float())
+
+
+def progress(row: dict, config: TrainConfig) -> str:
+    """Return the line that is printed for a row of the curve."""
+    losses = ", ".join(f"{name} {row[name]:.3f}" for name in config.losses)
+    alphas = " ".join(f"{alpha:.3f}" for alpha in row["alpha"])
+    return f"step {row['step']}: {losses}; alpha {alphas}; tau {row['tau']:.3f}"
 
 
 def train(config: TrainConfig) -> None:
@@ -558,60 +600,49 @@ def train(config: TrainConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    target = load_model(
-        Path(config.checkpoint), torch.float32 if config.device == "cpu" else None, config.device
-    )
+    dtype = torch.float32 if config.device == "cpu" else None
+    target = load_model(Path(config.checkpoint), dtype, config.device)
     examples, sequences = prepare(config, target)
     head = make_head(config, target, examples)
     features = Features(config, target, head.aux_layers, laid_out(examples, 0)[0])
-    tokens, _, number = next(batches(examples, config, 0))
-    tokens = tokens.to(config.device)
-    head_training.scale_inputs(
-        head, target.embedding(tokens).float(), features.of(tokens, number).float()
-    )
+    scale_first_layer(config, target, head, examples, features)
     optimizers = train_demo.make_optimizers(
         head, config, lambda name: not name.startswith("lm_head")
     )
     schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
-    info = {
-        "config": asdict(config),
-        "parameters": sum(p.numel() for p in head.parameters()),
-        "curve": [],
-    }
-    first, began = 0, time.time()
+    parameters = sum(p.numel() for p in head.parameters())
+    info = {"config": asdict(config), "parameters": parameters, "curve": []}
+    first = 0
+    began = time.time()
     if config.resume:
         first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
-    autocast = torch.autocast(
-        torch.device(config.device).type, DTYPES[config.dtype], config.dtype != "float32"
-    )
+    device_type = torch.device(config.device).type
+    autocast = torch.autocast(device_type, DTYPES[config.dtype], config.dtype != "float32")
     losses = losses_of(config, head, target)
     weights = torch.tensor(list(config.losses.values()), device=config.device)
-    feed, recent, cpu, mark = batches(examples, config, first), [], 0.0, time.process_time()
-    for step in tqdm(
-        range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=5
-    ):
+    feed = batches(examples, config, first)
+    recent = []
+    cpu_s = 0.0
+    mark = time.process_time()
+    steps = range(first, config.steps)
+    for step in tqdm(steps, initial=first, total=config.steps, unit="step", mininterval=5):
         schedule.set(step)
-        *batch, number = next(feed)
-        tokens, mask = (x.to(config.device) for x in batch)
+        tokens, mask, number = next(feed)
+        tokens = tokens.to(config.device)
+        mask = mask.to(config.device)
         with autocast:
             found = torch.stack(losses((tokens, mask, features.of(tokens, number)), step))
-        (found * weights).sum().backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), config.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        train_demo.update(head, optimizers, (found * weights).sum(), config.clip)
         recent.append(found.detach())
         done = step + 1
         if done % config.eval_every == 0 or done == config.steps:
-            cpu += time.process_time() - mark
-            each = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
+            cpu_s += time.process_time() - mark
+            means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
-            row = {"step": done, **each, "seconds": time.time() - began, "cpu_s": cpu}
+            row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
             row |= evaluate(head, target, sequences, config.inputs)
             info["curve"].append(row)
-            told = ", ".join(f"{name} {value:.3f}" for name, value in each.items())
-            alphas = " ".join(f"{a:.3f}" for a in row["alpha"])
-            tqdm.write(f"step {done}: {told}; alpha {alphas}; tau {row['tau']:.3f}")
+            tqdm.write(progress(row, config))
             train_demo.save_state(state_file, head, optimizers, done, info["curve"])
             if done == config.steps:
                 sharpness = fit_sharpness(head, target, sequences, config.inputs)

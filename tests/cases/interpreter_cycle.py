@@ -35,7 +35,7 @@ HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
 
 
 def inputs(heads, starts, rows, window, E=32, spare=5):
-    """Arguments of the operator; what is never read is not a number."""
+    """Arguments of the operator. Slots that are never read hold NaN."""
     H, kv_heads = HEADS[heads]
     B, S = len(starts), max(starts) + window + spare
     q = torch.randn(B, rows, H, E)
@@ -64,7 +64,7 @@ def check(q, k, v, start, mask):
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-# ----------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]
@@ -139,7 +139,7 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     assert torch.equal(attend(*others, starts, causal.expand(2, -1, -1))[1:], chain)
 
 
-# -------------------------------------------------------------------------------------------- rotary
+# ------------------------------------------------------------------------------------------- rotary
 
 
 def check_rotary(heads, E, normed, dtype=torch.float32, near=1e-6):
@@ -173,7 +173,7 @@ def test_rotary_cache(heads, E, normed):
     check_rotary(heads, E, normed)
 
 
-# --------------------------------------------------------------------------------------------- top-k
+# -------------------------------------------------------------------------------------------- top-k
 
 
 def best(scores, k):
@@ -203,7 +203,7 @@ def test_ties_go_to_the_lowest_index():
 
 
 def test_infinite_scores():
-    """What top-p has cut is minus infinity, here all but a few, and in the last row everything."""
+    """Scores cut by top-p are minus infinity: here all but a few, and in the last row all."""
     scores = torch.full((3, 5000), float("-inf"))
     scores[0, [7, 3000, 4999]] = torch.tensor([-1e30, 2.0, -3.0])
     scores[1, 4000] = 1e30
@@ -216,7 +216,7 @@ def test_scores_by_strides_and_the_largest_k():
     check_topk(torch.randn(90, 2).T, ops.cuda.topk.MOST)
 
 
-# ------------------------------------------------------------------------------------- levels of trees
+# ---------------------------------------------------------------------------------- levels of trees
 
 
 def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpness=1.5):
@@ -272,7 +272,7 @@ def test_levels_of_given_places_and_tokens():
     check_level(torch.randn(2, 3, 310), 4, 5, places=torch.tensor([[0, 3, 4, 5, 11]]), ids=ids)
 
 
-# ------------------------------------------------------------------------------------- nodes of trees
+# ----------------------------------------------------------------------------------- nodes of trees
 
 
 @pytest.mark.parametrize("B,P,count", [(1, 1, 1), (2, 10, 10), (2, 510, 59)])
@@ -295,7 +295,7 @@ def test_best_nodes(B, P, count):
 @pytest.mark.parametrize("B,P,N", [(1, 1, 2), (2, 10, 8), (2, 100, 33), (1, 510, 64)])
 @pytest.mark.parametrize("chain", [True, False])
 def test_related_nodes(monkeypatch, B, P, N, chain):
-    """Whose parents are chosen too: chains, and trees at random; numbered in several pieces."""
+    """Nodes chosen with all their parents: chains and random trees, numbered in several pieces."""
     monkeypatch.setattr(ops.cuda.tree, "MOST", 128)
     chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(B)])
     above = (
@@ -312,7 +312,7 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
     assert all(map(torch.equal, got, want)) and (not chain or want.depths.max() == N - 1)
 
 
-# ---------------------------------------------------------------------------------------- compaction
+# --------------------------------------------------------------------------------------- compaction
 
 
 def filled_cache(kv_heads, E, batch, slots, dtype=torch.float32):

@@ -51,7 +51,7 @@ def check(x, weights, expert, **options):
     torch.testing.assert_close(got, want, atol=5e-4, rtol=2e-5)
 
 
-# ---------------------------------------------------------------------------------------------- lists
+# -------------------------------------------------------------------------------------------- lists
 
 
 @pytest.mark.parametrize("expert", [*ROUTINGS.values(), [1] * 63, [0, 7] * 100], ids=len)
@@ -72,7 +72,7 @@ def test_lists_of_other_numbers_of_experts(experts):
     )
 
 
-# ------------------------------------------------------------------------------------------- products
+# ----------------------------------------------------------------------------------------- products
 
 
 FORMS_AND_ROUTINGS = [  # tiles are found in the same way for every format
@@ -170,7 +170,7 @@ def test_the_whole_path(form):
     torch.testing.assert_close(y, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
 
 
-# --------------------------------------------------------------------------------------------- a layer
+# ------------------------------------------------------------------------------------------ a layer
 
 
 @pytest.mark.parametrize("format", ["none", "int8", "int4"])

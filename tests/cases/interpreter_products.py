@@ -36,7 +36,7 @@ def run(x, weights, splits=1, epilogue="none"):
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What is not written is not a number."""
+    """`torch.empty` fills its memory with NaN."""
     torch.manual_seed(0)
     monkeypatch.setattr(
         torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options)

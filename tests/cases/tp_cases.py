@@ -1,10 +1,12 @@
-"""Ranks on CPUs that run many cases one after the other; test_tp.py starts this and compares what comes out.
+"""Ranks on CPUs that run many cases one after the other. test_tp.py starts this and compares the
+results.
 
     python tests/cases/tp_cases.py CASES.json OUT.json        # {"2": {"name": {options, "prompts": [ids]}}, "4": ...}
 
-With "rank 1", a case has options that rank 1 alone has after all have met.
+With "rank 1", a case has options that rank 1 alone gets, after all ranks have connected.
 
-The ranks are forked when everything is imported, which would take longer than the cases. What rank 0 has goes out.
+The ranks are forked after all imports, which would take longer than the cases. Rank 0 writes the
+results.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def features(engine: decode.Engine, prompt: list[int]) -> torch.Tensor:
 
 
 def case(options: dict[str, Any]) -> dict[str, Any]:
-    """Decode, and tell what rank 0 has, and whether all have the same."""
+    """Decode. Returns: the results of this rank, and whether all ranks have the same."""
     prompts, own = options.pop("prompts"), options.pop("rank 1", {})
     config = GenerateConfig(**options, device="cpu")
     ranks.check(config)

@@ -1,11 +1,12 @@
 """Our Triton kernels as `ttsem` runs them: their IR on CPU tensors, in bf16 and fp16 with real roundings. test_cycle_offline.py
 runs this file in an environment that has ttsem.
 
-Every access must lie inside of a tensor, no two blocks of threads may touch one element if one of them writes it, what
-nobody wrote is not a number, and what a kernel computes is compared with its plain reference.
+Every access must lie inside of a tensor. No two blocks of threads may touch one element if one of
+them writes it. Elements that no kernel wrote hold NaN. The outputs of a kernel are compared with
+its plain reference.
 A new kernel gets a row in a table below, or a test of its own.
 
-What cannot be judged so:
+These things cannot be checked so:
 - the order in which a tensor core adds, Triton's own lowering (layouts, pipelines, shared memory), and ptxas;
 - barriers and races within a block of threads; launches that overlap (launch control does nothing here);
 - whether an atomic counter is enough where one block reads what others wrote (`ttsem_plugin.ORDERED`);
@@ -52,7 +53,7 @@ def close(got, want, dtype, sums=1e-3):
     )
 
 
-# ------------------------------------------------------------------------------------------ products
+# ----------------------------------------------------------------------------------------- products
 
 DEEP = {
     "int4-128": 3072,
@@ -111,7 +112,7 @@ def test_what_follows_a_product(form, rows):
     close(gated, ops.norm.swiglu(product), BF16)
 
 
-# ------------------------------------------------------------------------------------------- experts
+# ------------------------------------------------------------------------------------------ experts
 
 
 @pytest.mark.parametrize("routing", ["one row", "two tokens", "tree", "uneven"])
@@ -125,7 +126,7 @@ def test_experts(form, routing):
     close(got, weights._replace(weight=weight).reference(x, expert), BF16)
 
 
-# ----------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 ATTENTION = [  # (heads, prefixes, rows, window, head width, dtype)
     ("mha", [37], 1, 1, 64, BF16),
@@ -155,7 +156,7 @@ def test_rotary_cache(heads, E, dtype, normed):
     interpreter_cycle.check_rotary(heads, E, normed, dtype, 2 * ROUNDED[dtype])
 
 
-# ---------------------------------------------------------------------------- top-k, trees, compaction
+# ------------------------------------------------------------------------- top-k, trees, compaction
 
 
 @pytest.mark.parametrize("V,k", [(16, 16), (2049, 10), (32000, 8)])

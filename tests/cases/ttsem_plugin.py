@@ -1,4 +1,4 @@
-"""pytest plugin for ttsem_cases.py: what ttsem has to be told about our kernels.
+"""pytest plugin for ttsem_cases.py: additions to ttsem that our kernels need.
 
 1. PTX in inline assembly, executed instruction by instruction. Only what our kernels use: 32-bit integers, pairs of bf16
    or fp16, and launch control and fetching ahead, which do nothing here. Values of 16 bits lie in both halves of a word, since Triton
@@ -19,7 +19,7 @@ from ttsem import ops
 
 ORDERED = {
     "attention_kernel": ("parts_ptr", "stats_ptr")
-}  # by kernel: what its last block, by a counter, reads
+}  # by kernel: buffers that its last block, by a counter, reads
 HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
@@ -96,7 +96,7 @@ def execute(text: str, *operands: np.ndarray) -> list[np.ndarray]:
 
 
 class Fragments(dict):
-    """What ttsem knows, and after that everything."""
+    """The fragments that ttsem knows; `execute` runs all others."""
 
     def get(self, text: str, default: object = None) -> object:
         known = super().get(text)

@@ -40,7 +40,7 @@ from extras.autosize import (
     unknown,
     with_smaller_trees,
 )  # fmt: skip
-from extras.deferred import ROOM
+from extras.deferred import MAX_KEPT
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.remembered import file_of, recall, remember
@@ -74,7 +74,7 @@ def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST, noise:
     return with_smaller_trees(EagleDrafter(head, target, largest, rule), target)
 
 
-# ------------------------------------------------------------------------------------ simulated machines
+# ------------------------------------------------------------------------------- simulated machines
 
 SHAPES = [
     TreeShape(0, 0, 1), TreeShape(3, 1, 4), TreeShape(6, 1, 7), TreeShape(5, 4, 16),
@@ -122,7 +122,7 @@ def run_machine(name, cycles, sizer, pace=lambda i: 1.0, noise=0.1, seed=0):
     return [tokens / seconds / ((1 + m) / c / average) for c, m in zip(costs, means)]
 
 
-STARTS = {  # of the first process: what a further node costs at first, relative to the machine's own
+STARTS = {  # of the first process: its first cost of a further node, relative to the machine's own
     "as it is": 1.0,
     "half": 0.5,
     "twice": 2.0,
@@ -306,7 +306,10 @@ def test_ratios_do_not_depend_on_the_order():
 
 @pytest.mark.parametrize("factor", [0.6, 1.7])
 def test_timed_in_another_mood_of_the_machine(factor):
-    """What all presets have in common is no news of the one that happens to run: a broken head still ends at once."""
+    """A factor common to all presets says nothing about the one that runs.
+
+    Drafting with a broken head still ends at once.
+    """
     costs, means = MACHINES["a broken head"]
     sizer, rng, trees = timed_sizer([factor * cost for cost in costs]), random.Random(0), 0
     for _ in range(60):
@@ -361,7 +364,7 @@ def test_shapes():
     assert [shape_of(preset) for preset in NgramDrafter(Ngram()).presets] == LOOKUP
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 @pytest.fixture
@@ -563,7 +566,7 @@ def test_a_folder_of_another_user_is_left_alone(trees, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_folder_that_takes_nothing_costs_a_line(trees, monkeypatch, capsys, fault):
-    """A disk that is full, or read-only; what was there stays whole."""
+    """The disk is full or read-only. The existing file stays whole."""
     file = trees / "a.json"
     remember(file, [1])
 
@@ -643,7 +646,7 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
     assert demo(draft="ngram").tree_policy.known.miss == MISS
 
 
-# ------------------------------------------------------------------------------- switching between trees
+# -------------------------------------------------------------------------- switching between trees
 
 
 class Script:
@@ -662,7 +665,7 @@ class Script:
         pass
 
 
-ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long may_skip_prompts": [2] + [0] * 35 + [1] + [0] * 5}
+ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * 35 + [1] + [0] * 5}
 
 
 @pairwise(
@@ -722,13 +725,13 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
-    """What the drafter would propose now, with its largest tree."""
-    session.work.catch_up(engine, -1)
+    """The tree that the drafter would propose now, with its largest preset."""
+    session.buffers.catch_up(engine, -1)
     tree, _ = Cycle(engine, engine.drafter.presets[-1]).draft(session.state)
     return tree
 
 
-REST = [[0], [0] * 5, [2, 2, 0, 0, 0], [1] * 3 + [0] * ROOM, [0, 0, 2]]
+REST = [[0], [0] * 5, [2, 2, 0, 0, 0], [1] * 3 + [0] * MAX_KEPT, [0, 0, 2]]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle 3", "model"])
@@ -750,9 +753,9 @@ def test_while_idle_no_row_is_lost(kind, order):
         if len(session.stats.presets) == 1 and not session.busy(1):
             session.admit(1, PROMPTS[1], (1, 0))
     assert [preset for preset, _ in session.stats.presets] == order
-    assert session.state.drafter_state.count.max() <= ROOM and (session.work.waits > 0) == (
-        order[-1] == 0 and len(order) > 1
-    )
+    assert session.state.drafter_state.count.max() <= MAX_KEPT and (
+        session.buffers.deferred_cycles > 0
+    ) == (order[-1] == 0 and len(order) > 1)
     for added in ([], [3, 4, 5]):
         if added:
             next(session.run([history + added for history in session.history]))
@@ -773,23 +776,23 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
         target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True, batch_size=2
     )
     session = Session(replace(engine, tree_policy=Script([0])))
-    session.admit(0, PROMPTS[0], most=ROOM + 5)
+    session.admit(0, PROMPTS[0], max_new_tokens=MAX_KEPT + 5)
     session.admit(1, PROMPTS[1])
-    while len(session.stats.presets) < 2 * ROOM + 5:
+    while len(session.stats.presets) < 2 * MAX_KEPT + 5:
         session.step()
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.work.catch_up(engine, -1)
+    session.buffers.catch_up(engine, -1)
     ((_, _, rows),) = [call.args for call in calls]
-    assert rows.count.tolist() == [ROOM, ROOM] and session.live == [False, True]
+    assert rows.count.tolist() == [MAX_KEPT, MAX_KEPT] and session.live == [False, True]
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
         features = target(
             history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers
         )
-        assert torch.equal(rows.tokens[row], history[0, -ROOM - 1 :])
+        assert torch.equal(rows.tokens[row], history[0, -MAX_KEPT - 1 :])
         torch.testing.assert_close(
-            rows.features[row], features[0, -ROOM - 1 : -1], rtol=1e-4, atol=1e-4
+            rows.features[row], features[0, -MAX_KEPT - 1 : -1], rtol=1e-4, atol=1e-4
         )
-    read = [len(prompt) + ROOM for prompt in PROMPTS]
+    read = [len(prompt) + MAX_KEPT for prompt in PROMPTS]
     assert (
         session.state.drafter_state.own.length.tolist() == read
         and session.state.drafter_state.count.tolist() == [0, 0]
@@ -803,9 +806,12 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("then", [0, -1], ids=["may_skip_prompts on", "wakes within the prompt"])
+@pytest.mark.parametrize("then", [0, -1], ids=["rests on", "wakes within the prompt"])
 def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
-    """But for the last rows of the whole; who wakes before that reads the chunks that are left."""
+    """The head reads only the last rows of the whole text.
+
+    A head that wakes within the prompt reads the chunks that are left.
+    """
     target, prompt = (
         golden_target(TARGETS[1]),
         [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)],
@@ -820,13 +826,13 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     script.prefill_tree = then
     while len(session.stats.presets) < 3:
         session.step()
-    session.work.catch_up(engine, -1)
+    session.buffers.catch_up(engine, -1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
     (history,) = torch.tensor(session.history)
     ends = (
         [len(history) - 1] if then == 0 else [len(prompt), len(history) - 1]
     )  # the root is in no row
-    assert [int(rows.count) for rows in given] == ([ROOM] if then == 0 else [44, 3])
+    assert [int(rows.count) for rows in given] == ([MAX_KEPT] if then == 0 else [44, 3])
     features = target(
         history[None], torch.arange(len(history))[None], aux_layers=engine.drafter.aux_layers
     )[0]
@@ -859,9 +865,9 @@ def test_what_was_left_out_stays_out(monkeypatch):
         True,
     ]
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.work.catch_up(engine, -1)
+    session.buffers.catch_up(engine, -1)
     ((_, _, rows),) = [call.args for call in calls]
-    assert rows.count.tolist() == [ROOM, 7], (
+    assert rows.count.tolist() == [MAX_KEPT, 7], (
         "of the second turn: its tokens, the root and the row before them"
     )
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
@@ -873,7 +879,7 @@ def test_what_was_left_out_stays_out(monkeypatch):
         torch.testing.assert_close(
             rows.features[row, :count], features[0, -count - 1 : -1], rtol=1e-4, atol=1e-4
         )
-    assert session.state.drafter_state.own.length.tolist() == [ROOM, 7]
+    assert session.state.drafter_state.own.length.tolist() == [MAX_KEPT, 7]
 
 
 @pytest.mark.usefixtures("either")

@@ -19,12 +19,11 @@ from types import SimpleNamespace
 import pytest
 from test_lossless import assert_same, held_out_prompts, needs_operators
 
-import decode
 import generate as program
 import model
 from decode import with_cycles
 from draft_tree import DynamicTree
-from drafters import RootOnly
+from drafters import LargestTree, RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
@@ -33,7 +32,7 @@ from generate import Result, generate, in_order, load, main
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
 from load import time_cycles
 from options import DEMO, GenerateConfig
-from runtime import LargestTree, tree_leaves
+from runtime import tree_leaves
 from sampling import Sampling
 from session import Session
 from stats import check_memory, rows_memory
@@ -54,7 +53,7 @@ IDS = [
 def one_by_one(
     texts: tuple[str, ...], length: int, temperature: float
 ) -> tuple[tuple[int, ...], Result]:
-    """Ends of sequences that make rows end at different times, and what vanilla decoding gives without a batch."""
+    """End-of-sequence ids that end rows at different times, and unbatched vanilla decoding."""
     engine = load(**DEMO_IN_BF16, draft="none", temperature=temperature, max_new_tokens=length)
     free = generate(engine, list(texts)).tokens
     ends = tuple({new[length // 4 + row % (length // 2)] for row, new in enumerate(free[::3])})
@@ -145,7 +144,7 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
     )
     session = Session(engine, [(0, 0), (1, 0), (2, 0)])
     list(session.run(IDS[:3]))
-    tensors = [*session.work.cache.k, *session.work.cache.v, *tree_leaves(session.state)]
+    tensors = [*session.buffers.cache.k, *session.buffers.cache.v, *tree_leaves(session.state)]
     tensors = [x for x in tensors if x.shape[0] == 3]
     session.admit(1, IDS[5], (9, 0))
     before = [x.clone() for x in tensors]
@@ -169,12 +168,12 @@ def test_a_row_that_is_released_is_free_at_once():
     )
     session = Session(engine)
     session.admit(0, IDS[0], (0, 0))
-    session.admit(1, IDS[1], (1, 0), most=5)
+    session.admit(1, IDS[1], (1, 0), max_new_tokens=5)
     for _ in range(4):
         session.step()
     session.release(0)
     assert not session.busy(0) and session.busy(1)
-    session.admit(0, IDS[2], (2, 0), most=3)
+    session.admit(0, IDS[2], (2, 0), max_new_tokens=3)
     while session.busy(0) or session.busy(1):
         session.step()
     want = generate(engine, IDS[:3]).tokens
@@ -289,7 +288,7 @@ def test_results_in_order():
     assert "".join(taken) == "ABCD"
 
 
-# --------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 BASE = [
     "--checkpoint",
@@ -457,7 +456,7 @@ def test_a_killed_run_goes_on(tmp_path, prompts):
     assert sorted(file.read_text().splitlines()) == sorted(whole.read_text().splitlines())
 
 
-# -------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def test_memory_says_how_many_rows_fit(monkeypatch, capsys):

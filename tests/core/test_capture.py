@@ -1,6 +1,6 @@
-"""Cycles over fixed buffers: what is stored, what is copied, and that nothing in a cycle waits for its own results.
+"""Cycles over fixed buffers: stored and copied tensors. No cycle waits for its own results.
 
-And that compiled steps hand the cache's own buffers to the operator that knows them by their addresses.
+Compiled steps pass the cache's own buffers to the operator that finds them by their addresses.
 Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real graphs.
 """
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
 import ops.attention
 import ops.compact
 from draft_tree import DynamicTree, StaticTree
@@ -77,7 +76,7 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     next(session.run([PROMPT]))
     with NoWaiting():
         for cycle in engine.cycles:
-            state, _ = cycle(session.work.cache, session.state)
+            state, _ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
 
@@ -98,13 +97,13 @@ def test_buffers_stay_where_they_are():
     engine = replace(sized_engine(1.0), captured=True)
     first = Session(engine, [(0, 0)])
     list(first.run([PROMPT]))
-    work, addresses = first.work, [x.data_ptr() for x in tree_leaves(first.state)]
+    work, addresses = first.buffers, [x.data_ptr() for x in tree_leaves(first.state)]
     assert len(set(addresses)) == len(addresses), "every buffer is its own"
     history, other = first.history, Session(engine, [(0, 0)])
-    assert other.work is not work, "two sessions never share"
+    assert other.buffers is not work, "two sessions never share"
     del first
     again = Session(engine, [(0, 0)])
-    assert again.work is work
+    assert again.buffers is work
     list(again.run([PROMPT]))
     list(other.run([PROMPT]))
     assert [x.data_ptr() for x in tree_leaves(again.state)] == addresses
@@ -112,13 +111,13 @@ def test_buffers_stay_where_they_are():
 
 
 def test_prompts_run_in_passes_of_two_widths():
-    """Which are captured on CUDA; what pads them changes nothing."""
+    """Both widths are captured on CUDA. Padding changes nothing."""
     engine = sized_engine(0.0, batch_size=2, context=400)
     prompts = [[i * 7 % 50 + 3 for i in range(300)], PROMPT]
     want = decode(engine, *prompts).history
     session = decode(replace(engine, captured=True), *prompts)
     assert session.history == want
-    ran = {key for key in session.work.replays if isinstance(key, tuple)}
+    ran = {key for key in session.buffers.replays if isinstance(key, tuple)}
     assert ran == {("prefill", 256, 0, -1), ("prefill", 64, 0, -1), ("prefill", 64, 1, -1)}, (
         "width, row, reader"
     )
@@ -145,7 +144,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
         reference(buffers, start, path)
 
     monkeypatch.setattr(ops.compact, "compact_reference", compact)
-    monkeypatch.setattr(model, "compact", torch.ops.gpt_eagle.compact)
+    monkeypatch.setattr("kv_cache.compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree, Sampling())
     engine = engine_for(target, drafter, **options)
     (cycle,) = engine.cycles
@@ -154,7 +153,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     session = decode(engine, *prompts)
     assert session.history == want
     assert any(line["path"] not in ([], [1], [1, 2]) for line in session.trace), "nothing moved"
-    caches = (session.work.cache, session.state.drafter_state.cache)
+    caches = (session.buffers.cache, session.state.drafter_state.cache)
     assert set(moved) == {tuple(cache.addresses.tolist()) for cache in caches}
 
 
@@ -303,7 +302,7 @@ def test_dense_layers_and_mixtures_are_compiled_apart():
 @pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.usefixtures("either")
 def test_compiling_by_layer_changes_no_token(version):
-    """What is done on CUDA, here: one compiled layer for all, fixed buffers, a late host."""
+    """The setup of CUDA, here: one compiled layer for all, fixed buffers, a late host."""
     engine = sized_engine(1.0, version)
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPT]))
@@ -311,7 +310,7 @@ def test_compiling_by_layer_changes_no_token(version):
     again = Session(compiled, [(0, 0)], host_lag=1)
     list(again.run([PROMPT]))
     assert again.history == session.history
-    state, _ = compiled.cycles[-1](again.work.cache, again.state)
+    state, _ = compiled.cycles[-1](again.buffers.cache, again.state)
     assert all(map(operator.is_, tree_leaves(state), tree_leaves(again.state))), (
         "the steps write the state where it was"
     )

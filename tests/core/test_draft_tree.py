@@ -32,7 +32,7 @@ from tree_shapes import EAGLE1_PATHS, read_tree
 INF = float("inf")
 
 
-# ------------------------------------------------------------------------------------------ plain Python
+# ------------------------------------------------------------------------------------- plain Python
 
 
 def ancestors(parents, node):
@@ -81,7 +81,7 @@ def tree_from(tokens, parents, valid=None):
 
 
 def accepted_by_both(tree, choice, depth):
-    """What is accepted, by plain operators, and bit for bit the same by the C++ operator where there is one."""
+    """The path accepted by plain operators. The C++ operator, where built, gives the same bits."""
     accepted = accept(tree, choice, depth)
     if has_cpu_operators():
         assert all(map(torch.equal, accept_fused(tree, choice, depth), accepted))
@@ -97,7 +97,7 @@ def accepted_row(tokens, parents, choice, valid=None, depth=4):
     return accepted.path[0, :end].tolist(), accepted.emitted[0, :end].tolist()
 
 
-# --------------------------------------------------------------------------------------------- structure
+# ---------------------------------------------------------------------------------------- structure
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9, 26, 64])
@@ -147,7 +147,7 @@ def test_path_to():
             assert length[b] == len(line) - 1
 
 
-# -------------------------------------------------------------------------------------------- acceptance
+# --------------------------------------------------------------------------------------- acceptance
 
 
 @pytest.mark.parametrize("size, vocab", [(1, 3), (2, 2), (7, 2), (12, 3), (26, 2), (64, 3)])
@@ -216,7 +216,7 @@ def test_traced_accept():
         assert torch.equal(ours, eager)
 
 
-# -------------------------------------------------------------------------------------------- compaction
+# --------------------------------------------------------------------------------------- compaction
 
 
 def test_compaction():
@@ -248,7 +248,7 @@ def test_compaction():
                 assert torch.equal(new[b, :, slot], old[b, :, source]), (b, slot)
 
 
-# ----------------------------------------------------------------------------------------- dynamic trees
+# ------------------------------------------------------------------------------------ dynamic trees
 
 
 def random_scores(rng, shape, cut=0.0):
@@ -261,14 +261,14 @@ def random_scores(rng, shape, cut=0.0):
 
 
 def grown(shape, root, tokens, scores):
-    """Grow a tree whose children are told: tokens, scores: per level [B, R, k].
+    """Grow a tree whose children are given. tokens, scores: per level [B, R, k].
 
     Returns: the tree; the pool; per level below the root, the tokens of the nodes that ran; the places of all nodes.
     """
     pools, ran = [], []
 
-    def run(level, out):
-        ran.append(level.tokens)
+    def run(frontier, depth, slot, out):
+        ran.append(frontier.tokens)
         return out
 
     graft = Graft(0, lambda pool: pools.append(pool) or pool)
@@ -360,24 +360,24 @@ def test_what_a_level_sees():
     """A node sees the scratch slots of its ancestors and its own."""
     tokens, scores = random_levels(random.Random(7), 5, 4, 3)
     levels, lines = [], {}
-    run = lambda level, out: levels.append(level) or out  # noqa: E731
+    run = lambda *level: levels.append(level) or level[-1]  # noqa: E731
     children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
     grow(DynamicTree(4, 3, 10), text_with(torch.arange(5)), torch.zeros(5, 1, 1), children, run)
     plain = [
         plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)
     ]
-    assert [(level.depth, level.slot, level.seen.shape) for level in levels] == [
+    assert [(depth, slot, level.front.seen.shape) for level, depth, slot, _ in levels] == [
         (n + 1, 3 * n, (5, 3, 9)) for n in range(3)
     ]
     for b, (_, values, above, _) in enumerate(plain):
         begin, frontier = 0, []
-        for n, level in enumerate(levels):
+        for n, (level, *_) in enumerate(levels):
             size = 3 if n == 0 else 9
             order = sorted(range(size), key=lambda i: (-values[begin + i], i))[:3]  # noqa: B023
             frontier = [begin + i for i in order]
             for row, flat in enumerate(frontier):
                 lines[flat] = {3 * n + row} | lines.get(above[flat], set())
-                assert set(level.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
+                assert set(level.front.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
             begin += size
         lines.clear()
 
@@ -468,8 +468,8 @@ def test_traced_growth():
         StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu"),
     ):
 
-        def outputs(level, out):
-            return out[:, :1].expand(-1, level.tokens.shape[1], -1)
+        def outputs(frontier, depth, slot, out):
+            return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)
 
         def growth(root, tokens, scores, shape=shape):
             def children(out, level, k):
@@ -502,7 +502,7 @@ def test_children_of_a_dynamic_tree_are_not_sampled():
         EagleDrafter(head, target, tree, Sampling(1.0), children="sampled")
 
 
-# ------------------------------------------------------------------------------------------ static trees
+# ------------------------------------------------------------------------------------- static trees
 
 
 def parents_of(tree):

@@ -40,10 +40,10 @@ TREES = {
 KEPT = torch.tensor(
     sorted(torch.randperm(97, generator=torch.Generator().manual_seed(0))[:40].tolist())
 )
-SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden target
+SMALL = [Quantization("int8"), Quantization("int4", 32)]  # formats that fit the golden target
 
 
-# --------------------------------------------------------------------------------------------- drafting
+# ----------------------------------------------------------------------------------------- drafting
 
 
 class Masked(nn.Module):
@@ -123,7 +123,7 @@ def test_columns_tokens_and_spread():
     assert every.kept == 6 and every.columns(x) is every.tokens(x) is every.spread(x) is x
 
 
-# -------------------------------------------------------------------------------------------- LM heads
+# ----------------------------------------------------------------------------------------- LM heads
 
 
 def test_rows_of_a_float_lm_head():
@@ -153,11 +153,11 @@ def test_a_trimmed_lm_head_is_smaller():
     assert sizes[1] * 4 == sizes[0]
 
 
-# ------------------------------------------------------------------------------------------------ lists
+# -------------------------------------------------------------------------------------------- lists
 
 
 def kept_of_8(path: Path, count: int) -> DraftVocab:
-    """What a list comes to for a target of 8 tokens."""
+    """The draft vocabulary that a list gives for a target of 8 tokens."""
     target = Transformer(ModelConfig(4, 1, 1, 1, 4, 4, vocab_size=8))
     ranks, head = "" if path.name == RANKS else str(path), path.parent
     (head / "config.json").write_text("{}")
@@ -206,7 +206,7 @@ def test_a_saved_list_that_cannot_be_read(tmp_path, content):
         read_ranks(tmp_path / "ranks.pt", 8)
 
 
-# ------------------------------------------------------------------------------------------------- demo
+# --------------------------------------------------------------------------------------------- demo
 
 
 def test_the_demos_list_ranks_every_token():
@@ -261,7 +261,7 @@ def test_a_quantized_head_takes_its_list_along(tmp_path):
     assert (tmp_path / "head" / RANKS).read_text() == Path(DEMO + "-eagle", RANKS).read_text()
 
 
-# ----------------------------------------------------------------------------------------------- script
+# ------------------------------------------------------------------------------------------- script
 
 
 def ranked(capsys, tmp_path: Path, *data: str) -> list[int]:

@@ -29,7 +29,7 @@ PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 4
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 
 
-# ---------------------------------------------------------------------------------------------- lookup
+# ------------------------------------------------------------------------------------------- lookup
 
 
 def text_of(*rows: list[int], room: int = 24) -> Text:
@@ -129,7 +129,7 @@ def test_continuations_share_equal_beginnings():
     assert tree_paths(tree, 1) == set(), "nothing matches in the second row"
 
 
-# --------------------------------------------------------------------------------------------- presets
+# ------------------------------------------------------------------------------------------ presets
 
 
 def test_where_nothing_matches_only_the_root_is_verified():
@@ -176,7 +176,7 @@ def test_a_late_host_picks_late_and_changes_nothing():
         assert session.history == plain.history
 
 
-# ---------------------------------------------------------------------------------------- draft models
+# ------------------------------------------------------------------------------------- draft models
 
 
 TREES = {
@@ -229,7 +229,7 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         fresh = Session(engine, [(0, 0), (1, 0)])
         row, pos = line["row"], line["pos"]
         texts = [session.history[b][:pos] if b == row else None for b in range(2)]
-        fresh.work.state = fresh.state._replace(
+        fresh.buffers.state = fresh.state._replace(
             draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0)
         )
         next(fresh.run(texts))
@@ -324,7 +324,7 @@ def test_another_tokenizer(tmp_path):
         check_same_tokens(Path(DEMO), other, 8192)
 
 
-# ------------------------------------------------------------------------------------------- grafting
+# ----------------------------------------------------------------------------------------- grafting
 
 
 def grafted_engine(ngram: Ngram | None, **options):

@@ -1,4 +1,4 @@
-"""The command line and the Python interface: what goes in, what comes out, and every user's mistake."""
+"""The command line and the Python interface: inputs, outputs, and every user's mistake."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def failure(capsys, *argv: str) -> str:
     return err
 
 
-# ------------------------------------------------------------------------------------------ what comes out
+# ----------------------------------------------------------------------------------- what comes out
 
 
 def test_json_contract(capsys, tmp_path):
@@ -421,7 +421,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
     assert callable(runtime.compiled(lambda x: x))
 
 
-# ---------------------------------------------------------------------------------------- users' mistakes
+# ---------------------------------------------------------------------------------- users' mistakes
 
 
 @pytest.mark.parametrize(

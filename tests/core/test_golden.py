@@ -45,7 +45,7 @@ MIXTRAL = "eagle2_mixtral_k4_d3_t12"
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
 
 
-# ----------------------------------------------------------------------------------------------- replay
+# ------------------------------------------------------------------------------------------- replay
 
 
 def drafter_of(case, head=None, **tree):
@@ -113,7 +113,7 @@ def padded(uniforms, count):
 
 
 def differences(session, case, run):
-    """What the trace of a session and the record disagree on, as `cycle: field`."""
+    """Each difference between the trace of a session and the record, as `cycle: field`."""
     tree = case.get("static_tree", {})
     found = [] if len(session.trace) == len(run["cycles"]) else ["number of cycles"]
     for number, (ours, cycle) in enumerate(zip(session.trace, run["cycles"])):
@@ -152,7 +152,7 @@ def largest_error(calls, case, run):
     floats, errors = golden_floats(case["case"]), {}
     last = (
         case["algorithm"] == "EAGLE-3" and golden_target(case["target"]).config.dim or 0
-    )  # what is behind is recorded
+    )  # columns from here on are recorded
 
     def compare(name, ours):
         errors[name] = (ours - floats[name]).abs().max()
@@ -177,7 +177,7 @@ def largest_error(calls, case, run):
     return float(max(errors.values()))
 
 
-# ------------------------------------------------------------------------------------------------ tests
+# -------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("run", range(3))
@@ -330,7 +330,7 @@ def test_part_of_a_static_tree():
     assert drafted[1].items() <= drafted[0].items()
 
 
-# -------------------------------------------------------------------- the comparisons above can fail
+# ------------------------------------------------------------------- the comparisons above can fail
 
 
 def wrong_level_position(monkeypatch):

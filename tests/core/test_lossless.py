@@ -4,8 +4,8 @@ The rule (DESIGN, "Exactness"): in fp32 the tokens are equal. Where they are not
 difference (its top two choices, noise included) must be below 1e-4, or two experts must tie up to there; `assert_same`
 allows nothing else.
 
-On a CPU, bf16 models and quantized ones, in fp32 too, get no margin at all: their products and their attention give a
-row the same bits in every company.
+On a CPU, bf16 models and quantized ones, in fp32 too, get no margin at all. Their products and
+their attention give a row the same bits, whichever other rows the batch has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import ops.cpu.build
 import sampling
 from decode import with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
-from drafters import Confirmed, Drafter, DraftVocab, Root, RootOnly
+from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
@@ -45,7 +45,7 @@ from helpers import (
 from hf.heads import draft_lm_head
 from model import ModelConfig, Router, Transformer, rope_frequencies
 from options import DEMO
-from runtime import LargestTree, compiled
+from runtime import compiled
 from sampling import Sampling
 from session import Session
 from tree_shapes import EAGLE1_PATHS
@@ -158,7 +158,7 @@ def new_tokens(session: Session, row: int, prompt: list[int]) -> list[int]:
 def check(name: str, batch: int, children: str = "noise", model: str = "llama", **options) -> float:
     """Decode with and without the drafter and compare. Returns: tau of the drafted run.
 
-    name: what `make` takes
+    name: a drafter, as `make` takes it
     """
     target = golden_target(MODELS[model][0])
     options = {"batch_size": batch, "max_new_tokens": 60, "ignore_eos": True, **options}
@@ -445,7 +445,7 @@ def test_rows_that_end_at_different_times():
         assert result.finish_reason[0] == "stop"
 
 
-# --------------------------------------------------------------------------------- drafters made for a case
+# ------------------------------------------------------------------------- drafters made for a case
 
 
 class Scripted(Drafter):
@@ -511,7 +511,7 @@ def test_max_new_tokens_inside_a_path(truth, max_new):
 
 @pytest.mark.parametrize("at", range(1, 9))
 def test_end_of_sequence_inside_a_path(truth, at):
-    """Whatever token stands at `at` ends the sequence at its first occurrence."""
+    """The token at `at`, whichever it is, ends the sequence at its first occurrence."""
     prompt, depth = PROMPTS[0], 4
     engine = engine_for(golden_target(), Scripted(truth, depth, len(prompt)), max_new_tokens=40)
     engine = with_cycles(replace(engine, eos_ids=(truth[at],)))
@@ -772,7 +772,7 @@ def test_a_router_tie_is_a_margin():
     assert assert_same(replace(engine, target=tied), PROMPTS[0], wrong, want) == 1
 
 
-# -------------------------------------------------------------------- the demo in bf16 and quantized
+# ------------------------------------------------------------------- the demo in bf16 and quantized
 
 
 def held_out_prompts() -> list[str]:
@@ -818,7 +818,7 @@ def test_demo_trees_equal_vanilla(quant, dtype, temperature):
     )
 
 
-# ----------------------------------------------------------------------------------------- the demo, slow
+# ----------------------------------------------------------------------------------- the demo, slow
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ CHUNKS = {"one": [TOKENS], "several": [1, 7, 2, 14], "single": [1] * TOKENS}
 
 
 class Reference(NamedTuple):
-    """A Hugging Face model that was saved, and what it computes."""
+    """A Hugging Face model that was saved, and its outputs."""
 
     directory: Path
     tokens: torch.Tensor  # [2, T] int64
@@ -141,7 +141,7 @@ def close(a, b, atol):
     torch.testing.assert_close(a, b, atol=atol, rtol=0)
 
 
-# ------------------------------------------------------------------------------- against Hugging Face
+# ----------------------------------------------------------------------------- against Hugging Face
 
 
 def test_without_a_cache(reference):
@@ -171,7 +171,7 @@ def test_rows_with_different_starts(reference):
     model = load_model(reference.directory)
     cache = empty_cache(model, 2, TOKENS)
     feed(model, cache, reference.tokens[:, :10], torch.zeros(2, dtype=torch.long))
-    start = torch.tensor([3, 10])  # what row 0 has cached above slot 3 must not be seen
+    start = torch.tensor([3, 10])  # slots that row 0 has cached above slot 3 must not be seen
     rows = torch.stack([reference.tokens[row, s : s + 6] for row, s in enumerate(start)])
     logits = model.logits(feed(model, cache, rows, start)).detach()
     for row, s in enumerate(start):

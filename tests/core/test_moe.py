@@ -150,7 +150,7 @@ def test_one_graph_for_every_routing(backend, format):
     assert counter.frame_count == 1 and len(hit) > 1
 
 
-# ------------------------------------------------------------------------------------ layer and router
+# --------------------------------------------------------------------------------- layer and router
 
 
 def feed_forward(format="float", group_size=32, dtype=torch.float32):
@@ -226,7 +226,7 @@ def test_a_token_does_not_depend_on_the_others(format, dtype):
         assert torch.equal(layer.w13(rows[i : i + 1], expert.flatten()[i : i + 1])[0], together[i])
 
 
-# ----------------------------------------------------------------------------------------- quantized
+# ---------------------------------------------------------------------------------------- quantized
 
 
 @OPERATORS
@@ -278,7 +278,7 @@ def test_without_a_compiler(format, rows, dtype, monkeypatch):
     torch.testing.assert_close(got.float(), exact, atol=4e-2, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 @pytest.fixture(scope="module")
@@ -599,7 +599,7 @@ def test_loading_quantized_needs_little_more_than_the_result(tmp_path, format, s
     assert 0.9 <= peak_bytes / model_bytes <= 1.2
 
 
-# ------------------------------------------------------------------------------------------ decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 @OPERATORS
@@ -691,7 +691,7 @@ def test_a_head_does_not_take_over_the_targets_experts():
     assert not any(isinstance(module, ExpertLinear) for module in loaded.modules())
 
 
-# ------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 
 
 def small_demo():

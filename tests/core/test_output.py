@@ -1,4 +1,6 @@
-"""What a run leaves behind: a history that is true after Ctrl-C; files, links, devices and queues that were written."""
+"""The outputs of a run: a history that is true after Ctrl-C; files, links, devices and queues that
+were written.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
     assert sum((new[0] for new in stopped.run([SECOND])), []) == sum((new[0] for new in wanted), [])
 
 
-# ------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):

@@ -24,7 +24,7 @@ from session import Session
 ALPHA = 1e-4
 CAUGHT = 1e-9
 
-# --------------------------------------------------------------------------------------------- generator
+# ---------------------------------------------------------------------------------------- generator
 
 # Random123 1.14, tests/kat_vectors, lines `philox4x32 10`: counter, key, result
 KNOWN_ANSWERS = [
@@ -190,7 +190,7 @@ def test_chi_square():
     assert chi_square(torch.tensor([5, 5, 1]), torch.tensor([0.5, 0.5, 0.0])) == 0
 
 
-# ------------------------------------------------------------------------------------- temperature, cuts
+# -------------------------------------------------------------------------------- temperature, cuts
 
 RULES = [
     Sampling(1.0),
@@ -206,7 +206,7 @@ RULES = [
 
 
 def distribution(logits, rule):
-    """What `rule` makes of one row of logits, token by token, on Python numbers."""
+    """Probabilities of one row of logits under `rule`, token by token, on Python numbers."""
     z = (logits / rule.temperature).tolist()
     ranked = sorted(range(len(z)), key=lambda i: (-z[i], i))[: rule.top_k or len(z)]
     weight = [math.exp(z[i] - z[ranked[0]]) for i in ranked]
@@ -264,7 +264,7 @@ def test_greedy_takes_the_lowest_of_equals():
     )
 
 
-# ------------------------------------------------------------------------------------------- the choice
+# --------------------------------------------------------------------------------------- the choice
 
 LOGITS = torch.tensor([1.2, -0.3, 0.4, 0.4, 2.0, -2.5, 0.0, 1.1])
 
@@ -318,7 +318,7 @@ def test_choices_along_prompts_and_samples():
         assert chi_square(joint, torch.outer(p, p)) > ALPHA
 
 
-# ------------------------------------------------------------------------------------- the residual rule
+# -------------------------------------------------------------------------------- the residual rule
 
 V, ROWS = 6, 40000
 
@@ -348,7 +348,7 @@ SHAPES = {
 def draft(shape, world, rule, sampled, draft_rule=None):
     """Draft ROWS trees. Children are drawn without replacement from q, or are the draft's top-k.
 
-    draft_rule: what children are drawn by, if otherwise than q says (a defect)
+    draft_rule: the rule by which children are drawn, if it is not that of q (a defect)
     """
     N = shape.size
     tokens, valid = torch.zeros(ROWS, N, dtype=torch.long), torch.ones(ROWS, N, dtype=torch.bool)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decode import LargestTree
+from drafters import LargestTree
 from files import is_gguf
 from generate import Batch, compare, generate, load
 from helpers import slow

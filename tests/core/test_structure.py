@@ -1,4 +1,4 @@
-"""The laws of the house: what imports what, how long things are, how deep and how wide a decode cycle is."""
+"""Rules for the code: its imports, its lengths, the depth and the width of a decode cycle."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 import decode
 import generate
+import house
 import model
 from draft_tree import accept
 from options import DEMO
@@ -109,6 +110,22 @@ def test_files_at_the_top_are_short():
     assert not {name for name, count in lines.items() if count > 450}, lines
 
 
+def test_files_read_as_the_rules_say():
+    """No parallel assignment, no line over 100 columns, no "what" for a subject: see house.py."""
+    found = []
+    for file in sources():
+        if file.suffix == ".py":
+            places = house.refused(file.read_text(encoding="utf-8"))
+            found += [(str(file.relative_to(ROOT)), *place) for place in places]
+    assert not found
+
+
+def test_sentences_of_tests_have_subjects():
+    for file in (ROOT / "tests").rglob("*.py"):
+        places = house.refused(file.read_text(encoding="utf-8"))
+        assert not [place for place in places if place.rule == house.NO_SUBJECT], file
+
+
 def test_functions_are_short():
     for name, tree in modules().items():
         for node in ast.walk(tree):
@@ -117,7 +134,7 @@ def test_functions_are_short():
 
 
 def test_names_of_files_in_the_text_are_true():
-    """What docstrings, comments and the README call a file is one."""
+    """Every file that docstrings, comments and the README name exists."""
     known = {f.name for f in [*sources(), *(ROOT / "tests").rglob("*")]} | {"__init__.py"}
     for file in [*sources(), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]:
         lines = [
@@ -132,7 +149,7 @@ def test_names_of_files_in_the_text_are_true():
         )  # others'
 
 
-# ------------------------------------------------------------------------------------------- what runs
+# ---------------------------------------------------------------------------------------- what runs
 
 EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "24", "--device", "cpu"]
 
@@ -198,7 +215,10 @@ def test_what_one_edits_is_what_runs(monkeypatch):
 
 
 def test_extras_can_be_deleted(tmp_path):
-    """Vanilla and EAGLE decoding go on without the folder, with the same tokens; what needs it says so in a line."""
+    """Vanilla and EAGLE decoding give the same tokens without the folder.
+
+    An option that needs the folder ends in one line that says so.
+    """
     for source in [
         *ROOT.glob("*.py"),
         *(ROOT / name for name in ("hf", "ops", "checkpoints/demo", "checkpoints/demo-eagle")),

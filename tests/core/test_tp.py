@@ -94,7 +94,7 @@ def options_of(model: str, draft: str, **options) -> dict:
 def run_ranks(
     cases: dict[int, dict[str, dict]], folder: Path, limit_s: int = 120
 ) -> dict[int, dict[str, dict]]:
-    """What tp_cases.py says of cases, by number of ranks and name."""
+    """The results of tp_cases.py for cases, by number of ranks and name."""
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [
         sys.executable,
@@ -110,7 +110,7 @@ def run_ranks(
 
 
 def one_device(options: dict) -> Engine:
-    """What decodes a case without ranks and without a draft."""
+    """An engine that decodes a case without ranks and without a draft."""
     ranks_only = (
         "prompts",
         "eagle",
@@ -149,11 +149,11 @@ def check_close(options: dict, found: dict, most: float, engine: Engine | None =
     return far
 
 
-# ------------------------------------------------------------------------------------------- ranks, quickly
+# ----------------------------------------------------------------------------------- ranks, quickly
 
 
 def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
-    """What every run of the suite decodes. Writes: two models into the folder."""
+    """The cases that every run of the suite decodes. Writes: two models into the folder."""
     tiny, mixture = write_tiny(folder / "tiny", TINY), write_tiny(folder / "mixture", MIXTURE)
     int8 = {"dtype": "bfloat16", "quant": "int8", "prompts": PROMPTS[:1]}
     int4 = {"quant": "int4", "prompts": PROMPTS[:1]}
@@ -183,7 +183,7 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
 
 
 class Quick(NamedTuple):
-    """Cases, and what the ranks say of them."""
+    """Cases, and the results of the ranks."""
 
     cases: dict[int, dict[str, dict]]
     found: dict[int, dict[str, dict]]
@@ -295,7 +295,7 @@ def test_what_ranks_refuse(quick):
     }
 
 
-# ------------------------------------------------------------------------------------------------ shares
+# ------------------------------------------------------------------------------------------- shares
 
 
 def parts_of(path: str, world: int) -> list[ShardedFiles]:
@@ -397,7 +397,7 @@ def test_rows_that_ranks_do_not_divide(tmp_path, joined):
 
 
 def test_ranks_that_are_not_alike(monkeypatch, joined):
-    """What differs is named; only rank 0 writes files, so that their names may differ."""
+    """The error names the difference. Only rank 0 writes files, so file names may differ."""
     asked = []
     monkeypatch.setattr(tp.dist, "all_gather_object", lambda out, mine: (asked.append(mine), out.__setitem__(0, asked[0]),
                                                                          out.__setitem__(1, mine)))  # fmt: skip
@@ -438,7 +438,7 @@ def test_a_lost_rank_is_told_from_a_full_memory():
     "limit,alone,each", [("3000000", 2_800_000, 550_000), ("max", 4_096_000, 1_024_000)]
 )
 def test_ranks_share_a_machines_memory(monkeypatch, tmp_path, limit, alone, each):
-    """What is available is free for all; of a container's limit each has taken some already."""
+    """Ranks share the available memory. Of a container's limit, each has already used a part."""
     (tmp_path / "_proc_meminfo").write_text("MemAvailable: 4000 kB\nSwapFree: 0 kB\n")
     (tmp_path / "_sys_fs_cgroup_memory.max").write_text(limit)
     monkeypatch.setattr(stats, "Path", lambda *parts: tmp_path / "/".join(parts).replace("/", "_"))
@@ -448,7 +448,7 @@ def test_ranks_share_a_machines_memory(monkeypatch, tmp_path, limit, alone, each
     assert stats.free_bytes("cpu") == each
 
 
-# ------------------------------------------------------------------------------------------- the environment
+# ---------------------------------------------------------------------------------- the environment
 
 
 @pytest.fixture
@@ -505,7 +505,7 @@ def test_gpus(monkeypatch):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
-    """A mistake, whichever rank finds it first; what else a silent rank has printed is not shown."""
+    """A mistake, whichever rank finds it first. Other output of a silent rank is not shown."""
     monkeypatch.setattr(ranks, "_says_why", lambda here: first)
     with pytest.raises(SystemExit) as end, ranks.report_from_rank_0("generate.py"):
         print("a text")
@@ -522,7 +522,7 @@ def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
         raise KeyError("a bug, whose traceback only one rank shows")
 
 
-# ------------------------------------------------------------------------------------------------- slow
+# --------------------------------------------------------------------------------------------- slow
 
 
 @pytest.mark.slow  # half a minute: 2 and 4 ranks share 2 cores, and wait for each other 100 times a second
@@ -605,7 +605,7 @@ def torchrun(
 
 
 def ours(done: subprocess.CompletedProcess) -> list[str]:
-    """What the ranks have said on standard error; torchrun's report follows."""
+    """The lines that the ranks printed on standard error. torchrun's report follows them there."""
     return [line for line in done.stderr.splitlines() if line.startswith(("generate.py:", "note:"))]
 
 
@@ -655,7 +655,7 @@ sys.argv[0], how = "generate.py", sys.argv.pop(1)
 if how == "seed":
     sys.argv += ["--seed", os.environ["RANK"]]
 if os.environ["RANK"] == "1" and how == "device":
-    import tp
+    import ranks
     ranks._device = lambda *_: "cuda:1"
 if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]

@@ -63,7 +63,7 @@ def by_loops(q, k, v, start, mask):
     return y.flatten(2)
 
 
-# ----------------------------------------------------------------------------------------- reference
+# ---------------------------------------------------------------------------------------- reference
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -79,7 +79,7 @@ def test_visible_slots():
     assert visible_slots(start, mask, 5).int().tolist() == expected
 
 
-# ------------------------------------------------------------------------------------------ operator
+# ----------------------------------------------------------------------------------------- operator
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 60])
@@ -112,7 +112,10 @@ def test_slots_beyond_the_window_do_not_matter(heads, rows, window):
 
 @pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (7, 20)])
 def test_hidden_slots_do_not_matter(rows, window):
-    """What a shorter row of the batch, or an earlier draft, has left behind is finite, and never counts."""
+    """Values left behind by a shorter row of the batch, or by an earlier draft, never count.
+
+    They are finite.
+    """
     q, k, v, start, mask = inputs(HEADS["gqa"], [5, 0, 37], rows, window, spare=9)
     expected = tree_attention_reference(q, k, v, start, mask)
     seen = visible_slots(start, mask, k.shape[2]).any(1)  # [B, S]
@@ -145,7 +148,7 @@ def test_the_rule_without_triton_on_this_device():
         close(ops.attention._tree_attention_masked(*args), tree_attention_reference(*args))
 
 
-# ------------------------------------------------------------------------------------------- capture
+# ------------------------------------------------------------------------------------------ capture
 
 
 def test_registration():
@@ -165,7 +168,7 @@ def test_registration():
 
 
 def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
-    """What a layer does with its cache. Writes: the caches."""
+    """Write to the cache and attend, as a layer does. Writes: the caches."""
     batch = torch.arange(q.shape[0])[:, None]
     k_cache[batch, :, slots] = k
     v_cache[batch, :, slots] = v
@@ -230,7 +233,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     assert capsys.readouterr().err.count("pip install triton") == 1
 
 
-# ----------------------------------------------------------------------------------------- compaction
+# --------------------------------------------------------------------------------------- compaction
 
 
 def caches(kv_heads=2, slots=20, layers=2):
@@ -265,7 +268,7 @@ def test_compaction_registration():
     )
 
 
-# ---------------------------------------------------------------------------------------------- top-k
+# -------------------------------------------------------------------------------------------- top-k
 
 
 def test_topk_is_that_of_torch():
@@ -287,7 +290,7 @@ def test_topk_registration(shape):
     )
 
 
-# ------------------------------------------------------------------------------------------- draft trees
+# -------------------------------------------------------------------------------------- draft trees
 
 
 def level_inputs(count, ids=None, places=None):
@@ -332,7 +335,7 @@ def test_node_registration():
         )
 
 
-# --------------------------------------------------------------------------- int4 and int8 weights (CUDA)
+# --------------------------------------------------------------------- int4 and int8 weights (CUDA)
 
 SHAPES = [(1, 1), (3, 256), (5, 257), (64, 512), (70, 1000)]
 

@@ -40,7 +40,7 @@ OTHERS = [
 ]
 
 
-# --------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 PROMPT = [3, 1, 4, 1, 5, 92, 65, 35]
 FORMATS = {"bf16": None, "int8": Quantization("int8"), "int4": Quantization("int4")}
@@ -77,7 +77,7 @@ def test_other_processors_decode_the_same_tokens_with_trees(march):
     env = os.environ | {
         "GPT_EAGLE_MARCH": march,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}",
     }
     done = subprocess.run(
         [sys.executable, "-c", child], cwd=ROOT, env=env, capture_output=True, text=True
@@ -90,13 +90,15 @@ def test_other_processors_decode_the_same_tokens_with_trees(march):
         assert len(vanilla) == len(PROMPT) + 16 and drafted == [vanilla, vanilla], name
 
 
-# ---------------------------------------------------------------------------------------------- building
+# ----------------------------------------------------------------------------------------- building
 
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """A compiler that takes 0.1 s and makes empty files, for an empty cache. Returns: what it was called with for the
-    first unit of each build, so far."""
+    """A compiler that takes 0.1 s and makes empty files, for an empty cache.
+
+    Returns: a function; it lists the compiler's arguments for the first unit of each build so far.
+    """
     compiler, log = tmp_path / "c++", tmp_path / "log"
     compiler.write_text(
         f'#!/bin/sh\nsleep 0.1\necho "$@" >> {log}\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n'
@@ -158,11 +160,11 @@ def test_two_who_build_at_once_build_once(calls):
     assert first == second and len(calls()) == 1
 
 
-# ----------------------------------------------------------------------------------- where there is no library
+# ------------------------------------------------------------------------ where there is no library
 
 
 def why(capsys) -> str:
-    """What `load_operators` returns, and says."""
+    """The reason that `load_operators` returns and prints."""
     reason, said = build._load.__wrapped__(), capsys.readouterr().err
     assert said.splitlines()[-1].startswith("note: PyTorch's own operators ") and said.endswith(
         f" ({reason})\n"

@@ -131,7 +131,7 @@ def test_operators_are_counted():
     assert operators_of(plain, 0).total() > 2 * VANILLA, "the modules are many"
 
 
-# ---------------------------------------------------------------------------------------------- tokens
+# ------------------------------------------------------------------------------------------- tokens
 
 
 def drafters(rule: dict) -> dict[str, Drafter]:

@@ -82,7 +82,7 @@ class Case:
         return (0.5 + 2**-14) * steps @ self.blocks(self.weight).abs().sum(-1).T
 
     def code_variance(self, x: Tensor) -> Tensor:
-        """What rounding the activations adds to the variance of an output, [M, N]."""
+        """The variance that rounding the activations adds to an output, [M, N]."""
         steps = self.blocks(x.float()).abs().amax(-1) / 127  # [M, B]
         return steps**2 / 12 @ (self.blocks(self.weight) ** 2).sum(-1).T
 
@@ -105,7 +105,7 @@ def assert_within(got: Tensor, want: Tensor, most: Tensor) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------- real shapes
+# -------------------------------------------------------------------------------------- real shapes
 # (N, K) of every linear layer: query, key and value fused; gate and up fused; the head's fc beside its own layer,
 # which has the target's shapes. N is cut to 64 outputs and a remainder, `test_an_output_does_not_depend_on_the_others`
 # is the reason that this suffices; K is real.
@@ -172,7 +172,7 @@ def test_an_output_does_not_depend_on_the_others(kind):
         )
 
 
-# ------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -221,10 +221,10 @@ def test_narrow_outputs_are_the_wide_ones_rounded(kind):
     wide = case.operator(x, fp32_out=True)
     assert wide.dtype == torch.float32
     assert torch.equal(case.operator(x), wide.bfloat16())
-    assert torch.equal(case.operator(x.float()), wide)  # what bf16 holds, fp32 holds
+    assert torch.equal(case.operator(x.float()), wide)  # fp32 holds every bf16 number
 
 
-# ------------------------------------------------------------------------------------------------ edges
+# -------------------------------------------------------------------------------------------- edges
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -304,7 +304,7 @@ def test_operands_that_do_not_fit_are_refused(kind):
         case.operator(random(2, 256))
 
 
-# -------------------------------------------------------------------------------------------- compiled
+# ----------------------------------------------------------------------------------------- compiled
 
 
 @pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32)], ids=str)
@@ -351,7 +351,7 @@ def test_variants_agree(kind, march):
         assert torch.equal(case.operator(x[:rows], False, namespace), alone[:rows])
 
 
-# -------------------------------------------------------------------------------------- bf16 weights
+# ------------------------------------------------------------------------------------- bf16 weights
 
 
 def linear(
@@ -451,7 +451,10 @@ def test_bf16_experts():
 
 
 def test_bf16_numbers_at_the_edges():
-    """NaN and infinity stay in their row and output; what lies behind a row of odd length is not multiplied."""
+    """NaN and infinity stay in their row and output.
+
+    Memory behind a row of odd length is not multiplied.
+    """
     weight, x = weights_bf16(67, 301), random(8, 301, seed=1).bfloat16()
     weight[5, 0], weight[66, 300] = float("nan"), float("inf")  # beside the ends of rows 4 and 65
     x[0], x[1, 0], x[2, 300] = 0, float("nan"), float("inf")
@@ -510,7 +513,7 @@ def test_bf16_variants_agree(march):
             assert torch.equal(linear(x[:rows], weight, bias, built(march)), want[:rows])
 
 
-# ------------------------------------------------------------------------------- which product serves
+# ----------------------------------------------------------------------------- which product serves
 
 
 def test_linear_takes_our_product_where_it_can(monkeypatch):
@@ -569,7 +572,7 @@ def test_linear_has_gradients(compiled):
         assert torch.equal(y, F.linear(x, weight))
 
 
-# -------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 def attention_inputs(dtype, rows=30, start=100, heads=(8, 4), width=80):
@@ -586,7 +589,7 @@ def attention_inputs(dtype, rows=30, start=100, heads=(8, 4), width=80):
 @pytest.mark.parametrize("width", [16, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_node_gets_the_bits_that_its_token_gets_alone(dtype, width):
-    """A path through a tree, moved next to the prefix and decoded token by token: what vanilla decoding does."""
+    """A path is moved next to the prefix and decoded token by token, as in vanilla decoding."""
     q, k, v, start, mask = attention_inputs(dtype, width=width)
     tree = torch.ops.gpt_eagle.attention(q, k, v, start, mask)
     for node in range(mask.shape[1]):
@@ -618,7 +621,7 @@ def test_attention_refuses_a_window_outside_the_cache():
         torch.ops.gpt_eagle.attention(q, k, v, torch.tensor([140]), mask)
 
 
-# ------------------------------------------------------------------------------------------------ top-k
+# -------------------------------------------------------------------------------------------- top-k
 
 ALL = ["native", *OTHERS]
 
@@ -651,7 +654,7 @@ def test_topk_of_scores_that_are_cut_away():
         torch.ops.gpt_eagle.topk(scores, 201)
 
 
-# ----------------------------------------------------------------------------------------------- rotary
+# ------------------------------------------------------------------------------------------- rotary
 
 
 def rotary_inputs(dtype, width=80):

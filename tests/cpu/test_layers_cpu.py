@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ops.attention
 import ops.compact
-from draft_tree import Level, StaticTree
+from draft_tree import StaticTree
 from drafters import Confirmed, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for, not_refused
@@ -29,6 +29,7 @@ from model import (
     rope_angles,
 )
 from ops.cpu.layers import FusedHead, FusedModel, fits
+from ops.tree import Frontier, Next
 from quantize import FORMATS, Int4Linear, QuantExperts
 from sampling import Sampling
 
@@ -95,7 +96,7 @@ def model(config: ModelConfig = CONFIG, quant: str | None = None) -> Transformer
 
 
 def fused(target: Transformer) -> Transformer:
-    """What an engine with --compile makes of it."""
+    """The model, fused as in an engine with --compile."""
     target.fuse(True)
     assert isinstance(target.fused, FusedModel)
     return target
@@ -313,7 +314,7 @@ def test_wrong_operands():
         torch.ops.gpt_eagle.prepare_layers([tokens] * 13, 4, [96], 0, True, 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ heads
+# -------------------------------------------------------------------------------------------- heads
 
 HEAD = ModelConfig(64, 2, 4, 2, 16, 96, 50)
 HEADS = {  # every option of a head once off and once on, and together
@@ -369,7 +370,8 @@ def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:
         seen[:, torch.arange(rows), begin + torch.arange(rows)] = True
         parent = torch.tensor(parents).expand(batch, rows).clone()
         parent[1:] = 0  # rows differ
-        level = Level(torch.randint(50, (batch, rows), generator=generator), parent, 1, begin, seen)
+        tokens = torch.randint(50, (batch, rows), generator=generator)
+        level = Next(parent, tokens, parent, Frontier(parent, seen))
         positions = state.length[:, None].expand(-1, rows) + (begin > 0)
         out = drafter.forward_nodes(state, level, out, positions, Window(slots, state.length, seen))
         found.append(out)
@@ -426,7 +428,8 @@ def test_a_head_refuses_wrong_operands():
     }
     assert not_refused(head.extend, wrong) == []
     seen, start = torch.ones(2, 2, 2).bool(), torch.tensor([3, 0])
-    level = Level(tokens[:, :2], torch.zeros(2, 2, dtype=torch.long), 1, 0, seen)
+    zeros = torch.zeros(2, 2, dtype=torch.long)
+    level = Next(zeros, tokens[:, :2], zeros, Frontier(zeros, seen))
     slots = start[:, None] + torch.arange(2)
     window, out = Window(slots, start, seen), torch.zeros(2, 1, 64, dtype=BF16)
     assert head.step(level, out, slots, state.cache, window).shape == (2, 2, 64)
@@ -448,7 +451,7 @@ def test_a_head_refuses_wrong_operands():
     assert not_refused(lambda *inputs: head.step(*inputs[:3], state.cache, inputs[3]), wrong) == []
 
 
-# ------------------------------------------------------------------------------------------ compaction
+# --------------------------------------------------------------------------------------- compaction
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

@@ -24,7 +24,7 @@ def key(prompts: list[int], samples: list[int]) -> NoiseKey:
     )
 
 
-# ----------------------------------------------------------------------------------------------- noise
+# -------------------------------------------------------------------------------------------- noise
 
 
 @pytest.mark.parametrize("domain", [0, 1, 2])
@@ -69,7 +69,7 @@ def test_noise_of_a_row_does_not_depend_on_the_others():
     assert torch.equal(gumbel(keys, first, 2, 700), whole[..., :700])  # token by token
 
 
-# ------------------------------------------------------------------------------------------------ cuts
+# --------------------------------------------------------------------------------------------- cuts
 
 RULES = [
     (0, 1.0),  # nothing is cut away
@@ -139,7 +139,7 @@ def test_a_wrong_cut_is_seen(top_k, top_p):
     assert top_p == 1 or not within_rounding(logits / 0.7, many, right, top_k, top_p)
 
 
-# --------------------------------------------------------------------------------------------- the best
+# ----------------------------------------------------------------------------------------- the best
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 1023, 1024, 1025, 5000])
@@ -184,7 +184,7 @@ def test_threads_do_not_matter(threads):
     assert all(map(torch.equal, wanted, found))
 
 
-# ---------------------------------------------------------------------------------------- norm and angles
+# ---------------------------------------------------------------------------------- norm and angles
 
 
 @pytest.mark.parametrize("width", [8, 576, 1000, 4096])

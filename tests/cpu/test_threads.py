@@ -32,7 +32,10 @@ def workers() -> int:
 
 
 def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
-    """Prompts, and what a head does that wakes; without --compile PyTorch's loops keep their threads."""
+    """Eager passes run prompts, and a head that wakes.
+
+    Without --compile, PyTorch's loops keep their threads.
+    """
     try:
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from decode import DecodeState, Report, advance, advance_fused
 from draft_tree import Accepted, Text, accept, accept_fused, build_tree, replace_fields
 from drafters import Confirmed
-from extras.deferred import ROOM, Idle, Waiting
+from extras.deferred import MAX_KEPT, DeferredState, Idle
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import not_refused
 from kv_cache import causal_window
@@ -58,7 +58,7 @@ def whole(high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape)
 
 
-# --------------------------------------------------------------------------------------------- next_level
+# --------------------------------------------------------------------------------------- next_level
 
 
 def logits_of(kind: str, *shape: int) -> Tensor:
@@ -212,7 +212,7 @@ def test_wrong_levels():
     assert not_refused(CPP.next_level, cases) == []
 
 
-# ------------------------------------------------------------------------------------------------- rerank
+# ------------------------------------------------------------------------------------------- rerank
 
 
 def text_of(batch: int) -> Text:
@@ -315,7 +315,7 @@ def test_wrong_nodes():
     assert not_refused(CPP.rerank, cases) == []
 
 
-# --------------------------------------------------------------------------------------- accept and advance
+# ------------------------------------------------------------------------------- accept and advance
 
 
 def tree_of(batch: int, size: int, vocab: int = 3):
@@ -379,7 +379,7 @@ def test_advance(dtype, size, batch):
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
             features = torch.randn(batch, size, 6).to(dtype)
             cycle = SimpleNamespace(
-                ends=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
+                eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
                 prefer=lambda text, is_wanted=prefers: is_wanted,
             )
             old = state_of(batch, 30, pos, limit, done)
@@ -464,7 +464,7 @@ def test_times_behind_a_report(plain):
     )
 
 
-# ------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -507,21 +507,23 @@ def test_wrong_places():
     )
 
 
-@pytest.mark.parametrize("rows", [1, 5, ROOM, ROOM + 7])
+@pytest.mark.parametrize("rows", [1, 5, MAX_KEPT, MAX_KEPT + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_wait(plain, dtype, rows):
     torch.manual_seed(rows)
     for _ in range(10):
         facts, count = (whole(60, 3), whole(9, 3)), whole(rows + 1, 3)
         features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
-        kept = torch.randn(3, ROOM + 1, 6).to(dtype)
+        kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
         new = Confirmed(whole(9, 3, rows + 1), features, count)
         ours, theirs = (
-            call(Idle.extend, None, Waiting((), kept.clone(), *facts), new)
+            call(Idle.extend, None, DeferredState((), kept.clone(), *facts), new)
             for call in (lambda f, *x: f(*x), plain)
         )
         assert_equal(ours[2:], theirs[2:])
-        assert torch.equal(ours.features[:, :ROOM], theirs.features[:, :ROOM]), "one place is spare"
+        assert torch.equal(ours.features[:, :MAX_KEPT], theirs.features[:, :MAX_KEPT]), (
+            "one place is spare"
+        )
 
 
 def test_wrong_rows_that_wait():
@@ -546,7 +548,7 @@ def test_wrong_rows_that_wait():
     assert not_refused(CPP.keep_rows, cases) == []
 
 
-# ------------------------------------------------------------------------------------------------ lookup
+# ------------------------------------------------------------------------------------------- lookup
 
 
 @pytest.mark.parametrize(

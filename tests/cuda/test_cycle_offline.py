@@ -2,7 +2,7 @@
 
 Both need environments of their own, which `python scripts/gpu/cycle_offline.py --prepare` makes. CUDA_OFFLINE_ENV names the
 folder where it is not the default. Slow: minutes for a GPU and for the kernels.
-What only a GPU can show is in test_gpu.py; what the kernels' cases cannot show is in ttsem_cases.py.
+Checks that need a GPU are in test_gpu.py. ttsem_cases.py lists the limits of the kernels' cases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def python_of(number: int) -> Path:
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory, worker_id):
-    """What cycle_offline.py finds for a GPU; the first worker that asks finds it for all."""
+    """The results of cycle_offline.py for a GPU. The first worker that asks runs it for all."""
     filelock = pytest.importorskip("filelock", reason="needs filelock, which torch brings")
     alone = worker_id == "master"
     folder = tmp_path_factory.mktemp("offline") if alone else tmp_path_factory.getbasetemp().parent
@@ -145,7 +145,10 @@ def test_kernels_on_cpu_tensors():
 
 
 def test_compiled_steps_on_the_oldest_torch():
-    """What the requirements promise is what is run: torch 2.11, whose compiler has limits that later ones do not."""
+    """Run on the oldest version that the requirements allow, torch 2.11.
+
+    Its compiler has limits that later ones do not have.
+    """
     files = ["core/test_capture.py", "cpu/test_layers_cpu.py", "core/test_autosize.py"]
     command = [
         python_of(0),

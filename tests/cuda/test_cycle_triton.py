@@ -1,6 +1,6 @@
 """The Triton kernels of the decode cycle without a GPU: in the interpreter, compiled ahead of time, and their plans.
 
-What only a GPU can show (bits of 16-bit sums, graphs) is in test_gpu.py.
+Checks that need a GPU (bits of 16-bit sums, graphs) are in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def test_in_the_interpreter():
 
 @pytest.mark.slow
 def test_in_the_interpreter_all(monkeypatch):
-    """What is left out there: more of the same branches."""
+    """The cases left out above: more of the same branches."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-m slow")
     run_in_interpreter("interpreter_cycle.py", r"\d passed")
 
 
-# ------------------------------------------------------------------------------------------ compiled
+# ----------------------------------------------------------------------------------------- compiled
 
 
 pytestmark = pytest.mark.usefixtures("_fresh_cache")
@@ -127,7 +127,7 @@ def test_compiled_all():
         check(case)
 
 
-# ---------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 
 
 def chunk_of(start: int) -> int:

@@ -1,6 +1,6 @@
 """Experts on CUDA without a GPU: in Triton's interpreter, compiled ahead of time, the operators' wiring, the plans.
 
-What only a GPU can show (bits of 16-bit products, graphs) is in test_gpu.py.
+Checks that need a GPU (bits of 16-bit products, graphs) are in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def test_in_the_interpreter():
 
 @pytest.mark.slow
 def test_in_the_interpreter_all(monkeypatch):
-    """What is left out there: more of the same branches."""
+    """The cases left out above: more of the same branches."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-m slow")
     run_in_interpreter("interpreter_experts.py", r"\d passed")
 
 
-# ------------------------------------------------------------------------------------------ compiled
+# ----------------------------------------------------------------------------------------- compiled
 
 
 # test_compiled_all takes every combination
@@ -87,11 +87,11 @@ def test_the_lists_compile(_fresh_cache, target):
     assert (found.stack_bytes, found.local_accesses) == (0, 0), found
 
 
-# ------------------------------------------------------------------------------------------ operators
+# ---------------------------------------------------------------------------------------- operators
 
 
 def test_lists():
-    """What the operator's reference says, and the way back."""
+    """The lists of the operator's reference, and the way back from them."""
     expert = torch.tensor([3, 0, 3, 3, 5, 0])
     lists = ops.experts.expert_lists(expert, 6)
     assert lists.tolist() == [0, 2, 2, 2, 5, 5, 6] + [1, 5, 0, 2, 3, 4]
@@ -128,7 +128,7 @@ def as_on_cuda(monkeypatch):
     "format,name", [("none", "experts_linear"), ("int8", "w8a16"), ("int4", "w4a16")]
 )
 def test_a_layer_lists_rows_once(as_on_cuda, format, name):
-    """What is called, and that nothing waits for data, of which there is none."""
+    """The operators that are called. Nothing waits for data: the tensors are fake and hold none."""
     config = ModelConfig(
         dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=9, n_experts=4,
         experts_per_token=2,
@@ -173,7 +173,7 @@ def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
     )  # [E, blocks, N, words]
 
 
-# ---------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 
 
 def spreads(rows: int, experts: int):

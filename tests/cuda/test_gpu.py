@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: the operators there, their bits, and token identity there.
+"""Checks that need a CUDA device: its operators, their bits, and token identity.
 
 pytest -m smoke -n 8 --maxprocesses 8 tests/cuda/test_gpu.py     # the most telling ones, in a minute or so
 pytest -m gpu -n 8 --maxprocesses 8 tests/cuda/test_gpu.py
@@ -48,6 +48,7 @@ from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from runtime import WARM_UPS
+from scripts.train import experts_gradient  # noqa: F401  (registers the gradients)
 from session import Session
 from tree_shapes import EAGLE1_PATHS
 
@@ -150,7 +151,10 @@ def test_tree_attention(poisoned, E, dtype, heads):
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4)], ids=str)
 @pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
 def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
-    """What `plan_attention` says of a row's bits: single rows, other numbers of rows, a batch, an unused window."""
+    """A row has the bits that the docstring of `plan_attention` states.
+
+    Cases: single rows, other numbers of rows, a batch, an unused window.
+    """
     q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
     causal = torch.ones(60, 60, device="cuda").tril().bool()[None]
     at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
@@ -203,7 +207,7 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
 
 
 def compact_by_reference(cache, start, path):
-    """What the buffers hold after compaction; the cache itself stays as it is."""
+    """The contents of the buffers after compaction. The cache itself stays as it is."""
     want = [b.clone() for b in (*cache.k, *cache.v)]
     ops.compact.compact_reference(want, start, path)
     return want
@@ -289,7 +293,7 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.manual_seed(0)
     scores = torch.randn(2, 10, V, device="cuda") * 10
     scores[1] = scores[1].round()  # ties
-    scores[0, 3, 20:] = float("-inf")  # what top-p leaves
+    scores[0, 3, 20:] = float("-inf")  # as after top-p
     scores[0, 4] = float("-inf")
     values, index, total = ops.topk.topk_logsumexp(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -472,7 +476,7 @@ def test_rotary_cache(heads, normed):
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
 
 
-# ------------------------------------------------------------------------------------------------ experts
+# ------------------------------------------------------------------------------------------ experts
 
 ROUTINGS = {  # how pairs of a token and an expert may be spread over eight experts
     "one token": [6, 1],
@@ -617,7 +621,7 @@ def test_gradients_of_experts_are_those_of_the_cpu():
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------ whole decoding
+# ----------------------------------------------------------------------------------- whole decoding
 
 
 def test_noise_is_the_same_on_both_devices():
@@ -668,7 +672,7 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert session.history == want
-        assert all(replay.graph is not None for replay in session.work.replays.values())
+        assert all(replay.graph is not None for replay in session.buffers.replays.values())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU: in Triton's interpreter, compiled ahead of time, and piece by piece.
 
-What only a GPU can show (bits of 16-bit products, graphs) is in test_gpu.py.
+Checks that need a GPU (bits of 16-bit products, graphs) are in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ops.cuda.quantized import (  # noqa: E402
 )  # noqa: E402
 from scripts.gpu.compiled_kernels import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
 
-# --------------------------------------------------------------------------------------- interpreter
+# -------------------------------------------------------------------------------------- interpreter
 
 
 def test_in_the_interpreter():
@@ -41,7 +41,7 @@ def test_in_the_interpreter_all(monkeypatch):
     run_in_interpreter("interpreter_products.py", r"\d\d passed")
 
 
-# ------------------------------------------------------------------------------------------ compiled
+# ----------------------------------------------------------------------------------------- compiled
 
 
 def check(case: Case) -> None:
@@ -75,7 +75,7 @@ def test_compiled(_fresh_cache, target, form, M):
         Case("90", "int4-32", "bf16", 64),
         Case("80", "int4-64", "fp16", 64),
         Case("90", "int4-128", "fp32", 16),
-        Case("80", "int4-128-zeros", "bf16", 64),  # what takes most shared memory
+        Case("80", "int4-128-zeros", "bf16", 64),  # the case with most shared memory
         Case("90", "int4-32-zeros", "fp16", 64),
     ]),
 ])  # fmt: skip
@@ -111,7 +111,7 @@ def test_the_sum_of_splits_compiles(_fresh_cache, target):
     assert "STACK:0" in usage and not re.search(r"\b(LDL|STL)\b", code)
 
 
-# ---------------------------------------------------------------------------------------------- plan
+# --------------------------------------------------------------------------------------------- plan
 
 
 def test_the_plan_of_a_7b_model():
@@ -149,7 +149,7 @@ def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
         assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
 
 
-# ------------------------------------------------------------------------------------------ assembly
+# ----------------------------------------------------------------------------------------- assembly
 
 
 def emulate(code: str, words: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:

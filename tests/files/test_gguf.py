@@ -1,4 +1,5 @@
-"""GGUF files written here, of every type and architecture, against Hugging Face's models and tokenizers; what is refused.
+"""GGUF files written here, of every type and architecture, against Hugging Face's models and
+tokenizers; refused files.
 
 The files are written as llama.cpp's converter does: rows of q and k permuted, dimensions reversed, its names.
 """
@@ -26,7 +27,8 @@ import quantize
 from checkpoint import Quantization, WeightFiles
 from generate import generate, load
 from hf.config import read_config, read_raw, resolve_draft
-from hf.gguf import IN_CPP, GgufFile, chat_template_text
+from hf.gguf import IN_CPP, GgufFile
+from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
 from ops.library import has_cpu_operators
@@ -70,7 +72,7 @@ NAMES = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def hf_model(family="Llama", **options):
@@ -88,7 +90,7 @@ def hf_model(family="Llama", **options):
 
 
 def permuted(weight, heads):
-    """What llama.cpp's converter does to q and k."""
+    """The permutation of q and k by llama.cpp's converter."""
     return (
         weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
         .swapaxes(1, 2)
@@ -226,7 +228,7 @@ def assert_same_logits(model, reference):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------------ tensors
+# ------------------------------------------------------------------------------------------ tensors
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -356,7 +358,7 @@ def test_other_quantities_of_rope_freqs(tmp_path):
         load_model(write(tmp_path / "n.gguf", metadata_of(reference), tensors))
 
 
-# ---------------------------------------------------------------------------------------------- tokenizers
+# --------------------------------------------------------------------------------------- tokenizers
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -587,7 +589,7 @@ def test_chat_template(tmp_path):
     assert chat_template_text(write(tmp_path / "u.gguf", NAME, {})) is None
 
 
-# ------------------------------------------------------------------------------------------------ bad files
+# ---------------------------------------------------------------------------------------- bad files
 
 
 @pytest.fixture(scope="module")
@@ -630,7 +632,7 @@ FOREIGN = {
 
 
 def refused(capsys, *argv: str) -> str:
-    """What the command line says: one line, status 2, soon."""
+    """The error of the command line: one line, with status 2, within seconds."""
     began = time.perf_counter()
     with pytest.raises(SystemExit) as stop:
         program.main([*argv, "--prompt_ids", "5,17", "--device", "cpu"])
@@ -793,7 +795,7 @@ def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------- end to end
+# --------------------------------------------------------------------------------------- end to end
 
 
 def test_a_bundled_head_has_the_files_stem(whole, tmp_path):
@@ -882,7 +884,7 @@ def test_directories_are_as_before():
     )
 
 
-# ------------------------------------------------------------------------------------------- a real file
+# -------------------------------------------------------------------------------------- a real file
 
 
 def many_texts(count=1000) -> list[str]:

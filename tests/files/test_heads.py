@@ -1,5 +1,5 @@
-"""Heads of version 3: every layout is read as the same function, every flag does what a plain reference does, what is
-drafted never changes the output, and what cannot be is said in one line.
+"""Heads of version 3: every layout is read as the same function, and every flag works as in a plain
+reference. The draft never changes the output. An impossible head is refused in one line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from extras.stand_in import head_config
 from generate import generate, load, main
 from helpers import GOLDEN, decode, engine_for, golden_target, record
 from hf.config import resolve_draft
-from hf.heads import Eagle3, Eagle3Said, EagleConfig, Nested, head_names
+from hf.heads import Eagle3, EagleConfig, HFEagle3Head, HFNestedConfig, head_names
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from options import DEMO, GenerateConfig
@@ -93,13 +93,13 @@ def inputs(width: int = 64, aux_layers: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def notes(capsys, path: Path) -> list[str]:
-    """What was said about files below a path."""
+    """The notes printed about files below a path."""
     return [
         line for line in capsys.readouterr().err.splitlines() if line.startswith(f"note: {path}")
     ]
 
 
-# --------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 
 def speculators(config: dict, **flags: Any) -> dict:
@@ -121,7 +121,7 @@ def speculators(config: dict, **flags: Any) -> dict:
 
 
 def merged(config: dict, changes: dict) -> dict:
-    """What speculators say at the top is all that they say there."""
+    """A config of speculators replaces the other; any other change is merged into it."""
     return changes if "transformer_layer_config" in changes else config | changes
 
 
@@ -180,7 +180,7 @@ def test_every_layout_is_the_same_function(name, tmp_path, capsys):
 
 
 def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
-    """What `head_names` says to write is the official layout."""
+    """The names given by `head_names` are those of the official layout."""
     config, tensors = official()
     plain = load_head(HEAD, target())
     names = head_names(plain.config)
@@ -210,7 +210,7 @@ def test_draft_tokens_in_any_order(tmp_path):
         assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
 
 
-# ----------------------------------------------------------------------------------------------- flags
+# -------------------------------------------------------------------------------------------- flags
 
 
 def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -276,7 +276,7 @@ WHOLE = {
     "t2d": None,
 }  # without: the target's LM head and vocabulary
 QK = {f"midlayer.self_attn.{p}_norm.weight": fresh(16) for p in "qk"}
-FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, what the reference is told
+FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, options of the reference
     "norm_before_residual": ({"norm_before_residual": True}, {}, {"normed_residual": True}),
     "norm_before_fc": ({"eagle_config": {"norm_before_fc": True}}, {"input_norm.weight": fresh(192)}, {}),
     "fc_norm": ({"fc_norm": True}, {f"fc_norm.{i}.weight": fresh(64 + i)[:64] for i in range(3)}, {}),
@@ -334,7 +334,7 @@ def test_norm_output_true_feeds_the_normed_output_back(name, tmp_path, capsys):
 
 
 def test_biases_are_those_of_the_weights(tmp_path, capsys):
-    """Whatever the config says; what it says otherwise is named."""
+    """The weights decide, not the config. A note names each flag of the config that differs."""
     config, tensors = official()
     rows = {"self_attn.q": 64, "self_attn.k": 32, "self_attn.v": 32, "self_attn.o": 64}
     rows |= {"mlp.gate": 112, "mlp.up": 112, "mlp.down": 64}
@@ -385,7 +385,7 @@ def test_a_head_of_another_width(tmp_path):
     assert drafted.history == plain.history
 
 
-# ------------------------------------------------------------------------------------- nothing changes
+# ---------------------------------------------------------------------------------- nothing changes
 
 
 @cache
@@ -472,7 +472,7 @@ def test_every_pair_of_choices_meets():
 
 
 def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
-    """Features and aux_layers of a prefill in pieces, and what the head makes of them."""
+    """Features and aux_layers of a prefill in pieces, and the head's rows made from them."""
     prompt = [(7 * i + i * i) % 128 for i in range(50)]
     model, head = target(), load_head(HEAD, target())
     rows = []
@@ -483,7 +483,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
         steps = session.run([prompt])
         next(steps)
-        while session.waiting:
+        while session.prefilling:
             next(steps)
         rows.append(
             (torch.cat([call.args[2].features for call in calls], 1), calls[-1].result.hidden)
@@ -504,7 +504,7 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
     assert generate(engine, prompts).tokens == generate(vanilla, prompts).tokens
 
 
-# ------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 COMMAND = [
     "--prompt_ids",
@@ -792,7 +792,7 @@ def test_any_value_is_read_or_refused(tmp_path):
     config, tensors = official()
     head, refused = write(tmp_path / "head", config, tensors), 0
     for key, value in itertools.product(
-        (*Eagle3Said.__dataclass_fields__, *Nested.__dataclass_fields__), JUNK
+        (*HFEagle3Head.__dataclass_fields__, *HFNestedConfig.__dataclass_fields__), JUNK
     ):
         (head / "config.json").write_text(json.dumps(config | {key: value}))
         try:

@@ -101,7 +101,7 @@ class Case(NamedTuple):
     stdin: str = ""
 
 
-# ---------------------------------------------------------------------------------------------- the parts
+# ---------------------------------------------------------------------------------------- the parts
 
 
 def linked(source: Path, folder: Path) -> Path:
@@ -203,7 +203,7 @@ def gguf_bytes() -> bytes:
     return content
 
 
-# ------------------------------------------------------------------------------------------- the families
+# ------------------------------------------------------------------------------------- the families
 
 
 def config_value(r: random.Random, folder: Path) -> Case:
@@ -344,7 +344,7 @@ def head_file(r: random.Random, folder: Path) -> Case:
 
 
 def edited(r: random.Random, path: Path, tensors: dict[str, torch.Tensor], name: str) -> str:
-    """Leave a tensor out of a model, or change its shape or type. Returns: what was done."""
+    """Leave a tensor out of a model, or change its shape or type. Returns: the name of the edit."""
     whole = tensors.pop(name)
     edits = [
         None, whole[:-1], whole.flatten()[:0], whole.flatten()[0], torch.cat([whole, whole]), whole.flatten()[:, None],
@@ -455,7 +455,7 @@ def safetensors_file(r: random.Random, folder: Path) -> Case:
 
 
 def broken_safetensors(r: random.Random, path: Path) -> str:
-    """Break the weights of a model. Returns: what was done."""
+    """Break the weights of a model. Returns: the name of the edit."""
     content = (path / "model.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
     kind = r.randrange(4)
@@ -689,11 +689,11 @@ def case(number: int, folder: Path, seed: int = 0) -> Case:
     return DECK[number % len(DECK)](r, folder)
 
 
-# ------------------------------------------------------------------------------------------------ running
+# ------------------------------------------------------------------------------------------ running
 
 
 class Outcome(NamedTuple):
-    """What became of a case."""
+    """The result of a case."""
 
     status: Any  # None: it ran
     out: str
@@ -703,7 +703,7 @@ class Outcome(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """What is wrong with it, or nothing."""
+        """The fault of this result, or an empty string."""
         lines = self.err.count("\n")
         if self.status == "killed":
             return "killed"
@@ -719,7 +719,7 @@ class Outcome(NamedTuple):
             return "not one line"
         if (
             self.status == 2 and "; " not in self.err
-        ):  # what must hold and what was found stand before it
+        ):  # the requirement and the value found stand before it
             return "no remedy"
         return ""
 
@@ -828,7 +828,7 @@ def test_thousands_of_broken_inputs_end_in_one_line(family, tmp_path, capfd, mon
     check_family(family, range(300, 3300), tmp_path, capfd)
 
 
-# ---------------------------------------------------------------------------------------- one by one
+# --------------------------------------------------------------------------------------- one by one
 
 
 def refused(capfd, *argv: str) -> str:

@@ -1,4 +1,6 @@
-"""Formats, quantized layers, directories and the command line; what is saved is what loading would have made."""
+"""Formats, quantized layers, directories and the command line. A saved model equals the model that
+loading with the same options makes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ TARGET, HEAD = (
     GOLDEN / "models/head_eagle12_mha",
 )  # fp32; dim 64, ffn 160, V 97
 QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
-SMALL = [Quantization("int8"), Quantization("int4", 32)]  # what fits the golden pair
+SMALL = [Quantization("int8"), Quantization("int4", 32)]  # formats that fit the golden pair
 COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
 )
@@ -70,7 +72,7 @@ def assert_same_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
         assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
 
 
-# ----------------------------------------------------------------------------------------------- formats
+# ------------------------------------------------------------------------------------------ formats
 
 
 def errors(weight: Tensor, group: int, codes: Tensor, scale: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ def test_nibbles_in_files():
     assert Int4Linear.to_file(torch.tensor([[1, -8]], dtype=torch.int8)).item() == 0x81
 
 
-# ------------------------------------------------------------------------------------------------ layers
+# ------------------------------------------------------------------------------------------- layers
 
 
 OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
@@ -250,7 +252,7 @@ def test_captures_whole_and_gives_the_same_bits(quant, backend):
             assert torch.equal(compiled(x), layer(x))
 
 
-# ------------------------------------------------------------------------------------------- zero points
+# -------------------------------------------------------------------------------------- zero points
 
 GRIDS = [
     (32, 32),
@@ -349,7 +351,7 @@ def test_groups_that_cannot_be_packed():
             Int4Linear(codes, torch.ones(3, count).half())
 
 
-# ------------------------------------------------------------------------------------------- directories
+# -------------------------------------------------------------------------------------- directories
 
 
 def quantized(path: Path, out: Path, quant: Quantization) -> Path:
@@ -484,7 +486,7 @@ def test_misaligned_files_give_the_same_bits(tmp_path):
         assert_same_bits(load_model(out), load_model(tmp_path / "in", quant=quant))
 
 
-# ------------------------------------------------------------------------------------------------- draft
+# -------------------------------------------------------------------------------------------- draft
 
 
 @pytest.mark.parametrize(
@@ -551,7 +553,7 @@ def test_an_open_group_size_is_the_largest_that_fits(tmp_path):
         checkpoint=str(TARGET), eagle=str(HEAD), quant="int4", device="cpu", tree="dynamic"
     )
     assert {m.group_size for m in engine.target.modules() if isinstance(m, Int4Linear)} == {32}
-    assert engine.drafter.lm_head is engine.target.lm_head  # whatever its groups are
+    assert engine.drafter.lm_head is engine.target.lm_head  # with any group size
     assert_same_bits(engine.target, load_model(TARGET, quant=Quantization("int4", 32)))
     out = quantized(TARGET, tmp_path / "out", open_size)
     assert saved_quantization(read_json(out / "config.json")).group_size == 32
@@ -651,7 +653,7 @@ def test_a_disk_too_small_for_the_codes(monkeypatch, tmp_path):
         assert (tmp_path / "out").exists() == fits and not (tmp_path / "out.tmp").exists()
 
 
-# ----------------------------------------------------------------------------------------- command lines
+# ------------------------------------------------------------------------------------ command lines
 
 
 def run(capsys, main, *argv: str) -> tuple[str, str]:
@@ -661,7 +663,7 @@ def run(capsys, main, *argv: str) -> tuple[str, str]:
 
 def failure(capsys, main, *argv: str) -> str:
     """A user's mistake: status 2, one line on standard error, nothing on standard output."""
-    capsys.readouterr()  # what the preparation printed
+    capsys.readouterr()  # discards the output of the preparation
     with pytest.raises(SystemExit) as stop:
         main(list(argv))
     out, err = capsys.readouterr()
@@ -845,7 +847,7 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and load_model(out)
 
 
-# -------------------------------------------------------------------------------------------- no compiler
+# -------------------------------------------------------------------------------------- no compiler
 
 
 @OPERATORS
@@ -887,7 +889,7 @@ def test_without_a_compiler_a_model_is_close(monkeypatch):
         assert (own.argmax(-1) == other.argmax(-1)).float().mean() > 0.9
 
 
-# ------------------------------------------------------------------------------------------ quality, memory
+# ---------------------------------------------------------------------------------- quality, memory
 
 
 def test_quantized_demo_stays_the_demo():

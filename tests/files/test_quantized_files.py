@@ -1,4 +1,4 @@
-"""Checkpoints that others quantized: what is decoded, what is decoded from it, what is refused.
+"""Checkpoints that others quantized: decoded weights, tokens generated with them, refused files.
 
 compressed-tensors writes its own files here, and its converters decode those of AWQ and of FP8 in blocks. GPTQ and AWQ
 files are written here as GPTQModel 7.7 and AutoAWQ 0.2.9 lay them out: their packers, cut out of the sources, were
@@ -49,10 +49,10 @@ class Layout(NamedTuple):
     config: dict  # `quantization_config`
     write: Callable[
         [Tensor], tuple[Parts, Tensor]
-    ]  # [N, K] fp32 -> the parts; what they stand for, [N, K] fp32
+    ]  # [N, K] fp32 -> the parts; the weight that they encode, [N, K] fp32
 
 
-# ------------------------------------------------------------------------------------------------ writers
+# ------------------------------------------------------------------------------------------ writers
 
 
 def rounded(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +240,7 @@ def write_model(
 ) -> dict[str, Tensor]:
     """Write a quantized copy of a float model. keep: parts of names of layers that stay as they are.
 
-    Returns: what the library decodes, by name.
+    Returns: the weights that the library decodes, by name.
     """
     folder.mkdir(exist_ok=True)
     tensors, weights = {}, {}
@@ -261,7 +261,7 @@ def write_model(
     return weights
 
 
-# --------------------------------------------------------------------------------------------- one weight
+# --------------------------------------------------------------------------------------- one weight
 
 
 def read_one(folder: Path, layout: Layout, parts: Parts) -> QuantizedFiles:
@@ -303,14 +303,14 @@ def test_a_weight_is_decoded_as_its_library_decodes_it(tmp_path, name):
     assert ((found - expected).abs() <= expected.abs().amax(1, keepdim=True) / 127 * 0.5001).all()
 
 
-# ------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 
 
 PAIR = (
     GOLDEN / "models/target_llama_mha",
     GOLDEN / "models/head_eagle12_mha",
 )  # fp32; dim 64, ffn 160, V 97
-WHOLE = {  # one of each layout; what fits the golden models
+WHOLE = {  # one of each layout, of those that fit the golden models
     "gptq": of_gptq(32),
     "gptq-v2-zeros": of_gptq(-1, symmetric=False, version=2),
     "awq": of_awq(32),
@@ -335,7 +335,7 @@ def quantized_layers(model: torch.nn.Module) -> dict[str, QuantLinear | QuantExp
 def check_layers(
     model: torch.nn.Module, names: dict[str, tuple[str, ...]], weights: dict[str, Tensor]
 ) -> None:
-    """What was decoded by the library is what the layers hold, and no other layer is quantized.
+    """The layers hold the weights that the library decoded, and no other layer is quantized.
 
     FP8 is rounded once more, to 127 steps of the largest magnitude of an output.
     """
@@ -536,7 +536,7 @@ def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_they_run_in_bfloat16(tmp_path, name):
-    """What the README advises for a CPU: their config.json says float16."""
+    """The README advises bfloat16 for a CPU. The config.json of these models says float16."""
     write_model(tmp_path / "m", LAYOUTS[name])
     file = tmp_path / "m/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float16"}))
@@ -606,7 +606,7 @@ def test_scales_of_caches_and_activations_are_not_read(tmp_path, capsys):
     )
 
 
-# --------------------------------------------------------------------------------------------- bad files
+# ---------------------------------------------------------------------------------------- bad files
 
 UP, DOWN = "model.layers.1.mlp.up_proj.", "model.layers.1.mlp.down_proj."
 
@@ -772,11 +772,11 @@ def test_older_files_say_it_under_another_key(originals, tmp_path):
     assert load(checkpoint=str(out), draft="none", device="cpu").config.quant == "int4"
 
 
-# ------------------------------------------------------------------------------------------------ quality
+# ------------------------------------------------------------------------------------------ quality
 
 
 def test_its_quality_beside_its_parents(tmp_path):
-    """What `--also` of scripts/bench/quant_quality.py adds to the table."""
+    """The rows that `--also` of scripts/bench/quant_quality.py adds to the table."""
     write_model(tmp_path / "m", LAYOUTS["awq-64"])
     own = [row for row in quant_quality.rows([str(tmp_path / "m")]) if row.path]
     assert [row.runs for row in own] == ["int8 activations", "16-bit activations"]
@@ -806,7 +806,7 @@ def test_its_quality_beside_its_parents(tmp_path):
         assert abs(perplexity / exact - 1) < 0.2
 
 
-# ------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 SHAPES = {
     "small": (512, 1024, 8, 2000),

@@ -11,7 +11,6 @@ import threading
 import pytest
 import sentencepiece as spm
 
-import checkpoint
 import hf.tokenizer
 from hf.tokenizer import Tokenizer
 
@@ -164,7 +163,7 @@ def test_ids_beyond_the_vocabulary_are_silent(tokenizer):
 
 
 def stream(tokenizer, ids, sizes):
-    """Push `ids` in parts of the given sizes. Returns: what each push gave, and the flush last."""
+    """Push `ids` in parts of the given sizes. Returns: the text of each push, then of the flush."""
     decoder, parts = tokenizer.stream(), []
     while ids:
         n = next(sizes)
@@ -476,9 +475,10 @@ def test_malformed_configuration(sp_dir, tmp_path, name, content):
 
 
 def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
-    """A server encodes in a thread of its own; what others print meanwhile is not dropped."""
+    """A server encodes in a thread of its own. Output of other threads meanwhile is not dropped."""
     tokenizer, silenced = Tokenizer.load(json_dir), []
-    monkeypatch.setattr(checkpoint, "quiet", lambda: silenced.append(1) or contextlib.nullcontext())
+    silence = lambda: silenced.append(1) or contextlib.nullcontext()  # noqa: E731
+    monkeypatch.setattr("files.silence_stderr", silence)
     thread = threading.Thread(target=tokenizer.encode, args=("hello",))
     thread.start()
     thread.join()

@@ -1,4 +1,6 @@
-"""The benchmarks and the trace viewer on the bundled demo: what a log holds, resuming, reports, peers, and mistakes."""
+"""The benchmarks and the trace viewer on the bundled demo: contents of logs, resuming, reports,
+peers, and mistakes.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------ the log
+# ------------------------------------------------------------------------------------------ the log
 
 
 def test_one_line_per_task_and_method(measured):
@@ -216,7 +218,7 @@ def test_logs_that_cannot_be_resumed(measured, tmp_path):
         Log(str(tmp_path / "broken.jsonl"), "--json")
 
 
-# ----------------------------------------------------------------------------------------------- counting
+# ----------------------------------------------------------------------------------------- counting
 
 
 def test_acceptance_is_the_official_count():
@@ -277,7 +279,7 @@ def test_repeated():
     )
 
 
-# ------------------------------------------------------------------------------------ methods and mistakes
+# ----------------------------------------------------------------------------- methods and mistakes
 
 
 def test_methods_become_options():
@@ -345,7 +347,7 @@ def test_long_prompts_are_left_out_aloud(tmp_path, capsys):
         bench.fitting(engine, "a", [["a b c d"]], config_in(tmp_path, max_prompt=1))
 
 
-# ----------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------- report
 
 
 def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):
@@ -372,7 +374,7 @@ def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypat
     assert (measured / "log.jsonl").read_bytes() == before
 
 
-# ------------------------------------------------------------------------------------------------ peers
+# -------------------------------------------------------------------------------------------- peers
 
 
 def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
@@ -592,7 +594,7 @@ def test_llama_cpp_computes_the_same_function(tmp_path, kind):
     peer.close()
 
 
-# ---------------------------------------------------------------------------------------- trace viewer
+# ------------------------------------------------------------------------------------- trace viewer
 
 
 TRACE = {

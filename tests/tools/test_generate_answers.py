@@ -75,7 +75,7 @@ def rows_of(config, name="answers.jsonl") -> list[dict]:
     return [json.loads(line) for line in (answer.Path(config.out) / name).read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------ prompts
 
 
 def test_headers_are_whole_and_dedented():
@@ -109,7 +109,7 @@ def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
     )
 
 
-# ------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def killed(config, monkeypatch, torn: int) -> None:
@@ -182,7 +182,7 @@ def test_an_answer_depends_on_its_prompt_alone(sources):
 
 
 def test_the_tail_of_a_batch_is_cut(sources, monkeypatch):
-    """What is there by then is the beginning of the answer."""
+    """The tokens decoded by then are the beginning of the answer."""
     run = answer.answer(config_for(sources, tokens=1))
     prompts = [list(range(5, 9 + i)) for i in range(4)]
     streams = [(i, 0) for i in range(4)]
@@ -231,7 +231,7 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
 
 
-# --------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 
 def other_run(folder):

@@ -1,4 +1,4 @@
-"""What of the GPU scripts needs no GPU: their messages, and the table made of what was measured."""
+"""Parts of the GPU scripts that need no GPU: their messages, and the table of measurements."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, mon
         "| compaction, 2 layers of 3 heads | 7 | 2.0 us, 1843% |  | 2.0 us, 1843% |"
         in kernel_bench.cycle_summary(rows)
     )
-    monkeypatch.setattr(model, "compact", lambda *_: None)
+    monkeypatch.setattr("kv_cache.compact", lambda *_: None)
     assert not any(
         row["correct"]
         for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
@@ -187,7 +187,7 @@ def test_layers_of_every_format_report_their_bytes(on_cpu):
     assert got == expected
 
 
-# ------------------------------------------------------------------------------------------- the whole run
+# ------------------------------------------------------------------------------------ the whole run
 
 
 def step(name, code, share_s=60.0, **other):
@@ -215,7 +215,7 @@ time.sleep(60)
 
 
 def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_starts(monkeypatch, tmp_path):
-    """Every way to end: what was measured before it is there, and no process is left."""
+    """Every way to end: earlier measurements are kept, and no process is left."""
     parts = {
         "one": (
             step("hangs", HANG, 2),
@@ -267,7 +267,7 @@ def test_a_hang_takes_no_time_that_is_another_s(monkeypatch, tmp_path):
         assert each.share_s <= limit <= 2 * each.share_s
         now[0] += limit
     assert now[0] <= 540
-    now[0] = 400.0  # what earlier ones left; never more than there is
+    now[0] = 400.0  # limits include time that earlier steps left; never more than remains
     assert run.limit_s(steps[0]._replace(share_s=100), []) == 140
     assert run.limit_s(steps[0]._replace(share_s=50), [steps[0]._replace(share_s=60)]) == 80
     assert run.limit_s(steps[0]._replace(share_s=300), [steps[0]]) == 140
@@ -358,7 +358,7 @@ def test_a_real_dry_run(tmp_path):
     )
 
 
-# ---------------------------------------------------------------------------------------------- summaries
+# ---------------------------------------------------------------------------------------- summaries
 
 
 def test_rows_in_a_few_words():
@@ -407,7 +407,7 @@ def test_kernels_in_a_few_words(monkeypatch):
     assert gpu_check.tables([]) == "" and "| layer | rows | int4 |" in gpu_check.tables(rows)
 
 
-# ------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 
 LOSING = """
 import time
@@ -468,7 +468,7 @@ def test_about_thirty_tests_are_smoke():
     file, seen = Path(test_gpu.__file__), Seen()
     flags = [
         "-c",
-        str(file.parent.parent / "pyproject.toml"),
+        str(file.parents[2] / "pyproject.toml"),
         "-n0",
         "-q",
         "--collect-only",
@@ -479,7 +479,7 @@ def test_about_thirty_tests_are_smoke():
     assert 25 <= len(seen.names) <= 40 and sorted(seen.names) == sorted(test_gpu.SMOKE)
 
 
-# ------------------------------------------------------------------------------------------------ ceilings
+# ----------------------------------------------------------------------------------------- ceilings
 
 
 def test_a_gpu_s_ceiling_is_timed_by_events_over_eight_gigabytes(monkeypatch):
@@ -514,7 +514,7 @@ def test_probes_say_what_they_found(tmp_path, monkeypatch):
         "text"
     ]
     assert gpu_probe.lines_of("no-such-program") == ["no no-such-program (FileNotFoundError)"]
-    monkeypatch.setattr(gpu_probe, "store", lambda x, y: None)
+    monkeypatch.setattr(gpu_probe, "copy_into", lambda x, y: None)
     with pytest.raises(AssertionError):
         gpu_probe.capture("cpu")
 
@@ -522,12 +522,12 @@ def test_probes_say_what_they_found(tmp_path, monkeypatch):
 def test_a_compiled_step_that_loses_the_fields_of_a_record_is_found(traced, monkeypatch):
     """As on torch 2.11, where NamedTuple._replace returned an empty record."""
     assert gpu_probe.compiling("cpu")["text"]
-    monkeypatch.setattr(gpu_probe, "changed", lambda pair, **_: pair)
+    monkeypatch.setattr(gpu_probe, "replace_fields", lambda pair, **_: pair)
     with pytest.raises(AssertionError):
         gpu_probe.compiling("cpu")
 
 
-# ---------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 
 
 @pytest.fixture

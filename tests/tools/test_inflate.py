@@ -56,7 +56,7 @@ EXACT_MIXTRAL = (
 )
 EXACT = "tiny-0.5b,n_layers=10,ffn_dim=1792,vocab_size=4224"  # width * 4, heads * 4: powers of four
 PROMPT = "def read_lines(path):"
-ROOT = Path(script.__file__).parents[1]
+ROOT = Path(script.__file__).parents[2]
 
 
 def make_head(shape: Shape, dtype: torch.dtype, path: Path = HEAD, **options) -> InflatedFiles:
@@ -123,7 +123,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b[..., : a.shape[-1]]).abs().max() / a.abs().max())
 
 
-# ------------------------------------------------------------------------------------ the same function
+# -------------------------------------------------------------------------------- the same function
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_bf16_bit_for_bit_by_the_operators_that_decode(in_bf16):
 
 
 def fp64_outputs(dtype: torch.dtype, pair: tuple[Path, Path], ids: Tensor) -> list[Tensor]:
-    """What the small model's weights, rounded to `dtype`, give without any further rounding to speak of."""
+    """Outputs of the small model with weights rounded to `dtype`, computed in fp64."""
     target, head = small_pair(dtype, pair)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", Tensor.double)  # norms and RoPE compute in fp32 otherwise
@@ -392,7 +392,10 @@ def test_int4_outputs_are_the_int4_small_models(monkeypatch):
 
 
 def routes(target: Transformer, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """What every layer's router chooses, and the input of every layer: n_layers x [T, J], n_layers x [1, T, F]."""
+    """The experts chosen by every layer's router, and the input of every layer.
+
+    Shapes: n_layers x [T, J], n_layers x [1, T, F].
+    """
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         calls = record(patch, Router, "forward")
         _, inputs = block_inputs(target, ids, torch.arange(ids.shape[1])[None])
@@ -442,7 +445,7 @@ def test_channels_beyond_the_constant_are_exactly_zero():
     )
 
 
-# ------------------------------------------------------------------------------------------- the filler
+# --------------------------------------------------------------------------------------- the filler
 
 
 def zero_share(weight: Tensor) -> float:
@@ -519,7 +522,7 @@ def test_tensors_are_the_same_every_time():
     assert not torch.equal(files.read(one)[:, 300:], files.read(other)[:, 300:])
 
 
-# ------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 @pytest.mark.parametrize(
@@ -588,7 +591,7 @@ def test_everything_printed_names_the_stand_in(capsys, tmp_path):
     )
 
 
-# ----------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def inflate(*argv: str, monkeypatch) -> None:

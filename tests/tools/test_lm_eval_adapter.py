@@ -42,7 +42,7 @@ def scorer(monkeypatch):
 
 @torch.no_grad()
 def expected(model, before, after):
-    """As lm_eval defines it: what is too long is cut on the left, behind the last token nothing is predicted."""
+    """As lm_eval defines it: a long text is cut on the left. The last token predicts nothing."""
     ids = torch.tensor((before + after)[-CONTEXT - 1 :])
     scores = model(ids[None, :-1]).logits[0, -len(after) :].log_softmax(-1)
     wanted = ids[-len(after) :]

@@ -1,4 +1,4 @@
-"""The server, driven by the official client: what it answers, what it refuses, and that rows are freed."""
+"""The server, driven by the official client: its answers, its refusals, and the release of rows."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Running:
         config.check()
         self.socket = serve.listen(config)
         self.server = serve.Server(serve.load_engine(config), config)
-        self.engine, self.rows, self.port = (
+        self.engine, self.batcher, self.port = (
             self.server.engine,
-            self.server.rows,
+            self.server.batcher,
             self.socket.getsockname()[1],
         )
         self.uvicorn = serve.Listener(self.server)
-        self.status = None  # what the process would exit with
+        self.status = None  # with which the process would exit
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
         self.client = openai.OpenAI(
@@ -79,7 +79,7 @@ class Running:
         )
 
     def own(self, prompts, seed: int, **options):
-        """What `generate` makes of it."""
+        """The result of `generate` for the same prompts."""
         engine = replace(
             self.engine, template=None, pool=[], config=replace(self.engine.config, batch_size=1)
         )
@@ -97,7 +97,7 @@ class Running:
     def close(self):
         self.uvicorn.should_exit = True
         self.thread.join(60)
-        assert not self.thread.is_alive() and not self.rows.is_alive()
+        assert not self.thread.is_alive() and not self.batcher.is_alive()
 
 
 def wait_for(condition, seconds=60):
@@ -226,7 +226,7 @@ class Letters:
     ("xyz", ["z", "yz"], ["x", "", ""]), ("ab!cd", [], ["a", "b", "!"]), ("ab", ["abc"], ["", "", "ab"]),
 ])  # fmt: skip
 def test_text_that_may_begin_a_stop_is_held_back(text, stops, want):
-    """`!` ends the sequence; a text that ends otherwise is told what was held back."""
+    """`!` ends the sequence. A text that ends otherwise gets the part that was held back."""
     answer, told = Answer(Letters(), stops, [ord("!")]), []
     for letter in text:
         if not answer.over:
@@ -273,22 +273,22 @@ def crowd(running, size: int) -> None:
 
     with ThreadPoolExecutor(size) as pool:
         assert list(pool.map(ask, range(size))) == [alone[each] for each in asked]
-    assert running.rows.jobs == [None] * 3 and not running.rows.waiting
+    assert running.batcher.jobs == [None] * 3 and not running.batcher.waiting
 
 
 def test_who_leaves_frees_the_row(running):
     """In the middle of a stream, and while waiting for a whole answer."""
     events = running.complete(max_tokens=400, stream=True, n=3)
     next(iter(events))
-    assert None not in running.rows.jobs
+    assert None not in running.batcher.jobs
     events.close()
-    wait_for(lambda: running.rows.jobs == [None] * 3)
-    assert max(map(len, running.rows.session.history)) < 300, "long before the end"
+    wait_for(lambda: running.batcher.jobs == [None] * 3)
+    assert max(map(len, running.batcher.session.history)) < 300, "long before the end"
     with pytest.raises(openai.APITimeoutError):
         running.client.with_options(timeout=0.2).completions.create(
             model="demo", prompt=PROMPT, max_tokens=400, n=3
         )
-    wait_for(lambda: running.rows.jobs == [None] * 3)
+    wait_for(lambda: running.batcher.jobs == [None] * 3)
 
 
 def test_too_many_are_refused(running):
@@ -299,7 +299,7 @@ def test_too_many_are_refused(running):
     finally:
         for stream in streams:
             stream.close()
-    wait_for(lambda: running.rows.jobs == [None] * 3 and not running.rows.waiting)
+    wait_for(lambda: running.batcher.jobs == [None] * 3 and not running.batcher.waiting)
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
 
 
@@ -364,13 +364,13 @@ def test_without_a_template_a_chat_is_refused(running):
 @pytest.mark.parametrize("part", ["step", "admit"])
 def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running = Running()
-    monkeypatch.setattr(running.rows.session, part, lambda *_: 1 / 0)
+    monkeypatch.setattr(running.batcher.session, part, lambda *_: 1 / 0)
     with pytest.raises(
         openai.InternalServerError, match="the decoding thread failed; see the terminal"
     ):
         running.complete()
     with pytest.raises(serve.Refusal, match="the decoding thread failed") as refused:
-        running.rows.submit([])
+        running.batcher.submit([])
     assert refused.value.status == 500 and "ZeroDivisionError" in capfd.readouterr().err
     running.thread.join(60)
     assert running.status == 1

@@ -1,5 +1,6 @@
 """The model of a GPU's time: it gives the study's table again, follows the kernels' plans, and takes measured numbers."""
 
+import importlib
 import json
 import sys
 
@@ -207,10 +208,10 @@ def test_mistakes(argv, says, monkeypatch, tmp_path, capsys):
 
 def test_without_triton_it_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("gpu_waves", "ops.cuda.attention"):
+    for name in ("scripts.gpu.waves", "ops.cuda.attention"):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit) as stop:
-        pass
+        importlib.import_module("scripts.gpu.waves")
     assert stop.value.code == 2
     assert capsys.readouterr().err.endswith(
         "need Triton, which is not installed; pip install triton\n"
