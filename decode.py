@@ -10,7 +10,8 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the accepted tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for
-each. With --compile the steps are compiled `fullgraph=True` on CUDA, and C++ operators on a CPU.
+each. With --compile on CUDA, draft, extend, `decide` and the target's blocks are compiled
+(`fullgraph=True`), and a cycle is captured as one graph. On a CPU the steps call C++ operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
@@ -250,7 +251,7 @@ class Cycle:
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Confirmed, Decision]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        # slots are not positions; finished sequences attend to nothing
+        # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
         slots, start, positions = place_rows(
             state.pos, tree.depths, self.drafter.size, done=state.done
         )
@@ -322,13 +323,13 @@ def advance_fused(
 ) -> tuple[DecodeState, Confirmed, Decision]:
     """Run `advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
-    pos, draws, done, count, tokens, rows, report = torch.ops.gpt_eagle.advance(
+    pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
         *old, tree.tokens, *accepted[:3], cycle.eos_tensor, features, LARGEST
     )
     preset = cycle.prefer(Text(state.tokens, pos))
     if preset is not None:
         report[:, -2] = preset  # the order of `Report.pack`
-    confirmed = Confirmed(tokens, rows, count, slots_of(tree, accepted))
+    confirmed = Confirmed(tokens, path_features, count, slots_of(tree, accepted))
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, confirmed, Decision(report, accepted.path)
 

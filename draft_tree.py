@@ -8,7 +8,7 @@ depths, acceptance and the accepted path need no list of leaves, no host, no dat
 adds them to the candidates and runs the next frontier. A shape (tree_shapes.py) gives the frontier
 of each level and the nodes at the end.
 
-`valid` marks padding, never a token id. All scores are fp32.
+Padding is where `valid` is False; no token id stands for it. All scores are fp32.
 Not here: scoring tokens (drafters.py), deciding them (sampling.py).
 """
 
@@ -25,7 +25,7 @@ from ops.tree import (
     Candidates,
     Children,
     Expansion,
-    Next,
+    Frontier,
     Scores,
     Shared,
     ancestors,
@@ -164,15 +164,15 @@ def grow(
     text: Text,
     out: Tensor,
     children: Callable[[Tensor, int, int], tuple[Children | Scores, Shared | None]],
-    run: Callable[[Next, int, int, Tensor], Tensor],
+    run: Callable[[Frontier, int, int, Tensor], Tensor],
     graft: Graft | None = None,
 ) -> tuple[DraftTree, Tensor]:
     """Grow a tree level by level: score the frontier's children, pick the next frontier, run it.
 
     shape: on the root's device (`on`)
     out: [B, 1, F], the drafter's output at the root
-    children: of (outputs [B, R, F], level, k), the k best of each node, or their scores, and noise
-        to add to these; level 0 is the root's
+    children: of (outputs [B, R, F], level, k), the k best of each node, or the scores of all
+        children; and the noise to add to the scores, or None. Level 0 is the root's
     run: of (frontier, depth, first scratch slot, outputs of the level before), the outputs of the
         frontier's nodes, [B, R, F]
     Returns: the tree; [B, N] int64, each node's number among the nodes that ran, 0: it did not run.

@@ -9,7 +9,7 @@ the target's own, whatever a drafter proposes. Here:
 A drafter may come in presets: trees of different sizes over one state, each compiled. After every
 cycle `prefer` gives the largest preset that makes sense for each sequence, and the host picks one
 up to it (`LargestTree`, extras/autosize.py). A wrong pick costs only time.
-To add a drafter: subclass one of the two, and add a case to `make_drafter` (load.py).
+To add a drafter: subclass one of them; add a `case` that returns it to `make_drafter` (load.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from draft_tree import (
 )
 from kv_cache import Window
 from model import Layers, Transformer
-from ops.tree import Children, Next, Scores, Shared, place_rows
+from ops.tree import Children, Frontier, Scores, Shared, place_rows
 
 LARGEST = 1 << 30  # past the last preset of any drafter
 
 
 class Confirmed(NamedTuple):
-    """Tokens that the target has decided, with its features: f_j lies between x_j and x_{j+1}."""
+    """Decided tokens and their features: f_j is the target's at x_j; x_{j+1} follows from it."""
 
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
     features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
@@ -86,8 +86,8 @@ class Drafter:
     layers: Layers | None = None  # its transformer layers
     timed: bool = False  # the host picks among the presets by their measured speed
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs follow the features, ascending
-    max_deferred: int = 0  # cycles that `extend` may leave to `catch_up`, which runs before a tree
-    may_skip: bool = False  # it may defer more, of which it never reads the oldest
+    max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
+    may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
@@ -175,7 +175,10 @@ class DraftVocab(NamedTuple):
 
 
 class TreeDrafter(Drafter):
-    """Grows static or dynamic trees. Subclasses give `init`, `extend` and the three methods below.
+    """Grows static or dynamic trees.
+
+    Subclasses give `init`, `extend`, `rewind`, `root_output`, `forward_nodes` and `logits`, and set
+    `layers` if they have a cache.
 
     A node's children are the top-k of its scores. When sampling, the scores carry the noise with
     which the target will sample at that draw: the likeliest child is the one favoured by the noise.
@@ -212,15 +215,15 @@ class TreeDrafter(Drafter):
         self.children = children if rule.temperature > 0 else "topk"
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.embedding.weight.device
-        self._take(tree.on(self.device))
+        self._set_tree(tree.on(self.device))
         if tree.width > self.vocab.kept:
             raise ValueError(
                 f"a node cannot have {tree.width} ranked children of {self.vocab.kept} tokens; "
                 "lower the rank (--tree_topk) or raise --draft_vocab"
             )
 
-    def _take(self, tree: DynamicTree | StaticTree) -> None:
-        """Use this tree."""
+    def _set_tree(self, tree: DynamicTree | StaticTree) -> None:
+        """Set the tree, and the sizes that follow from it. Raises: ValueError."""
         self.tree = tree
         self.depth = tree.depth
         self.size = tree.size
@@ -239,7 +242,7 @@ class TreeDrafter(Drafter):
     def with_tree(self, tree: DynamicTree | StaticTree) -> TreeDrafter:
         """Make a preset with another, smaller tree."""
         other = copy(self)
-        other._take(tree.on(self.device))
+        other._set_tree(tree.on(self.device))
         return other
 
     @property
@@ -254,7 +257,7 @@ class TreeDrafter(Drafter):
         raise NotImplementedError
 
     def forward_nodes(
-        self, state: Any, frontier: Next, out: Tensor, positions: Tensor, window: Window
+        self, state: Any, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         """Run over the nodes of one level. Writes: the cache at `window.slots`.
 
@@ -295,9 +298,9 @@ class TreeDrafter(Drafter):
                 return self._sampled(out, level, k, root), None
             return self._scores(out, level, root)
 
-        def run(frontier: Next, depth: int, slot: int, out: Tensor) -> Tensor:
+        def run(frontier: Frontier, depth: int, slot: int, out: Tensor) -> Tensor:
             slots, _, positions = place_rows(free, depth - 1, frontier.tokens.shape[1], slot)
-            window = Window(slots, free, frontier.front.seen)
+            window = Window(slots, free, frontier.paths.seen)
             return self.forward_nodes(state, frontier, out, positions, window)
 
         graft = None

@@ -1,8 +1,8 @@
 """The EAGLE draft heads and their drafter.
 
 1. A head pairs the target's feature f_j with the token x_{j+1}, at position j. Its output predicts
-   f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 share their
-   weights, and use the target's LM head. Version 3 fuses inputs of several of the target's layers
+   f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 are one kind
+   of head, and use the target's LM head. Version 3 fuses inputs of several of the target's layers
    (aux hidden states), outputs a hidden state of its own, and scores a draft vocabulary.
 2. `extend` runs the head over confirmed tokens, padded to a static number; only these stay below
    the cache's length. The last output is kept: it is the root's prediction.
@@ -49,7 +49,7 @@ from model import (
     rope_frequencies,
 )
 from ops.cpu.layers import FusedHead, fits
-from ops.tree import Next
+from ops.tree import Frontier
 from options import GenerateConfig
 from sampling import Sampling
 
@@ -75,7 +75,7 @@ class EagleHead(nn.Module):
         if config.eagle3 is None:
             self.fc = Linear(2 * model.dim, model.dim, bias=config.fc_bias)
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project(self, features: Tensor) -> Tensor:
         """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
         return features
 
@@ -86,7 +86,7 @@ class EagleHead(nn.Module):
     def forward(
         self,
         embedded: Tensor,  # [B, T, F], embedding of x_{j+1}
-        features: Tensor,  # [B, T, F], of position j: the target's through `fuse`, or an output
+        features: Tensor,  # [B, T, F], of position j: the target's through `project`, or an output
         positions: Tensor,  # [B, T] int64, j
         cache: KVCache | None = None,
         window: Window | None = None,
@@ -106,7 +106,7 @@ class Eagle3Head(EagleHead):
         eagle3 = config.eagle3
         dim = model.dim
         eps = model.norm_eps
-        fused = len(eagle3.aux_layers) * eagle3.target_dim
+        aux_width = len(eagle3.aux_layers) * eagle3.target_dim
         self.aux_layers = eagle3.aux_layers
         attention = self.layers[0].attention
         attention.wqkv = Linear(2 * dim, attention.wqkv.out_features, bias=model.qkv_bias)
@@ -116,15 +116,15 @@ class Eagle3Head(EagleHead):
             self.norm = RMSNorm(dim, eps)
         elif eagle3.last_norm != "none":
             self.output_norm = RMSNorm(dim, eps)
-        self.input_norm = RMSNorm(fused, eps) if eagle3.norm_before_fc else NoNorm()
+        self.input_norm = RMSNorm(aux_width, eps) if eagle3.norm_before_fc else NoNorm()
         normed = eagle3.aux_layers if eagle3.fc_norm else ()
         self.fc_norm = nn.ModuleList(RMSNorm(eagle3.target_dim, eps) for _ in normed)
-        self.fc = Linear(fused, dim, bias=config.fc_bias) if eagle3.aux_layers else NoNorm()
+        self.fc = Linear(aux_width, dim, bias=config.fc_bias) if eagle3.aux_layers else NoNorm()
         if eagle3.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
         self.lm_head = LMHead(dim, eagle3.draft_vocab, bias=False) if eagle3.lm_head else None
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
         first = eagle3.target_dim if eagle3.aux_layers else 0
         x = self.input_norm(features[..., first:])  # [B, T, aux F], or [B, T, F]
@@ -171,7 +171,7 @@ def load_head(
 
 
 class EagleState(NamedTuple):
-    """The head's cache and last output. Slots below `length` come from true features only."""
+    """The head's cache and last output. Slots below `length` come from the target's features."""
 
     cache: KVCache
     length: Tensor  # [B] int64, confirmed tokens
@@ -228,7 +228,7 @@ class EagleDrafter(TreeDrafter):
         count = confirmed.count
         window = causal_window(state.length, confirmed.features.shape[1])
         embedded = self.embedding(confirmed.tokens[:, 1:])
-        features = self.head.fuse(confirmed.features)
+        features = self.head.project(confirmed.features)
         out = self.head(embedded, features, window.slots, state.cache, window)
         last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         hidden = torch.where(count[:, None, None] > 0, out.gather(1, last), state.hidden)
@@ -242,7 +242,7 @@ class EagleDrafter(TreeDrafter):
         return state.hidden, state.length
 
     def forward_nodes(
-        self, state: EagleState, frontier: Next, out: Tensor, positions: Tensor, window: Window
+        self, state: EagleState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         if self.head.fused is not None:
             return self.head.fused.step(frontier, out, positions, state.cache, window)

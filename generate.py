@@ -1,4 +1,4 @@
-"""Generate text with a LLaMA target and a drafter, by speculative decoding.
+"""Generate text with a target model and a drafter, by speculative decoding.
 
     python generate.py --compile --chat --prompt "What is the capital of France?"
 
@@ -9,7 +9,7 @@ From Python:
 
 `load` reads the target, the drafter and the tokenizer, and warms the steps. `generate` decodes any
 number of prompts, `batch_size` sequences at a time. `stream` yields text as it is decided.
-The loop is in decode.py, the options are in options.py.
+The cycle is in decode.py, its loop in session.py, the options are in options.py.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
 
 
 class Batch:
-    """Conversations that take the places of a session's batch one after the other, and their turns.
+    """Conversations to decode, and their turns. Each takes a free sequence of a session in turn.
 
     A stream is a (prompt, sample), the key of a conversation and of its noise.
     """

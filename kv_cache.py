@@ -20,7 +20,7 @@ from ops.library import on_cpp_device
 
 
 class KVCache(NamedTuple):
-    """Static key and value buffers, one pair per layer. A step writes them in storage."""
+    """Static key and value buffers, one pair per layer. A step writes them in place."""
 
     k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]
     v: tuple[Tensor, ...]

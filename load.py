@@ -20,7 +20,7 @@ import ranks
 import tp
 from checkpoint import Quantization, saved_quantization
 from decode import Engine, pick_tokens, with_cycles
-from drafters import Drafter, RootOnly
+from drafters import Drafter, RootOnly, TreeDrafter
 from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
@@ -43,6 +43,8 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     options: fields of `GenerateConfig`, when no config is given
     Raises: ValueError for anything wrong with options or files.
     """
+    if config is not None and options:
+        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
     config = config or GenerateConfig(**options)
     config.check()
     began = time.perf_counter()
@@ -146,7 +148,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
     if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
         reason = "--tree auto goes by the ranks' clocks, which differ"
         print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
-    elif config.tree_shape == "auto":
+    elif config.tree_shape == "auto" and isinstance(drafter, TreeDrafter):
         from extras.autosize import with_smaller_trees
 
         drafter = with_smaller_trees(drafter, target)

@@ -413,9 +413,9 @@ class Transformer(nn.Module):
         x, rope = run(self.embed, tokens, positions)
         return self.layers(x, rope, self.norm, cache, window, run, aux_layers)
 
-    def fuse(self, whether: bool) -> None:
+    def fuse(self, enable: bool) -> None:
         """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
-        self.fused = FusedModel(self) if whether and fits(self.layers) else None
+        self.fused = FusedModel(self) if enable and fits(self.layers) else None
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the first layer's inputs: embeddings, [B, T, F], and RoPE's angles."""

@@ -1,6 +1,6 @@
 """Run steps: compiled, captured as CUDA graphs, timed from inside, their reports copied late.
 
-1. `compiled` wraps torch.compile for every step of the project that runs on CUDA.
+1. `compiled` wraps torch.compile for the parts of a decode cycle.
 2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by
    copying results into them. The first runs of a body are not captured: they compile and load
    modules, which fails inside a capture.
@@ -50,7 +50,8 @@ def use(device: str) -> None:
 class Replay:
     """A step over fixed buffers: a CUDA graph once it is warm, elsewhere run as it is."""
 
-    captures = True  # until a capture fails: its stream and its memory may stay as they were then
+    # False after a failed capture, for the whole process: its stream and memory may be unusable
+    captures = True
 
     def __init__(
         self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None
@@ -103,17 +104,17 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def tree_leaves(record: Any) -> list[Tensor]:
+def tensors_of(record: Any) -> list[Tensor]:
     """List the tensors of nested tuples, in order; None has none."""
     if isinstance(record, Tensor):
         return [record]
-    return [leaf for part in record or () for leaf in tree_leaves(part)]
+    return [leaf for part in record or () for leaf in tensors_of(part)]
 
 
 def copy_into(buffers: Any, values: Any) -> None:
     """Copy every tensor of `values` into its buffer, unless it is the buffer. Writes: buffers."""
-    old = tree_leaves(buffers)
-    new = tree_leaves(values)
+    old = tensors_of(buffers)
+    new = tensors_of(values)
     assert len(old) == len(new), (len(old), len(new))
     for buffer, value in zip(old, new):
         if buffer is not value:

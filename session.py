@@ -5,9 +5,10 @@
    never waits for the host.
 3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
 
-Finished sequences change no state. The output is a function of (weights, prompt, seed) alone.
-Trade-off: prefill is bound by matrix products and not compiled; on CUDA it is captured, in two
-widths per sequence. Not here: the cycle (decode.py), the next prompt (generate.py).
+Finished sequences run on, but neither their tokens nor their positions change. The output is a
+function of (weights, prompt, seed) alone.
+Trade-off: prefill is bound by matrix products and not compiled; with --compile on CUDA it is
+captured, in two widths. Not here: the cycle (decode.py), the next prompt (generate.py).
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Session:
 
         noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
             (0, 0) for further sequences
-        host_lag: cycles launched before the host reads the first; default 1 on CUDA, 0 elsewhere
+        host_lag: cycles that may stay unread while the host goes on; default 1 on CUDA, 0 elsewhere
         """
         batch = engine.config.batch_size
         assert len(noise_ids) <= batch, (noise_ids, batch)
@@ -271,9 +272,8 @@ class Session:
                 self.buffers.prefill(self.engine, seq, begin, len(chunk))
                 self.history[seq] += chunk
                 left -= len(chunk)
-                root = int(
-                    self.state.tokens[seq, len(prompt)]
-                )  # waits: the chunk counts as prefill
+                # waits for the chunk, so that its time counts as prefill
+                root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
                     new[seq] = [root]
                     self.live[seq] = not self.state.done[seq]

@@ -26,12 +26,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoint import read_json
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, TreeDrafter
 from extras.deferred import Deferred, Idle
 from extras.remembered import file_of, recall, remember
+from files import read_json
 from model import Transformer
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence

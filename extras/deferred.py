@@ -4,7 +4,7 @@ A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So 
 tree, `Idle`, only keeps the target's features of the last tokens, beside the drafter's own state.
 `catch_up` reads them before the next tree.
 - An EAGLE head may skip older tokens, and prompts that come meanwhile: its cache then has a gap,
-  and it attends to the text around it. (On CUDA, where prompts are captured, it reads them.)
+  and it attends to the text around it. (With captured prompts, on CUDA, it reads them.)
 - A draft model needs no features and has no gaps: it catches up before a prompt, and when the kept
   tokens are as many as fit.
 
@@ -36,7 +36,7 @@ class DeferredState(NamedTuple):
     # [B, MAX_KEPT + 1, F], as in `Confirmed`; token i is in place i % MAX_KEPT; one is spare
     features: Tensor
     count: Tensor  # [B] int64, deferred tokens; the last MAX_KEPT of them are kept
-    passed: Tensor  # [B] int64, confirmed tokens, whether read, deferred or skipped; 0 at first
+    passed: Tensor  # [B] int64, grows with every step; 0: no token has passed
 
 
 class Deferred(Drafter):
@@ -122,6 +122,7 @@ class Deferred(Drafter):
         tokens = text.tokens.gather(1, at.clamp(0, text.tokens.shape[1] - 1))
         places = ((state.count - kept)[:, None] + steps[:MAX_KEPT]) % MAX_KEPT
         index = places[:, :, None].expand(-1, -1, state.features.shape[2])
+        # with `again`, features lag a place behind tokens: such drafters read none
         features = state.features.gather(1, index)
         own = self.drafter.rewind(state.own, state.own.length - again)
         own = self.drafter.extend(own, Confirmed(tokens, features, kept + again))

@@ -30,7 +30,7 @@ from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
-from ops.tree import Next
+from ops.tree import Frontier
 from options import GenerateConfig
 from sampling import Sampling
 
@@ -128,7 +128,7 @@ class ModelDrafter(TreeDrafter):
         return out[:, 1:], state.length + 1
 
     def forward_nodes(
-        self, state: ModelState, frontier: Next, out: Tensor, positions: Tensor, window: Window
+        self, state: ModelState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         return _pass(self.model, frontier.tokens, positions, state.cache, window)
 

@@ -52,8 +52,8 @@ class Scores(NamedTuple):
         return Children(tokens, (best - total).clamp(max=0))
 
 
-class Frontier(NamedTuple):
-    """The nodes of a level that have children."""
+class Paths(NamedTuple):
+    """The value and the visible slots of each node of a frontier."""
 
     values: Tensor  # [B, R] fp32, sum of the scores along the path
     seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
@@ -79,10 +79,10 @@ class Grown(NamedTuple):
     values: Tensor  # [B, X] fp32
     # [B, R'] int64, places of the frontier's nodes among the candidates; None or empty: no frontier
     order: Tensor | None = None
-    front: Frontier | None = None
+    paths: Paths | None = None
 
 
-def grow_level(found: Children | Scores, front: Frontier, step: Expansion) -> Grown:
+def grow_level(found: Children | Scores, front: Paths, step: Expansion) -> Grown:
     """Value the children of a frontier and choose the next one; of equal candidates, the first."""
     if isinstance(found, Children):
         return grow_level_reference(found, front, step)
@@ -99,10 +99,10 @@ def grow_level(found: Children | Scores, front: Frontier, step: Expansion) -> Gr
         step.slot,
         step.by_value,
     )
-    return Grown(tokens, values, order, Frontier(best, seen))
+    return Grown(tokens, values, order, Paths(best, seen))
 
 
-def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> Grown:
+def grow_level_reference(found: Children, front: Paths, step: Expansion) -> Grown:
     """Compute `grow_level` with torch's own operators."""
     tokens = found.tokens.flatten(1)  # [B, X]
     values = (front.values[:, :, None] + found.scores).flatten(1)  # [B, X]
@@ -119,19 +119,19 @@ def grow_level_reference(found: Children, front: Frontier, step: Expansion) -> G
     own = slots == step.slot + nodes[:, None]  # [R', W]
     # a node sees its ancestors and itself
     seen = front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
-    return Grown(tokens, values, order, Frontier(values.gather(1, order), seen))
+    return Grown(tokens, values, order, Paths(values.gather(1, order), seen))
 
 
 def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     step = Expansion(k, count, slot, places, by_value)
     children = Scores(logits, sharpness, ids).best(k)
-    grown = grow_level_reference(children, Frontier(values, seen), step)
+    grown = grow_level_reference(children, Paths(values, seen), step)
     if not count:
         nothing = values.new_empty(len(values), 0)
         nothing_seen = seen.new_empty(len(values), 0, seen.shape[2])
         return grown.tokens, grown.values, nothing.long(), nothing, nothing_seen
     order = grown.order.clone(memory_format=torch.contiguous_format)
-    return grown.tokens, grown.values, order, *grown.front
+    return grown.tokens, grown.values, order, *grown.paths
 
 
 def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
@@ -142,7 +142,7 @@ def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slo
             found = Scores(logits, sharpness, ids)
             step = Expansion(k, count, slot, places, by_value)
             with torch.cuda.device(logits.device):
-                return ops.cuda.topk.grow_level(found, Frontier(values, seen), step)
+                return ops.cuda.topk.grow_level(found, Paths(values, seen), step)
     return _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value)
 
 
@@ -314,23 +314,23 @@ class Candidates(NamedTuple):
         )
 
 
-class Next(NamedTuple):
-    """The next frontier: the nodes of a level that have children."""
+class Frontier(NamedTuple):
+    """The nodes of a level that have children."""
 
     index: Tensor  # [B, R] int64, flat indices
     tokens: Tensor  # [B, R] int64
     parent: Tensor  # [B, R] int64, their parents' places in the frontier before
-    front: Frontier
+    paths: Paths
 
 
 def next_level(
     found: Children | Scores,
     shared: Shared | None,
-    front: Next | None,
+    front: Frontier | None,
     step: Expansion,
     begin: int,
     slots: int,
-) -> tuple[Candidates, Next]:
+) -> tuple[Candidates, Frontier | None]:
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
 
     shared: noise to add to the scores
@@ -341,39 +341,41 @@ def next_level(
     """
     if isinstance(found, Scores) and uses_cpp(found.logits):
         noise = (shared.noise, shared.level, shared.temperature) if shared else (None, 0, 0.0)
-        above = (front.index, front.front.values, front.front.seen) if front else (None, None, None)
+        above = (front.index, front.paths.values, front.paths.seen) if front else (None, None, None)
         place = (step.places, step.k, step.count, (begin, step.slot, slots), step.by_value)
         tokens, values, parents, *chosen, best, seen = torch.ops.gpt_eagle.next_level(
             found.logits, found.sharpness, found.ids, *noise, *above, *place
         )
-        return Candidates(tokens, values, parents), Next(*chosen, Frontier(best, seen))
+        return Candidates(tokens, values, parents), Frontier(*chosen, Paths(best, seen))
     return next_level_reference(found, shared, front, step, begin, slots)
 
 
 def next_level_reference(
     found: Children | Scores,
     shared: Shared | None,
-    front: Next | None,
+    front: Frontier | None,
     step: Expansion,
     begin: int,
     slots: int,
-) -> tuple[Candidates, Next | None]:
+) -> tuple[Candidates, Frontier | None]:
     """Compute `next_level` by smaller operators."""
     per_node = found.tokens if isinstance(found, Children) else found.logits
     if front is None:
         values = torch.zeros(per_node.shape[:2], device=per_node.device)  # [B, 1]
         seen = torch.zeros(*per_node.shape[:2], slots, dtype=torch.bool, device=per_node.device)
         index = torch.full_like(values, -1, dtype=torch.long)
-        front = Next(index, values, values, Frontier(values, seen))
+        front = Frontier(
+            index, index, index, Paths(values, seen)
+        )  # the root: tokens and parents unread
     if shared is not None:
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
         noise = noise if found.ids is None else noise.index_select(-1, found.ids)
         found = Scores(shared.temperature * (found.logits + noise), found.sharpness, found.ids)
-    tokens, values, order, best = grow_level(found, front.front, step)
+    tokens, values, order, best = grow_level(found, front.paths, step)
     level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
     if not step.count:
         return level, None
-    return level, Next(begin + order, tokens.gather(1, order), order // step.k, best)
+    return level, Frontier(begin + order, tokens.gather(1, order), order // step.k, best)
 
 
 # ------------------------------------------------------------------------------------------- nodes

@@ -115,7 +115,7 @@ class FusedHead:
         self.inputs = head.fc.in_features if fc[0] is not None else 0
 
     def step(self, level: Any, out: Tensor, positions: Tensor, cache: Any, window: Any) -> Tensor:
-        """Run the nodes of a level; arguments as for `TreeDrafter.step`.
+        """Run the nodes of a level; arguments as for `TreeDrafter.forward_nodes`.
 
         Writes: the cache at `window.slots`.
         Returns: [B, R, F].

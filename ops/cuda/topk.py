@@ -271,7 +271,7 @@ def tiles_of_level(R: int, blocks: int, k: int, count: int, W: int) -> dict[str,
 
 
 def grow_level(found: Any, front: Any, step: Any) -> tuple[Tensor, ...]:
-    """Compute `ops.tree.grow_level` for k up to MOST, of `Scores`, `Frontier` and `Expansion`.
+    """Compute `ops.tree.grow_level` for k up to MOST, of `Scores`, `Paths` and `Expansion`.
 
     Allocates results and candidates, and nothing else; never waits.
     """

@@ -47,7 +47,7 @@ from files import read_jsonl
 from generate import Batch, load
 from hf.config import resolve_draft
 from options import DEMO, ROOT, pick_device
-from runtime import tree_leaves
+from runtime import tensors_of
 from scripts.bench import measure
 from scripts.bench.profile_cycle import busy_us, one_replay, replay_table, warm_session
 from session import Session
@@ -164,7 +164,7 @@ def makers(engine: Engine, config: TreesConfig) -> dict[str, Callable[[], Engine
 def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
     """Repeat a cycle from one state. Returns: how many results differ from the first in any bit."""
     session, preset = warm_session(engine, ids)
-    saved = [x.clone() for x in tree_leaves(session.state)]
+    saved = [x.clone() for x in tensors_of(session.state)]
     first = [x.clone() for x in _replay(session, preset, saved)]
     different = torch.zeros((), dtype=torch.long, device=session.state.pos.device)
     for _ in range(replays):
@@ -175,10 +175,10 @@ def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
 
 def _replay(session: Session, preset: int, saved: list[Tensor]) -> list[Tensor]:
     """Run a cycle from a saved state. Returns: the new state."""
-    for buffer, value in zip(tree_leaves(session.state), saved):
+    for buffer, value in zip(tensors_of(session.state), saved):
         buffer.copy_(value)
     session.time_cycle(preset)
-    return tree_leaves(session.state)
+    return tensors_of(session.state)
 
 
 def method_row(

@@ -98,7 +98,7 @@ class Chains:
         ok = []
         logits = []
         if self.head.aux_layers:
-            features = self.head.fuse(features.to(self.dtype))
+            features = self.head.project(features.to(self.dtype))
         for s in range(ALPHAS):
             features = self.step(s, features, drafted, before)
             z = self.lm_head(self.head.output_norm(features))

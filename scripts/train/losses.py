@@ -136,7 +136,7 @@ def unrolled_losses(
         truth = F.pad(features, (0, 0, 0, steps))
         mask = F.pad(mask, (0, steps))
         rows = recipe.embedding(F.pad(tokens, (0, steps)))
-    hidden = head.fuse(features) if eagle3 else features + noise
+    hidden = head.project(features) if eagle3 else features + noise
     entropies = []
     regressions = []
     past = Past(tuple([] for _ in head.layers), tuple([] for _ in head.layers))
@@ -196,7 +196,7 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
     if isinstance(head.fc, nn.Linear):
         seen: list[Tensor] = []
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        head.first(embedded, head.fuse(features))
+        head.first(embedded, head.project(features))
         hook.remove()
         mean_square = seen[0].float().flatten(0, -2).square().mean(0)
         head.fc = ScaledLinear(head.fc, mean_square.sqrt().clamp(min=1e-6))

@@ -23,7 +23,7 @@ from ops.cuda.launch import Device
 from ops.tree import (
     Children,
     Expansion,
-    Frontier,
+    Paths,
     Scores,
     best_nodes_reference,
     grow_level_reference,
@@ -224,7 +224,7 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
     (B, R, _), W, spare = logits.shape, count + 3, 2
     found, front = (
         Scores(logits, sharpness, ids),
-        Frontier(torch.zeros(B, R), torch.rand(B, R, W) < 0.3),
+        Paths(torch.zeros(B, R), torch.rand(B, R, W) < 0.3),
     )
     tokens, scores, *none = ops.cuda.topk.grow_level(
         found, front, Expansion(k, 0, 0)
@@ -239,7 +239,7 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
     step = Expansion(k, count, spare, places, by_value)
     want = grow_level_reference(Children(*(x.view(B, R, k) for x in (tokens, scores))), front, step)
     got = ops.cuda.topk.grow_level(found, front, step)
-    assert all(map(torch.equal, got, (want.tokens, want.values, want.order, *want.front)))
+    assert all(map(torch.equal, got, (want.tokens, want.values, want.order, *want.paths)))
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [

@@ -32,7 +32,7 @@ from generate import Result, generate, in_order, load, main
 from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
 from load import time_cycles
 from options import DEMO, GenerateConfig
-from runtime import tree_leaves
+from runtime import tensors_of
 from sampling import Sampling
 from session import Session
 from stats import check_memory, rows_memory
@@ -144,7 +144,7 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
     )
     session = Session(engine, [(0, 0), (1, 0), (2, 0)])
     list(session.run(IDS[:3]))
-    tensors = [*session.buffers.cache.k, *session.buffers.cache.v, *tree_leaves(session.state)]
+    tensors = [*session.buffers.cache.k, *session.buffers.cache.v, *tensors_of(session.state)]
     tensors = [x for x in tensors if x.shape[0] == 3]
     session.admit(1, IDS[5], (9, 0))
     before = [x.clone() for x in tensors]

@@ -27,7 +27,7 @@ from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from model import ModelConfig, Transformer
-from runtime import HostCopy, Replay, compiled, copy_into, tree_leaves
+from runtime import HostCopy, Replay, compiled, copy_into, tensors_of
 from sampling import Sampling
 from session import Session
 
@@ -97,7 +97,7 @@ def test_buffers_stay_where_they_are():
     engine = replace(sized_engine(1.0), captured=True)
     first = Session(engine, [(0, 0)])
     list(first.run([PROMPT]))
-    work, addresses = first.buffers, [x.data_ptr() for x in tree_leaves(first.state)]
+    work, addresses = first.buffers, [x.data_ptr() for x in tensors_of(first.state)]
     assert len(set(addresses)) == len(addresses), "every buffer is its own"
     history, other = first.history, Session(engine, [(0, 0)])
     assert other.buffers is not work, "two sessions never share"
@@ -106,7 +106,7 @@ def test_buffers_stay_where_they_are():
     assert again.buffers is work
     list(again.run([PROMPT]))
     list(other.run([PROMPT]))
-    assert [x.data_ptr() for x in tree_leaves(again.state)] == addresses
+    assert [x.data_ptr() for x in tensors_of(again.state)] == addresses
     assert again.history == other.history == history
 
 
@@ -311,6 +311,6 @@ def test_compiling_by_layer_changes_no_token(version):
     list(again.run([PROMPT]))
     assert again.history == session.history
     state, _ = compiled.cycles[-1](again.buffers.cache, again.state)
-    assert all(map(operator.is_, tree_leaves(state), tree_leaves(again.state))), (
+    assert all(map(operator.is_, tensors_of(state), tensors_of(again.state))), (
         "the steps write the state where it was"
     )

@@ -366,7 +366,7 @@ def test_what_a_level_sees():
     plain = [
         plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)
     ]
-    assert [(depth, slot, level.front.seen.shape) for level, depth, slot, _ in levels] == [
+    assert [(depth, slot, level.paths.seen.shape) for level, depth, slot, _ in levels] == [
         (n + 1, 3 * n, (5, 3, 9)) for n in range(3)
     ]
     for b, (_, values, above, _) in enumerate(plain):
@@ -377,7 +377,7 @@ def test_what_a_level_sees():
             frontier = [begin + i for i in order]
             for row, flat in enumerate(frontier):
                 lines[flat] = {3 * n + row} | lines.get(above[flat], set())
-                assert set(level.front.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
+                assert set(level.paths.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
             begin += size
         lines.clear()
 

@@ -1,6 +1,6 @@
 """No drafter and no tree changes the output: token identity with vanilla decoding, greedy and sampled.
 
-The rule (DESIGN, "Exactness"): in fp32 the tokens are equal. Where they are not, vanilla's own margin at the first
+The rule (README, "Why the output cannot change"): in fp32 the tokens are equal. Where they are not, vanilla's own margin at the first
 difference (its top two choices, noise included) must be below 1e-4, or two experts must tie up to there; `assert_same`
 allows nothing else.
 

@@ -310,11 +310,11 @@ def test_level_registration(count, places):
     tokens, got, *rest = torch.ops.gpt_eagle.grow_level(*args)
     step = ops.tree.Expansion(k, count, slot, places, by_value)
     want = ops.tree.grow_level(
-        ops.tree.Scores(logits, sharpness, ids), ops.tree.Frontier(values, seen), step
+        ops.tree.Scores(logits, sharpness, ids), ops.tree.Paths(values, seen), step
     )
     assert torch.equal(tokens, want.tokens) and torch.equal(got, want.values)
     assert (
-        all(map(torch.equal, rest, (want.order, *want.front)))
+        all(map(torch.equal, rest, (want.order, *want.paths)))
         if count
         else not any(x.numel() for x in rest)
     )

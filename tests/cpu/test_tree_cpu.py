@@ -26,7 +26,7 @@ from ops.tree import (
     Candidates,
     Expansion,
     Frontier,
-    Next,
+    Paths,
     Scores,
     Shared,
     next_level,
@@ -73,13 +73,13 @@ def logits_of(kind: str, *shape: int) -> Tensor:
     return z
 
 
-def front_of(batch: int, rows: int, slots: int) -> Next:
+def front_of(batch: int, rows: int, slots: int) -> Frontier:
     """A frontier, some of whose nodes are none; ties among their values."""
     values = -whole(4, batch, rows) / 2
     values[torch.rand(batch, rows) < 0.2] = -INF
     index, tokens = whole(90, batch, rows), whole(50, batch, rows)
-    return Next(
-        index, tokens, whole(3, batch, rows), Frontier(values, torch.rand(batch, rows, slots) < 0.5)
+    return Frontier(
+        index, tokens, whole(3, batch, rows), Paths(values, torch.rand(batch, rows, slots) < 0.5)
     )
 
 
@@ -120,9 +120,9 @@ def test_children_that_are_cut_away_are_no_candidates():
     """A row that is sure of one token has one child; the others' value is -inf, and none is chosen before others."""
     z = torch.full((1, 2, 6), -INF)
     z[0, 0, 4], z[0, 1, 0], z[0, 1, 5] = 1.0, 2.0, 2.0
-    front = Next(
+    front = Frontier(
         *(torch.tensor([[3, 4]]) for _ in range(3)),
-        Frontier(torch.zeros(1, 2), torch.zeros(1, 2, 4).bool()),
+        Paths(torch.zeros(1, 2), torch.zeros(1, 2, 4).bool()),
     )
     inputs = Scores(z, 1.0, None), None, front, Expansion(3, 4, 0), 5, 4
     level, chosen = next_level(*inputs)
@@ -152,7 +152,7 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     finally:
         torch.set_num_threads(1)
     one = lambda x: x[1:2]  # noqa: E731
-    alone = Next(*map(one, front[:3]), Frontier(*map(one, front.front)))
+    alone = Frontier(*map(one, front[:3]), Paths(*map(one, front.paths)))
     ours = next_level(
         found._replace(logits=one(found.logits)),
         shared._replace(noise=one(shared.noise)),
@@ -623,7 +623,7 @@ def test_what_the_compiler_is_told():
     columns, text = [list(column) for column in zip(*levels)], text_of(2)
     front = front_of(2, 2, 4)
     cases = {
-        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, 0.5, front.index, *front.front, None,
+        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, 0.5, front.index, *front.paths, None,
                        3, 2, (4, 2, 4), True),
         "rerank": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),

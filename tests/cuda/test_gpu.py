@@ -319,7 +319,7 @@ def test_grow_level(poisoned, by_value, V, k):
     ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
     found, root = (
         ops.tree.Scores(logits, 1.25, ids),
-        ops.tree.Frontier(torch.zeros(B, R, device="cuda"), seen),
+        ops.tree.Paths(torch.zeros(B, R, device="cuda"), seen),
     )
     level = ops.tree.grow_level(found, root, ops.tree.Expansion(k, 0, 0))
     scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
@@ -329,13 +329,13 @@ def test_grow_level(poisoned, by_value, V, k):
         level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6
     )
     children = ops.tree.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
-    front = ops.tree.Frontier(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
+    front = ops.tree.Paths(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
     step = ops.tree.Expansion(k, count, 3, None, by_value)
     got, want = (
         ops.tree.grow_level(found, front, step),
         ops.tree.grow_level_reference(children, front, step),
     )
-    assert all(map(torch.equal, (*got[:3], *got.front), (*want[:3], *want.front)))
+    assert all(map(torch.equal, (*got[:3], *got.paths), (*want[:3], *want.paths)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])

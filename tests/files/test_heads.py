@@ -75,7 +75,7 @@ def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     lm_head, outs, hidden, T = (
         head.lm_head or target().lm_head,
         [],
-        head.fuse(features),
+        head.project(features),
         tokens.shape[1],
     )
     for begin in (0, T):

@@ -14,7 +14,6 @@ import torch
 
 import command_line
 import generate
-import model
 import ops.experts
 import options
 from scripts.bench import measure, profile_cycle

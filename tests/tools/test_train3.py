@@ -54,7 +54,7 @@ def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> lis
     features: [1, T, (1 + aux_layers) F]; tokens: [1, T].
     """
     cache, outs = KVCache.empty(head.config.model, 1, t + 1 + UNROLLED, torch.float32, "cpu"), []
-    fused = head.fuse(features)
+    fused = head.project(features)
     for j in range(min(t + UNROLLED, tokens.shape[1] - 1)):
         hidden = fused[:, j : j + 1] if j <= t else outs[-1]
         row = head(target.embedding(tokens[:, j + 1 : j + 2]), hidden, torch.tensor([[j]]), cache,
