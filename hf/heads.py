@@ -502,7 +502,7 @@ def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int)
 def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> DraftVocab | None:
     """Return the tokens that a head drafts; None: the target's.
 
-    In files of versions 1 and 2, `d2t` is ours (train_eagle.py).
+    In files of versions 1 and 2, `d2t` is ours (scripts/train/losses.py).
 
     Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
     Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores

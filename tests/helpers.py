@@ -168,7 +168,7 @@ def run_in_interpreter(cases: str, passed: str) -> None:
 
 
 def check_product_fits(case):
-    """A kernel_report.Case keeps everything in registers, fits its target, and multiplies on tensor cores unless in fp32.
+    """A `Case` of compiled_kernels.py keeps everything in registers, fits its target, and multiplies on tensor cores unless in fp32.
 
     Returns: the resources of the kernel, and its plan.
     """

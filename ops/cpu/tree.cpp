@@ -318,7 +318,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos,
   return {slots, start, positions};
 }
 
-// `causal_window` of model.py. first: [B]; back: slots before it, from slot 0 on. Returns: slots [B, T], start [B] and
+// `causal_window` of kv_cache.py. first: [B]; back: slots before it, from slot 0 on. Returns: slots [B, T], start [B] and
 // mask [B, T, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, int64_t rows, int64_t back) {
   const int64_t B = first.size(0);

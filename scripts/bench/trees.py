@@ -3,7 +3,7 @@
     python scripts/bench/trees.py --inflate llama2-7b --quant int4 --json benchmarks/gpu.jsonl
     python scripts/bench/trees.py --inflate llama2-7b --quant_draft int4 --tree 6/8/32 --profile
     python scripts/bench/trees.py --inflate tiny-0.5b --threads 3 --temperature 1  # on a CPU
-    python scripts/bench/trees.py --eagle heads/broken                             # the demo itself
+    python scripts/bench/trees.py --eagle HEAD                                     # the demo itself
 
 1. The target, or its stand-in, is loaded and compiled once. Vanilla decoding and the trees of each
    size are its presets, each held fixed; `auto` chooses among them. `--static` adds EAGLE-1's tree.

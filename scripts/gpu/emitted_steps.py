@@ -40,7 +40,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tensors_of
+from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction, MockTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_torch(self, function: Any, args: tuple, result: Any) -> None:
         """Record an operation of torch's, if it launches something."""
-        on_device = any(isinstance(x, Tensor) and x.is_cuda for x in tensors_of((args, result)))
+        on_device = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, result)))
         name = function._schema.name.partition("::")[2]
         if on_device and function.namespace == "aten" and not function.is_view and name not in FREE:
             self.note(f"aten.{name}")

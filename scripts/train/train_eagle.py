@@ -3,7 +3,7 @@
     python scripts/train/train_eagle.py --checkpoint DIR --data chats.jsonl --chat vicuna --out HEAD
     python scripts/train/train_eagle.py --version 3 --out HEAD ...          # EAGLE-3
 
-Our flags are in benchmarks/README.md.
+Our flags are in benchmarks/TRAINING.md.
 
 1. Data: dialogues (`turns` and `answers`, as generate_answers.py writes them, or ShareGPT's
    `conversations`), texts (`text`), or `demo`, the corpus of train_demo.py. The loss counts the

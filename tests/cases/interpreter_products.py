@@ -138,7 +138,7 @@ def test_the_whole_path():
 
 
 def test_negative_zero_is_zero():
-    """A sign without a magnitude, which pack_int8 never writes."""
+    """A sign without a magnitude, which `pack_int8_planes` never writes."""
     packed = torch.full((1, 64, ops.cuda.layout.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
     cut = ProductPlan(16, 64, 1, 2, 4)
     y = ops.cuda.quantized.run_product(torch.randn(2, 128), packed, torch.ones(64), cut, DEVICE)

@@ -136,7 +136,9 @@ def test_functions_are_short():
 def test_names_of_files_in_the_text_are_true():
     """Every file that docstrings, comments and the README name exists."""
     known = {f.name for f in [*sources(), *(ROOT / "tests").rglob("*")]} | {"__init__.py"}
-    for file in [*sources(), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]:
+    documents = [file for file in (ROOT / "benchmarks").glob("*.md") if file.name != "LOG.md"]
+    documents += [ROOT / "README.md", *(ROOT / "scripts").rglob("README.md")]
+    for file in [*sources(), *documents]:
         lines = [
             x
             for x in file.read_text(encoding="utf-8").splitlines()

@@ -201,7 +201,7 @@ def test_a_target_and_a_head_decode_by_them(monkeypatch):
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
 @pytest.mark.parametrize("config", [CONFIG, MIXTURE, QWEN3_MOE], ids=["dense", "mixture", "mixed"])
-def test_taps_in_one_call_are_those_of_the_loop(config, quant):
+def test_aux_layers_in_one_call_are_those_of_the_loop(config, quant):
     """Bit for bit, and a tap is the output of a model that ends there."""
     target, window = model(config, quant), causal_window(torch.tensor([0, 0]), 7)
     tokens, aux_layers = torch.arange(14).view(2, 7), (0, 2, 3)  # 3: the last layer's output

@@ -536,7 +536,7 @@ def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_they_run_in_bfloat16(tmp_path, name):
-    """The README advises bfloat16 for a CPU. The config.json of these models says float16."""
+    """benchmarks/QUANTIZED_FILES.md advises bfloat16 for a CPU. The config.json of these models says float16."""
     write_model(tmp_path / "m", LAYOUTS[name])
     file = tmp_path / "m/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float16"}))
