@@ -139,7 +139,7 @@ def recorders(monkeypatch):
         target=record(monkeypatch, model.Transformer, "forward"),
         logits=record(monkeypatch, model.Transformer, "logits"),
         head=record(monkeypatch, eagle_draft.EagleHead, "forward"),
-        fuse=record(monkeypatch, eagle_draft.Eagle3Head, "fuse"),
+        fuse=record(monkeypatch, eagle_draft.Eagle3Head, "project"),
     )
 
 
