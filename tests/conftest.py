@@ -15,6 +15,7 @@ from options import DEFAULT
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["GPT_EAGLE_TREES"] = ""  # nothing is remembered, in child processes either
+has_cpu_operators()  # builds them now, or the first test that needs them would see the note
 os.environ.setdefault(
     "TORCHINDUCTOR_VEC_ISA_OK", "1"
 )  # as runtime.OPTIONS has it, for steps compiled without them
