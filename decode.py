@@ -309,7 +309,7 @@ def advance(
     done = state.done | (is_end & kept).any(1) | (pos >= state.limit)
     path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
     tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
-    confirmed = Confirmed(tokens, features.gather(1, path), count, slots_of(tree, accepted))
+    confirmed = Confirmed(tokens, features.gather(1, path), count, slots_of(tree, accepted, cycle))
     preset = cycle.prefer(Text(state.tokens, pos))
     if preset is None:
         preset = torch.full_like(pos, LARGEST)
@@ -329,15 +329,15 @@ def advance_fused(
     preset = cycle.prefer(Text(state.tokens, pos))
     if preset is not None:
         report[:, -2] = preset  # the order of `Report.pack`
-    confirmed = Confirmed(tokens, path_features, count, slots_of(tree, accepted))
+    confirmed = Confirmed(tokens, path_features, count, slots_of(tree, accepted, cycle))
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, confirmed, Decision(report, accepted.path)
 
 
-def slots_of(tree: DraftTree, accepted: Accepted) -> Tensor | None:
+def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None:
     """Return the accepted path's slots in the drafter's own cache, [B, D+1], if it keeps them."""
-    if tree.slots is None:
-        return None
+    if tree.slots is None or cycle.drafter.width <= 1:  # a chain's are never read
+        return tree.slots
     return tree.slots.gather(1, accepted.path)
 
 

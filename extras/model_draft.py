@@ -125,7 +125,8 @@ class ModelDrafter(TreeDrafter):
         window = causal_window(state.length, 2, back=1)  # only an idle sequence has length 0
         tokens = root.text.tokens.gather(1, window.slots)  # [B, 2]
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
-        return out[:, 1:], state.length + 1
+        first = state.length + 1 if self.scratch else state.length  # unread without scratch slots
+        return out[:, 1:], first
 
     def forward_nodes(
         self, state: ModelState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window

@@ -119,8 +119,9 @@ class TestFewOperators:
         check_counts(eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1)), batch, rule)
 
     def test_draft_models(self, rule, batch):
-        drafter = ModelDrafter(target(), target(), TREES["chain 3"], Sampling(**rule))
-        check_counts(drafter, batch, rule)
+        for tree in ("chain 1", "chain 3"):
+            drafter = ModelDrafter(target(), target(), TREES[tree], Sampling(**rule))
+            check_counts(drafter, batch, rule)
 
 
 def test_operators_are_counted():
