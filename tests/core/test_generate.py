@@ -496,7 +496,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*ON_DEMO, "--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
         (["--prompt", "a", "--system", "b"], "--system belongs to a chat template; add --chat"),
-        (["--prompt", "a", "--chat", "mistral", "--system", "b"], "mistral has no place for a system message; drop --system"),
+        ([*ON_DEMO, "--prompt", "a", "--chat", "mistral", "--system", "b"], "mistral has no place for a system message; drop --system"),
         ([*IDS, "--json", "no/such/dir/out.json"], "cannot write no/such/dir/out.json; there is no directory"),
     ],
 )  # fmt: skip
