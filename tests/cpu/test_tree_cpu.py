@@ -379,6 +379,7 @@ def test_advance(dtype, size, batch):
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
             features = torch.randn(batch, size, 6).to(dtype)
             cycle = SimpleNamespace(
+                drafter=SimpleNamespace(width=2),
                 eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
                 prefer=lambda text, is_wanted=prefers: is_wanted,
             )
