@@ -54,13 +54,6 @@ class DecodeState(NamedTuple):
     drafter_state: Any
 
 
-class Decision(NamedTuple):
-    """The result of a verification, for the host."""
-
-    report: Tensor  # [B, D+6] int64, from `Report.pack`
-    path: Tensor  # [B, D+1] int64, accepted nodes, root first
-
-
 class Report(NamedTuple):
     """A cycle of one sequence, as the host reads it."""
 
@@ -97,9 +90,9 @@ class Report(NamedTuple):
 class Outcome(NamedTuple):
     """Everything that a cycle leaves for the host."""
 
-    report: Tensor  # from `Report.timed`
+    report: Tensor  # [B, D+6] int64, from `Report.pack`; at the end [B, D+10], from `Report.timed`
     tree: DraftTree
-    path: Tensor  # [B, D+1] int64, accepted nodes
+    path: Tensor  # [B, D+1] int64, accepted nodes, root first
 
 
 def pick_tokens(
@@ -223,9 +216,9 @@ class Cycle:
         """
         clock = Clock(state.pos.device)
         tree, noise = clock(self.draft, state)
-        state, confirmed, decision = clock(self.verify, cache, state, tree, noise)
+        state, confirmed, outcome = clock(self.verify, cache, state, tree, noise)
         state = clock(self.extend, state, confirmed)
-        return state, Outcome(Report.timed(decision.report, clock.times), tree, decision.path)
+        return state, replace_fields(outcome, report=Report.timed(outcome.report, clock.times))
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -249,7 +242,7 @@ class Cycle:
 
     def verify(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
-    ) -> tuple[DecodeState, Confirmed, Decision]:
+    ) -> tuple[DecodeState, Confirmed, Outcome]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
         slots, start, positions = place_rows(
@@ -266,7 +259,7 @@ class Cycle:
         tree: DraftTree,
         noise: Tensor | None,
         features: Tensor,
-    ) -> tuple[DecodeState, Confirmed, Decision]:
+    ) -> tuple[DecodeState, Confirmed, Outcome]:
         """Accept a path and compact the cache. features: [B, N, F].
 
         Writes: the cache, state.tokens; the state, if in place.
@@ -278,8 +271,8 @@ class Cycle:
             accepted = self.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves)
-        new, confirmed, decision = self.advance(state, tree, accepted, features, self)
-        return self.write_back(state, new), confirmed, decision
+        new, confirmed, outcome = self.advance(state, tree, accepted, features, self)
+        return self.write_back(state, new), confirmed, outcome
 
     def extend(self, state: DecodeState, confirmed: Confirmed) -> DecodeState:
         """Hand the confirmed tokens to the drafter. Writes: its cache; the state, if in place."""
@@ -289,7 +282,7 @@ class Cycle:
 
 def advance(
     state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, Confirmed, Decision]:
+) -> tuple[DecodeState, Confirmed, Outcome]:
     """Cut at the end of sequence and at the limit, write the tokens, move the root.
 
     Writes: state.tokens.
@@ -315,12 +308,12 @@ def advance(
         preset = torch.full_like(pos, LARGEST)
     report = Report.pack(emitted, count, accepted.length, done, preset, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
-    return new, confirmed, Decision(report, accepted.path)
+    return new, confirmed, Outcome(report, tree, accepted.path)
 
 
 def advance_fused(
     state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, Confirmed, Decision]:
+) -> tuple[DecodeState, Confirmed, Outcome]:
     """Run `advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
@@ -331,7 +324,7 @@ def advance_fused(
         report[:, -2] = preset  # the order of `Report.pack`
     confirmed = Confirmed(tokens, path_features, count, slots_of(tree, accepted, cycle))
     new = replace_fields(state, pos=pos, draws=draws, done=done)
-    return new, confirmed, Decision(report, accepted.path)
+    return new, confirmed, Outcome(report, tree, accepted.path)
 
 
 def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None:

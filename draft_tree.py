@@ -152,20 +152,13 @@ def compaction(path: Tensor, length: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------- growing a tree
 
 
-class Graft(NamedTuple):
-    """Candidates from another source than the drafter."""
-
-    depth: int  # a bound on their depth
-    add: Callable[[Candidates], Candidates]  # returns the candidates with them
-
-
 def grow(
     shape: DynamicTree | StaticTree,
     text: Text,
     out: Tensor,
     children: Callable[[Tensor, int, int], tuple[Children | Scores, Shared | None]],
     run: Callable[[Frontier, int, int, Tensor], Tensor],
-    graft: Graft | None = None,
+    lookup: Any = None,
 ) -> tuple[DraftTree, Tensor]:
     """Grow a tree level by level: score the frontier's children, pick the next frontier, run it.
 
@@ -175,6 +168,7 @@ def grow(
         children; and the noise to add to the scores, or None. Level 0 is the root's
     run: of (frontier, depth, first scratch slot, outputs of the level before), the outputs of the
         frontier's nodes, [B, R, F]
+    lookup: `extras.ngram_draft.Ngram`, which adds its continuations to the candidates
     Returns: the tree; [B, N] int64, each node's number among the nodes that ran, 0: it did not run.
     """
     levels: list[Candidates] = []
@@ -199,9 +193,9 @@ def grow(
             out = run(frontier, level + 1, slot, out)
             slot += width
     depth = shape.depth
-    if graft:
-        levels = [graft.add(Candidates.join(levels))]
-        depth = max(depth, graft.depth)
+    if lookup:
+        levels = [lookup.add(Candidates.join(levels), text)]
+        depth = max(depth, lookup.tokens)
     chosen = rerank(levels, ran, shape.nodes, depth, text)
     tree = DraftTree(*chosen[:5], values=chosen.values)
     if q:

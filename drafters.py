@@ -23,7 +23,6 @@ import sampling
 from draft_tree import (
     DraftTree,
     DynamicTree,
-    Graft,
     StaticTree,
     Text,
     grow,
@@ -303,10 +302,7 @@ class TreeDrafter(Drafter):
             window = Window(slots, free, frontier.paths.seen)
             return self.forward_nodes(state, frontier, out, positions, window)
 
-        graft = None
-        if self.lookup:
-            graft = Graft(self.lookup.tokens, lambda pool: self.lookup.add(pool, root.text))
-        tree, places = grow(self.tree, root.text, out, children, run, graft)
+        tree, places = grow(self.tree, root.text, out, children, run, self.lookup)
         return replace_fields(tree, slots=places) if self.keeps_rows else tree
 
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:

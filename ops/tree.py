@@ -72,42 +72,85 @@ class Expansion(NamedTuple):
     by_value: bool = True
 
 
-class Grown(NamedTuple):
-    """A level of X = R k candidates, by parents' order, then by rank, and the next frontier."""
+class Candidates(NamedTuple):
+    """Drafted tokens; those of a level by their parents' order, then by rank."""
 
-    tokens: Tensor  # [B, X] int64
-    values: Tensor  # [B, X] fp32
-    # [B, R'] int64, places of the frontier's nodes among the candidates; None or empty: no frontier
-    order: Tensor | None = None
-    paths: Paths | None = None
+    tokens: Tensor  # [B, P] int64
+    values: Tensor  # [B, P] fp32, sum of the scores along the path; -inf: no candidate
+    parents: Tensor  # [B, P] int64, flat index of the parent; -1 is the root
+
+    @staticmethod
+    def none(root: Tensor) -> Candidates:
+        """Return no candidates. root: [B] int64."""
+        empty = root.new_zeros(len(root), 0)  # [B, 0]
+        return Candidates(empty, empty.float(), empty)
+
+    @staticmethod
+    def join(levels: Sequence[Candidates]) -> Candidates:
+        """Concatenate the candidates of several levels."""
+        return Candidates(
+            torch.cat([level.tokens for level in levels], 1),
+            torch.cat([level.values for level in levels], 1),
+            torch.cat([level.parents for level in levels], 1),
+        )
 
 
-def grow_level(found: Children | Scores, front: Paths, step: Expansion) -> Grown:
-    """Value the children of a frontier and choose the next one; of equal candidates, the first."""
+class Frontier(NamedTuple):
+    """The nodes of a level that have children."""
+
+    index: Tensor  # [B, R] int64, flat indices
+    tokens: Tensor  # [B, R] int64
+    parent: Tensor  # [B, R] int64, their parents' places in the frontier before
+    paths: Paths
+
+    @staticmethod
+    def of(level: Candidates, order: Tensor, paths: Paths, k: int, begin: int) -> Frontier:
+        """Make the frontier of a level.
+
+        order: [B, R] int64, the nodes' places among the level's candidates, k per parent
+        begin: flat index of the level's first candidate
+        """
+        return Frontier(begin + order, level.tokens.gather(1, order), order // k, paths)
+
+
+def grow_level(
+    found: Children | Scores, front: Frontier, step: Expansion, begin: int
+) -> tuple[Candidates, Frontier | None]:
+    """Value the children of a frontier and choose the next one; of equal candidates, the first.
+
+    begin: flat index of the level's first candidate
+    Returns: the level's candidates, X = R k; the next frontier, None after the last level.
+    """
     if isinstance(found, Children):
-        return grow_level_reference(found, front, step)
+        return grow_level_reference(found, front, step, begin)
     if not found.logits.is_cuda:
-        return grow_level_reference(found.best(step.k), front, step)
+        return grow_level_reference(found.best(step.k), front, step, begin)
     tokens, values, order, best, seen = torch.ops.gpt_eagle.grow_level(
         found.logits,
         found.sharpness,
         found.ids,
-        *front,
+        *front.paths,
         step.places,
         step.k,
         step.count,
         step.slot,
         step.by_value,
     )
-    return Grown(tokens, values, order, Paths(best, seen))
+    level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
+    if not step.count:
+        return level, None
+    return level, Frontier.of(level, order, Paths(best, seen), step.k, begin)
 
 
-def grow_level_reference(found: Children, front: Paths, step: Expansion) -> Grown:
+def grow_level_reference(
+    found: Children, front: Frontier, step: Expansion, begin: int
+) -> tuple[Candidates, Frontier | None]:
     """Compute `grow_level` with torch's own operators."""
     tokens = found.tokens.flatten(1)  # [B, X]
-    values = (front.values[:, :, None] + found.scores).flatten(1)  # [B, X]
+    values = (front.paths.values[:, :, None] + found.scores).flatten(1)  # [B, X]
+    level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
     if not step.count:
-        return Grown(tokens, values)
+        return level, None
     if step.places is None:
         ranked = values if step.by_value else found.scores.flatten(1)
         order = best_first(ranked)[:, : step.count]  # [B, R']
@@ -115,23 +158,25 @@ def grow_level_reference(found: Children, front: Paths, step: Expansion) -> Grow
         order = step.places.expand(len(values), -1)  # [B, R']
     parent = (order // step.k)[:, :, None]  # [B, R', 1]
     nodes = torch.arange(step.count, device=order.device)
-    slots = torch.arange(front.seen.shape[2], device=order.device)
+    slots = torch.arange(front.paths.seen.shape[2], device=order.device)
     own = slots == step.slot + nodes[:, None]  # [R', W]
     # a node sees its ancestors and itself
-    seen = front.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
-    return Grown(tokens, values, order, Paths(values.gather(1, order), seen))
+    seen = front.paths.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
+    paths = Paths(values.gather(1, order), seen)
+    return level, Frontier.of(level, order, paths, step.k, begin)
 
 
 def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     step = Expansion(k, count, slot, places, by_value)
     children = Scores(logits, sharpness, ids).best(k)
-    grown = grow_level_reference(children, Paths(values, seen), step)
-    if not count:
+    unread = torch.zeros_like(values, dtype=torch.long)
+    front = Frontier(unread, unread, unread, Paths(values, seen))
+    level, chosen = grow_level_reference(children, front, step, begin=0)
+    if chosen is None:
         nothing = values.new_empty(len(values), 0)
         nothing_seen = seen.new_empty(len(values), 0, seen.shape[2])
-        return grown.tokens, grown.values, nothing.long(), nothing, nothing_seen
-    order = grown.order.clone(memory_format=torch.contiguous_format)
-    return grown.tokens, grown.values, order, *grown.paths
+        return level.tokens, level.values, nothing.long(), nothing, nothing_seen
+    return level.tokens, level.values, chosen.index.contiguous(), *chosen.paths
 
 
 def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
@@ -291,38 +336,6 @@ class Shared(NamedTuple):
     temperature: float
 
 
-class Candidates(NamedTuple):
-    """Drafted tokens; those of a level by their parents' order, then by rank."""
-
-    tokens: Tensor  # [B, P] int64
-    values: Tensor  # [B, P] fp32, sum of the scores along the path; -inf: no candidate
-    parents: Tensor  # [B, P] int64, flat index of the parent; -1 is the root
-
-    @staticmethod
-    def none(root: Tensor) -> Candidates:
-        """Return no candidates. root: [B] int64."""
-        empty = root.new_zeros(len(root), 0)  # [B, 0]
-        return Candidates(empty, empty.float(), empty)
-
-    @staticmethod
-    def join(levels: Sequence[Candidates]) -> Candidates:
-        """Concatenate the candidates of several levels."""
-        return Candidates(
-            torch.cat([level.tokens for level in levels], 1),
-            torch.cat([level.values for level in levels], 1),
-            torch.cat([level.parents for level in levels], 1),
-        )
-
-
-class Frontier(NamedTuple):
-    """The nodes of a level that have children."""
-
-    index: Tensor  # [B, R] int64, flat indices
-    tokens: Tensor  # [B, R] int64
-    parent: Tensor  # [B, R] int64, their parents' places in the frontier before
-    paths: Paths
-
-
 def next_level(
     found: Children | Scores,
     shared: Shared | None,
@@ -364,18 +377,13 @@ def next_level_reference(
         values = torch.zeros(per_node.shape[:2], device=per_node.device)  # [B, 1]
         seen = torch.zeros(*per_node.shape[:2], slots, dtype=torch.bool, device=per_node.device)
         index = torch.full_like(values, -1, dtype=torch.long)
-        front = Frontier(
-            index, index, index, Paths(values, seen)
-        )  # the root: tokens and parents unread
+        # the root: tokens and parents are unread
+        front = Frontier(index, index, index, Paths(values, seen))
     if shared is not None:
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
         noise = noise if found.ids is None else noise.index_select(-1, found.ids)
         found = Scores(shared.temperature * (found.logits + noise), found.sharpness, found.ids)
-    tokens, values, order, best = grow_level(found, front.paths, step)
-    level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
-    if not step.count:
-        return level, None
-    return level, Frontier(begin + order, tokens.gather(1, order), order // step.k, best)
+    return grow_level(found, front, step, begin)
 
 
 # ------------------------------------------------------------------------------------------- nodes

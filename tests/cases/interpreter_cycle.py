@@ -23,6 +23,7 @@ from ops.cuda.launch import Device
 from ops.tree import (
     Children,
     Expansion,
+    Frontier,
     Paths,
     Scores,
     best_nodes_reference,
@@ -222,12 +223,10 @@ def test_scores_by_strides_and_the_largest_k():
 def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpness=1.5):
     """Scores close to torch's; all that follows from them as torch has it, bit by bit."""
     (B, R, _), W, spare = logits.shape, count + 3, 2
-    found, front = (
-        Scores(logits, sharpness, ids),
-        Paths(torch.zeros(B, R), torch.rand(B, R, W) < 0.3),
-    )
+    found = Scores(logits, sharpness, ids)
+    paths = Paths(torch.zeros(B, R), torch.rand(B, R, W) < 0.3)
     tokens, scores, *none = ops.cuda.topk.grow_level(
-        found, front, Expansion(k, 0, 0)
+        found, paths, Expansion(k, 0, 0)
     )  # the values of the root are 0
     ranked, columns, total = best(sharpness * logits, k)
     assert not any(x.numel() for x in none)
@@ -235,11 +234,17 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
     torch.testing.assert_close(
         scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6
     )
-    front = front._replace(values=-torch.rand(B, R).round(decimals=1))
+    paths = paths._replace(values=-torch.rand(B, R).round(decimals=1))
     step = Expansion(k, count, spare, places, by_value)
-    want = grow_level_reference(Children(*(x.view(B, R, k) for x in (tokens, scores))), front, step)
-    got = ops.cuda.topk.grow_level(found, front, step)
-    assert all(map(torch.equal, got, (want.tokens, want.values, want.order, *want.paths)))
+    unread = torch.zeros(B, R, dtype=torch.long)
+    level, chosen = grow_level_reference(
+        Children(*(x.view(B, R, k) for x in (tokens, scores))),
+        Frontier(unread, unread, unread, paths),
+        step,
+        begin=0,
+    )
+    got = ops.cuda.topk.grow_level(found, paths, step)
+    assert all(map(torch.equal, got, (level.tokens, level.values, chosen.index, *chosen.paths)))
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 import tree_shapes
 from draft_tree import (
     DynamicTree,
-    Graft,
     StaticTree,
     accept,
     accept_fused,
@@ -271,9 +271,9 @@ def grown(shape, root, tokens, scores):
         ran.append(frontier.tokens)
         return out
 
-    graft = Graft(0, lambda pool: pools.append(pool) or pool)
+    lookup = SimpleNamespace(tokens=0, add=lambda pool, text: pools.append(pool) or pool)
     children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
-    tree, places = grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, run, graft)
+    tree, places = grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, run, lookup)
     return tree, pools[0], ran, places
 
 
@@ -426,9 +426,10 @@ def values_by_path(tokens, values, parents):
 def test_graft():
     """Chains whose tokens and values are random, onto pools that often hold their beginnings, and onto nothing."""
     rng, met = random.Random(2), {"used": 0, "raised": 0, "added": 0}
-    siblings = lambda *shape: torch.stack(
-        [torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())]
-    )  # noqa: E731
+
+    def siblings(*shape):
+        return torch.stack([torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())])
+
     torch.manual_seed(0)
     for empty in [True] * 5 + [False] * 20:
         B, shapes = 8, [(8, 1, 2), (8, 2, 2), (8, 2, 2)]

@@ -309,15 +309,14 @@ def test_level_registration(count, places):
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
     tokens, got, *rest = torch.ops.gpt_eagle.grow_level(*args)
     step = ops.tree.Expansion(k, count, slot, places, by_value)
-    want = ops.tree.grow_level(
-        ops.tree.Scores(logits, sharpness, ids), ops.tree.Paths(values, seen), step
-    )
-    assert torch.equal(tokens, want.tokens) and torch.equal(got, want.values)
-    assert (
-        all(map(torch.equal, rest, (want.order, *want.paths)))
-        if count
-        else not any(x.numel() for x in rest)
-    )
+    unread = torch.zeros(values.shape, dtype=torch.long)
+    front = ops.tree.Frontier(unread, unread, unread, ops.tree.Paths(values, seen))
+    level, chosen = ops.tree.grow_level(ops.tree.Scores(logits, sharpness, ids), front, step, 0)
+    assert torch.equal(tokens, level.tokens) and torch.equal(got, level.values)
+    if count:
+        assert all(map(torch.equal, rest, (chosen.index, *chosen.paths)))
+    else:
+        assert chosen is None and not any(x.numel() for x in rest)
 
 
 def test_node_registration():

@@ -47,7 +47,7 @@ from ops.library import triton_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
-from runtime import WARM_UPS
+from runtime import WARM_UPS, tensors_of
 from scripts.train import experts_gradient  # noqa: F401  (registers the gradients)
 from session import Session
 from tree_shapes import EAGLE1_PATHS
@@ -317,11 +317,12 @@ def test_grow_level(poisoned, by_value, V, k):
     B, R, W, count = 2, 10, 50, min(k, 10)
     logits = (torch.randn(B, R, V, device="cuda") * 10).round(decimals=1)  # ties
     ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
-    found, root = (
-        ops.tree.Scores(logits, 1.25, ids),
-        ops.tree.Paths(torch.zeros(B, R, device="cuda"), seen),
-    )
-    level = ops.tree.grow_level(found, root, ops.tree.Expansion(k, 0, 0))
+    found = ops.tree.Scores(logits, 1.25, ids)
+    index = torch.arange(B * R, device="cuda").view(B, R)
+    root = ops.tree.Paths(torch.zeros(B, R, device="cuda"), seen)
+    above = ops.tree.Frontier(index, index, index, root)
+    level, none = ops.tree.grow_level(found, above, ops.tree.Expansion(k, 0, 0), 7)
+    assert none is None
     scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
     assert k > 64 or torch.equal(level.tokens, ids[index[..., :k]].flatten(1))
@@ -329,13 +330,12 @@ def test_grow_level(poisoned, by_value, V, k):
         level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6
     )
     children = ops.tree.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
-    front = ops.tree.Paths(-torch.rand(B, R, device="cuda").round(decimals=1), seen)
+    values = -torch.rand(B, R, device="cuda").round(decimals=1)
+    front = above._replace(paths=ops.tree.Paths(values, seen))
     step = ops.tree.Expansion(k, count, 3, None, by_value)
-    got, want = (
-        ops.tree.grow_level(found, front, step),
-        ops.tree.grow_level_reference(children, front, step),
-    )
-    assert all(map(torch.equal, (*got[:3], *got.paths), (*want[:3], *want.paths)))
+    got = ops.tree.grow_level(found, front, step, 7)
+    want = ops.tree.grow_level_reference(children, front, step, 7)
+    assert all(map(torch.equal, tensors_of(got), tensors_of(want)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])
