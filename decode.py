@@ -210,14 +210,15 @@ class Cycle:
         return self
 
     def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
-        """Run the three steps, and read the clock between them.
+        """Run the three steps, timed.
 
         Writes: both caches, state.tokens; the state, if in place.
         """
         clock = Clock(state.pos.device)
-        tree, noise = clock(self.draft, state)
-        state, confirmed, outcome = clock(self.verify, cache, state, tree, noise)
-        state = clock(self.extend, state, confirmed)
+        draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
+        tree, noise = draft(state)
+        state, confirmed, outcome = verify(cache, state, tree, noise)
+        state = extend(state, confirmed)
         return state, replace_fields(outcome, report=Report.timed(outcome.report, clock.times))
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:

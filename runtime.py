@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -225,14 +226,17 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
 
 
 class Clock:
-    """Reads the time between the steps of a cycle: the device's clock on CUDA, else the host's."""
+    """Reads the time behind each step of a cycle: the device's clock on CUDA, else the host's."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.times = [device_time(device)]  # before, between and behind the steps (ns)
 
-    def __call__(self, step: Callable, *inputs: Any) -> Any:
-        """Run a step and return its result."""
+    def timed(self, *steps: Callable) -> list[Callable]:
+        """Return the steps such that each, when it has run, adds the time to `times`."""
+        return [partial(self._run, step) for step in steps]
+
+    def _run(self, step: Callable, *inputs: Any) -> Any:
         result = step(*inputs)
         self.times.append(device_time(self.device))
         return result
