@@ -31,7 +31,7 @@ from kv_cache import KVCache, Window, causal_window
 from model import Block, Transformer, call
 from ops.library import has_cpu_operators, on_cpp_device
 from ops.topk import best
-from ops.tree import place_rows
+from ops.tree import place_tokens
 from options import GenerateConfig
 from runtime import Clock, compiled, copy_into
 from sampling import NoiseKey, Sampling
@@ -246,7 +246,7 @@ class Cycle:
     ) -> tuple[DecodeState, Confirmed, Outcome]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
-        slots, start, positions = place_rows(
+        slots, start, positions = place_tokens(
             state.pos, tree.depths, self.drafter.size, done=state.done
         )
         window = Window(slots, start, tree.mask)

@@ -31,7 +31,7 @@ from draft_tree import (
 )
 from kv_cache import Window
 from model import Layers, Transformer
-from ops.tree import Children, Frontier, Scores, Shared, place_rows
+from ops.tree import Children, Frontier, Scores, Shared, place_tokens
 
 LARGEST = 1 << 30  # past the last preset of any drafter
 
@@ -63,10 +63,11 @@ class LargestTree:
         """Pick the preset of the next cycle. limit: the largest that makes sense now."""
         return limit
 
-    def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
+    def observe(self, preset: int, accepted: float, seconds: float, sequences: int) -> None:
         """Learn from a cycle.
 
-        accepted: mean length over its sequences, the bonus not counted; rows: live sequences
+        accepted: mean length over the live sequences, the bonus not counted
+        sequences: their number
         """
 
     def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
@@ -151,15 +152,15 @@ class DraftVocab(NamedTuple):
     """The tokens that a drafter scores: all, or those of the columns of its logits."""
 
     size: int  # V, tokens of the target
-    ids: Tensor | None = None  # [N] int64, ascending, the token of each column; None: all, N = V
+    ids: Tensor | None = None  # [Vd] int64, ascending, the token of each column; None: all, Vd = V
 
     @property
     def kept(self) -> int:
-        """N, tokens that can be drafted."""
+        """Vd, tokens that can be drafted."""
         return self.size if self.ids is None else len(self.ids)
 
     def columns(self, x: Tensor) -> Tensor:
-        """Select the entries of those tokens: [..., V] -> [..., N]."""
+        """Select the entries of those tokens: [..., V] -> [..., Vd]."""
         return x if self.ids is None else x.index_select(-1, self.ids)
 
     def tokens(self, column: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ class DraftVocab(NamedTuple):
         return column if self.ids is None else self.ids[column]
 
     def spread(self, q: Tensor) -> Tensor:
-        """Spread probabilities over all tokens, 0 for the others: [..., N] -> [..., V]."""
+        """Spread probabilities over all tokens, 0 for the others: [..., Vd] -> [..., V]."""
         if self.ids is None:
             return q
         return q.new_zeros(*q.shape[:-1], self.size).index_copy(-1, self.ids, q)
@@ -184,7 +185,7 @@ class TreeDrafter(Drafter):
     A child adds log softmax(c scores) to its path's value; c, the sharpness, is fitted per head.
     """
 
-    keeps_rows = False  # nodes that ran while drafting stay in the cache when they are accepted
+    keeps_nodes = False  # nodes that ran while drafting stay in the cache when they are accepted
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class TreeDrafter(Drafter):
         raise NotImplementedError
 
     def logits(self, out: Tensor) -> Tensor:
-        """Score the token after each output: [B, R, F] -> [B, R, V] fp32, V tokens of `vocab`."""
+        """Score the token after each output: [B, R, F] -> [B, R, Vd] fp32, Vd tokens of `vocab`."""
         raise NotImplementedError
 
     def resolved_options(self) -> dict[str, Any]:
@@ -298,12 +299,12 @@ class TreeDrafter(Drafter):
             return self._scores(out, level, root)
 
         def run(frontier: Frontier, depth: int, slot: int, out: Tensor) -> Tensor:
-            slots, _, positions = place_rows(free, depth - 1, frontier.tokens.shape[1], slot)
+            slots, _, positions = place_tokens(free, depth - 1, frontier.tokens.shape[1], slot)
             window = Window(slots, free, frontier.paths.seen)
             return self.forward_nodes(state, frontier, out, positions, window)
 
         tree, places = grow(self.tree, root.text, out, children, run, self.lookup)
-        return replace_fields(tree, slots=places) if self.keeps_rows else tree
+        return replace_fields(tree, slots=places) if self.keeps_nodes else tree
 
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """Score the children of every output [B, R, F]."""

@@ -42,7 +42,7 @@ class KVCache(NamedTuple):
         addresses = torch.tensor([buffer.data_ptr() for buffer in (*k, *v)], device=device)
         return KVCache(k, v, addresses)
 
-    def row(self, seq: int) -> KVCache:
+    def sequence(self, seq: int) -> KVCache:
         """Return the cache of one sequence, as views.
 
         No kernel knows their addresses: this cache cannot be compacted.

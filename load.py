@@ -30,7 +30,7 @@ from model import DTYPES, Transformer
 from options import GenerateConfig, pick_device
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
 from session import PREFILL_WIDTHS, Session
-from stats import rows_memory
+from stats import sequence_memory
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 # tokens; models trained for 128k would otherwise fill the memory with cache
@@ -81,7 +81,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
         accept_rule=accept_rule(config),
     )
     if config.batch_size > 1:
-        print(f"note: {rows_memory(engine)}", file=sys.stderr)
+        print(f"note: {sequence_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
 
 

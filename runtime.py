@@ -123,9 +123,9 @@ def copy_into(buffers: Any, values: Any) -> None:
 
 
 def sequence_of(record: Any, seq: int) -> Any:
-    """View one sequence of nested tuples of tensors: [B, ...] -> [1, ...]. A cache has `row`."""
-    if hasattr(record, "row"):
-        return record.row(seq)
+    """View one sequence of nested tuples of tensors and caches: [B, ...] -> [1, ...]."""
+    if hasattr(record, "sequence"):
+        return record.sequence(seq)
     if isinstance(record, Tensor):
         return record[seq : seq + 1]
     return type(record)(*(sequence_of(part, seq) for part in record))

@@ -30,7 +30,7 @@ from kv_cache import KVCache
 from ops.library import single_torch_thread
 from runtime import HostCopy, Replay, copy_into, sequence_of
 from sampling import NoiseKey
-from stats import Stats, rows_memory, trace_row
+from stats import Stats, sequence_memory, trace_row
 
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
 
@@ -40,7 +40,7 @@ class Buffers:
 
     def __init__(self, engine: Engine):
         """Allocate. Raises: ValueError when memory does not suffice."""
-        rows_memory(engine)
+        sequence_memory(engine)
         batch = engine.config.batch_size
         weight = engine.target.embedding.weight
         device = weight.device
@@ -82,7 +82,8 @@ class Buffers:
         def body() -> None:
             state = sequence_of(self.state, seq)
             own = replace(engine, drafter=engine.drafter.presets[preset])
-            copy_into(state, prefill_chunk(own, self.cache.row(seq), state, self.start, width))
+            cache = self.cache.sequence(seq)
+            copy_into(state, prefill_chunk(own, cache, state, self.start, width))
 
         self._replay(engine, ("prefill", width, seq, preset), body)
 
@@ -329,7 +330,7 @@ class Session:
         began, drafted, verified, ended = reports[0].times
         seconds = self._seconds(launched, reports[0])
         stats = self.stats
-        stats.live_rows.append(live)
+        stats.live_sequences.append(live)
         stats.accept_lengths += lengths
         stats.tokens += sum(reports[seq].count for seq in live)
         stats.draft_s += (drafted - began + ended - verified) / 1e9

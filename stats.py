@@ -25,7 +25,7 @@ class Stats:
     # per cycle and live sequence, bonus not counted
     accept_lengths: list[int] = field(default_factory=list)
     # per cycle, the sequences that these lengths belong to
-    live_rows: list[list[int]] = field(default_factory=list)
+    live_sequences: list[list[int]] = field(default_factory=list)
     tokens: int = 0  # decoded after prefill
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -210,15 +210,15 @@ def check_memory(plan: dict[str, int], device: str, remedy: str, count: int = 1)
     fit = free // max(each, 1)
     if need > free:
         parts = " + ".join(f"{name} {size * count / 1e9:.1f} GB" for name, size in plan.items())
-        fits = f", enough for {fit} of the {count} rows" if count > 1 else ""
+        fits = f", enough for {fit} of the {count} sequences" if count > 1 else ""
         raise ValueError(
             f"{parts} = {need / 1e9:.1f} GB of memory are needed, "
             f"{free / 1e9:.1f} GB are free{fits}; {remedy}"
         )
-    return f"{count} rows take {need / 1e9:.2f} GB of memory; {fit} would fit"
+    return f"{count} sequences take {need / 1e9:.2f} GB of memory; {fit} would fit"
 
 
-def rows_memory(engine: Any) -> str:
+def sequence_memory(engine: Any) -> str:
     """Check that memory is free for the sequences of a session. engine: `decode.Engine`.
 
     Returns: as `check_memory`. Raises: ValueError when it is not free.

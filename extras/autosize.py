@@ -317,20 +317,21 @@ class Autosizer:
             self.running = probe
             self.budget = 0.0
 
-    def observe(self, preset: int, accepted: float, seconds: float, rows: int = 1) -> None:
+    def observe(self, preset: int, accepted: float, seconds: float, sequences: int = 1) -> None:
         """Learn from a cycle.
 
         accepted: mean length over the decoding sequences, the bonus not counted
-        rows: number of decoding sequences
+        sequences: their number
         """
         known = self.known
         cost = self.cost(preset)
         self.budget += SHARE * cost
-        fade = FADE**rows
+        fade = FADE**sequences
         self.weights = [fade * weight for weight in self.weights]
         known.seen = [max(FADE * seen, min(seen, RECALLED)) for seen in known.seen]
-        self.weights[preset] += rows
-        self.accepted[preset] += rows * (accepted - self.accepted[preset]) / self.weights[preset]
+        self.weights[preset] += sequences
+        change = sequences * (accepted - self.accepted[preset])
+        self.accepted[preset] += change / self.weights[preset]
         self.pace = self.pace or seconds / cost
         if preset == self.last:  # the first cycle after a change is slow
             self._time(preset, seconds, cost)
@@ -340,9 +341,9 @@ class Autosizer:
             # a sequence's path ends with the first token that is missed
             missed = min(shape.depth - accepted, 1.0)
             tried = accepted + missed
-            known.miss_weight = fade * known.miss_weight + rows * tried
+            known.miss_weight = fade * known.miss_weight + sequences * tried
             deviation = missed * shape.topk ** (1 / 3) - tried * known.miss
-            known.miss += rows * deviation / known.miss_weight
+            known.miss += sequences * deviation / known.miss_weight
 
     def _time(self, preset: int, seconds: float, cost: float) -> None:
         """Learn from a cycle's time. cost: the expected one"""

@@ -99,7 +99,7 @@ class Deferred(Drafter):
         has passed, it counts as having read `length`, as other drafters do.
         """
         kept = length
-        if not self.drafter.keeps_rows:  # a gap: fewer tokens than the text
+        if not self.drafter.keeps_nodes:  # a gap: fewer tokens than the text
             shorter = torch.minimum(length, state.own.length)
             kept = torch.where(state.passed > 0, shorter, length)
         own = self.drafter.rewind(state.own, kept)
@@ -112,10 +112,10 @@ class Deferred(Drafter):
     def catch_up(self, state: DeferredState, text: Text) -> DeferredState:
         """Read the kept tokens. Writes: the drafter's own cache.
 
-        A drafter that keeps its own rows also reads the token before: it may not have run it.
+        A drafter that keeps its nodes also reads the token before: it may not have run it.
         """
         has_run = (state.own.length > 0) & (state.count > 0)
-        again = has_run.long() * self.drafter.keeps_rows
+        again = has_run.long() * self.drafter.keeps_nodes
         kept = state.count.clamp(max=MAX_KEPT)
         steps = torch.arange(MAX_KEPT + 1, device=again.device)
         at = (text.pos - kept - again)[:, None] + steps  # [B, MAX_KEPT + 1], indices in the text
@@ -134,7 +134,7 @@ class Idle(Deferred):
 
     def __init__(self, drafter: TreeDrafter, target: Transformer):
         super().__init__(drafter, target, grower=RootOnly())
-        self.may_skip = not drafter.keeps_rows
+        self.may_skip = not drafter.keeps_nodes
         self.max_deferred = MAX_KEPT - 1  # with the token before, as many as are kept
 
     def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:

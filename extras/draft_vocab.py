@@ -1,19 +1,19 @@
-"""`--draft_vocab N`: a draft head that can draft only the N most frequent tokens.
+"""`--draft_vocab COUNT`: a draft head that can draft only the most frequent tokens.
 
     python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json
     python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768
 
 The first command runs once per tokenizer.
-1. `vocab_from` reads a list of token ids by frequency. It sorts the first N by id, because the
+1. `vocab_from` reads a list of token ids by frequency. It sorts the first Vd by id, because the
    lowest id wins among equal scores, as elsewhere.
-2. The draft's LM head has only these N rows (`hf.heads.rows_of`). Column i of its scores belongs to
-   token ids[i]. When sampling, each score gets the noise of its token, which the target uses too.
+2. The draft's LM head has only these Vd rows (`hf.heads.rows_of`). Column i of its scores belongs
+   to token ids[i]. When sampling, each score gets the noise of its token, as in the target.
    The option is refused for a head that has a draft vocabulary of its own.
 3. The output does not change: the target still decides a token outside the list, with its whole
    LM head. Such a token is never drafted.
 
 Source: FR-Spec (arXiv 2502.14856); its published lists can be read.
-Trade-off: the draft's LM head is a copy of N * F weights (N = 32768, F = 4096: 268 MB in bf16, 69
+Trade-off: the draft's LM head is a copy of Vd * F weights (Vd = 32768, F = 4096: 268 MB in bf16, 69
 MB in int4), while an untrimmed one is the target's own. A quantized LM head is unpacked briefly.
 """
 

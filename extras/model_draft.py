@@ -55,7 +55,7 @@ class ModelState(NamedTuple):
 class ModelDrafter(TreeDrafter):
     """Drafts chains, static or dynamic trees with a `Transformer`."""
 
-    keeps_rows = True
+    keeps_nodes = True
 
     def __init__(
         self,

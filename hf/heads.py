@@ -134,7 +134,7 @@ class Eagle3:
     # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
     aux_layers: tuple[int, ...]
     target_dim: int  # their width
-    draft_vocab: int  # N, tokens that it drafts
+    draft_vocab: int  # Vd, tokens that it drafts
     norm_before_fc: bool = False  # a norm over all that fc fuses
     fc_norm: bool = False  # a norm over each of them
     norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
@@ -526,7 +526,7 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
 def _sorted_draft_ids(files: HeadFiles, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Read the ids of the `count` tokens in `d2t`. size: of the target's vocabulary
 
-    Returns: ([N] ids, ascending; [N] their places in the file), int64.
+    Returns: ([Vd] ids, ascending; [Vd] their places in the file), int64.
     """
     path = files.path
     differences = files.read("d2t")
@@ -563,7 +563,7 @@ def draft_lm_head(
 ) -> nn.Module:
     """Return a model's LM head, or a copy in the draft's format or with some tokens' rows only.
 
-    ids: [N] int64, the tokens to keep; None: all
+    ids: [Vd] int64, the tokens to keep; None: all
     """
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = model.lm_head if ids is None else rows_of(model.lm_head, ids)
@@ -582,10 +582,10 @@ def draft_lm_head(
 def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:
     """Return a copy of an LM head that has only the outputs `ids`.
 
-    The weights, or codes and scales, stay the same. ids: [N] int64
+    The weights, or codes and scales, stay the same. ids: [Vd] int64
     """
     if isinstance(linear, QuantLinear):
         return linear.rows(ids)
     rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
-    rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [N, F]
+    rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [Vd, F]
     return rows

@@ -1,7 +1,7 @@
 """Operators of a draft tree: the next level, the nodes, and the cache slots of a step's tokens.
 
 `next_level` scores the children of a frontier and picks the next frontier. `rerank` picks the nodes
-of the tree. `place_rows` computes the cache slots and positions of a step's tokens. On a CPU each
+of the tree. `place_tokens` computes the cache slots and positions of a step's tokens. On a CPU each
 is one C++ call (cpu/tree.cpp). Elsewhere they consist of smaller operators: on CUDA `grow_level`,
 `best_nodes` and `relate` in Triton (cuda/topk.py, cuda/tree.py), and plain ones, which the compiler
 fuses.
@@ -464,23 +464,23 @@ def rerank_reference(
 # ------------------------------------------------------------------------------------------ places
 
 
-def place_rows(
-    pos: Tensor, depths: Tensor | int, rows: int, slot: int = 0, done: Tensor | None = None
+def place_tokens(
+    pos: Tensor, depths: Tensor | int, count: int, slot: int = 0, done: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the cache slots and positions of the tokens of a step.
 
     pos: [B] int64, slot and position of the root
     depths: [B, T] int64, or one for all tokens, below the root
-    rows: T
+    count: T
     slot: the first token's, counted from the root's; the others follow
     done: [B] bool, sequences that attend to nothing
     Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
     """
     if on_cpp_device(pos):
         if isinstance(depths, int):
-            return torch.ops.gpt_eagle.place_rows(pos, done, None, rows, slot, depths)
-        return torch.ops.gpt_eagle.place_rows(pos, done, depths, rows, slot, 0)
-    slots = pos[:, None] + slot + torch.arange(rows, device=pos.device)  # [B, T]
-    positions = (pos[:, None] + depths).expand(-1, rows)
+            return torch.ops.gpt_eagle.place_rows(pos, done, None, count, slot, depths)
+        return torch.ops.gpt_eagle.place_rows(pos, done, depths, count, slot, 0)
+    slots = pos[:, None] + slot + torch.arange(count, device=pos.device)  # [B, T]
+    positions = (pos[:, None] + depths).expand(-1, count)
     start = pos if done is None else torch.where(done, 0, pos)
     return slots, start, positions

@@ -104,7 +104,7 @@ class ServeConfig(GenerateConfig):
         512, "tokens of an answer at most, and where a request names none", least=1
     )
     max_waiting: int = option(
-        64, "answers that may wait for a row; more requests are refused", least=0
+        64, "answers that may wait for their turn; more requests are refused", least=0
     )
     max_body: int = option(1_000_000, "bytes of a request at most", least=1)
     prompt: str | None = option(None, "", flag=False)
@@ -662,7 +662,7 @@ def main(argv: list[str] | None = None) -> None:
             if ":" in host:
                 host = f"[{host}]"
             print(
-                f"{server.name} at http://{host}:{port}/v1, {config.batch_size} rows",
+                f"{server.name} at http://{host}:{port}/v1, {config.batch_size} sequences",
                 file=sys.stderr,
                 flush=True,
             )

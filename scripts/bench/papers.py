@@ -292,7 +292,7 @@ def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
     batch.run(batch.groups[number])
     entries = batch.entries[known:]
     lengths: dict[int, list[int]] = {}  # accept lengths by sequence
-    sequences = (seq for live in stats.live_rows for seq in live)
+    sequences = (seq for live in stats.live_sequences for seq in live)
     for seq, length in zip(sequences, stats.accept_lengths):
         lengths.setdefault(seq, []).append(length)
     outcome = {
@@ -301,7 +301,7 @@ def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
         "prefill_s": stats.prefill_s,
         "draft_s": stats.draft_s,
         "verify_s": stats.verify_s,
-        "cycles": len(stats.live_rows),
+        "cycles": len(stats.live_sequences),
         "accept_lengths": list(lengths.values()),
         "repeated": [repeated(entry.new) for entry in entries],
     }

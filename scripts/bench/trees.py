@@ -103,7 +103,7 @@ class Always(NamedTuple):
         """Return the preset of the next cycle."""
         return min(self.preset, limit)
 
-    def observe(self, preset: int, accepted: float, seconds: float, rows: int) -> None:
+    def observe(self, preset: int, accepted: float, seconds: float, sequences: int) -> None:
         """Learn nothing from a cycle."""
 
 
@@ -186,7 +186,7 @@ def method_row(
 ) -> dict[str, Any]:
     """Return the measurements of one method, over all prompts."""
     stats = done.stats
-    cycles = len(stats.live_rows)
+    cycles = len(stats.live_sequences)
     cached = statistics.mean(len(e.prompt) + len(e.new) / 2 for e in done.entries)
     least_s = measure.pass_bytes(engine.target, cached) / bandwidth
     tokens = [entry.new for entry in done.entries]
@@ -247,7 +247,7 @@ def prepare(
             log.failed(name, error)
             continue
         if done.stats.decode_s:
-            ms = 1e3 * done.stats.decode_s / len(done.stats.live_rows)
+            ms = 1e3 * done.stats.decode_s / len(done.stats.live_sequences)
             log.add({"warm_up": name, "compile_s": each.compile_s, "cycle_ms": ms})
         done.stats = Stats()
         done.entries = []

@@ -922,8 +922,8 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
     class Steady(Autosizer):
         """However busy this machine is."""
 
-        def observe(self, preset: int, accepted: float, seconds: float, rows: int = 1) -> None:
-            super().observe(preset, accepted, [1.0, 1.6][preset], rows)
+        def observe(self, preset: int, accepted: float, seconds: float, sequences: int = 1) -> None:
+            super().observe(preset, accepted, [1.0, 1.6][preset], sequences)
 
     shapes = [shape_of(preset) for preset in engine.drafter.presets]
     sizer = Steady(shapes, unknown(shapes), 0.03)

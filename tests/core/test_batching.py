@@ -35,7 +35,7 @@ from options import DEMO, GenerateConfig
 from runtime import tensors_of
 from sampling import Sampling
 from session import Session
-from stats import check_memory, rows_memory
+from stats import check_memory, sequence_memory
 
 DRAFTS = {
     "vanilla": {"draft": "none"},
@@ -330,7 +330,7 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     )
     out, err = capsys.readouterr()
     whole = json.loads((tmp_path / "j").read_text())
-    assert out.startswith("\n\n".join(whole["text"]) + "\n") and "rows take" in err
+    assert out.startswith("\n\n".join(whole["text"]) + "\n") and "sequences take" in err
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((row["prompt"], row["sample"]) for row in rows) == [(i, 0) for i in range(9)]
     rows.sort(key=lambda row: row["prompt"])
@@ -386,7 +386,7 @@ def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path)
         str(tmp_path / "r.jsonl"),
     ]
     main([*argv, "--num_samples", "2"])
-    assert "rows take" in capsys.readouterr().err
+    assert "sequences take" in capsys.readouterr().err
     main(argv)
     out, err = capsys.readouterr()
     assert "1 of 1 results are in" in err and out.startswith("0 tokens in")
@@ -462,10 +462,10 @@ def test_a_killed_run_goes_on(tmp_path, prompts):
 def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
     monkeypatch.setattr("stats.free_bytes", lambda device: 10**9)
     said = check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
-    assert said == "3 rows take 0.90 GB of memory; 3 would fit"
+    assert said == "3 sequences take 0.90 GB of memory; 3 would fit"
     with pytest.raises(
         ValueError,
-        match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 rows; lower",
+        match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 sequences; lower",
     ):
         check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 4)
     assert capsys.readouterr().err == ""
@@ -476,7 +476,7 @@ def test_a_comparison_needs_caches_of_its_own(monkeypatch):
     engine, plans = load(**DEMO_IN_BF16, draft="none", context=64), []
     monkeypatch.setattr("stats.check_memory", lambda plan, *_: plans.append(plan))
     for compare in (False, True):
-        rows_memory(replace(engine, config=replace(engine.config, compare=compare)))
+        sequence_memory(replace(engine, config=replace(engine.config, compare=compare)))
     (own,) = (plans[1][name] for name in plans[1].keys() - plans[0].keys())
     config = engine.target.config
     assert (

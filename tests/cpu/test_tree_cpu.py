@@ -31,7 +31,7 @@ from ops.tree import (
     Shared,
     next_level,
     next_level_reference,
-    place_rows,
+    place_tokens,
     rerank,
     rerank_reference,
 )  # fmt: skip
@@ -479,8 +479,8 @@ def test_places(plain, batch):
         (None, torch.rand(batch) < 0.5),
     ):
         inputs = pos, depths, 7, slot, done
-        assert_equal(place_rows(*inputs), plain(place_rows, *inputs))
-    assert_equal(place_rows(pos, 0, 1), plain(place_rows, pos, 0, 1))
+        assert_equal(place_tokens(*inputs), plain(place_tokens, *inputs))
+    assert_equal(place_tokens(pos, 0, 1), plain(place_tokens, pos, 0, 1))
     for start in (pos, pos.repeat_interleave(2)[::2]):
         for rows in (1, 7):
             for back in (0, 1, 30):  # no slot is below 0
