@@ -199,13 +199,13 @@ class FixedTemplate(ChatTemplate):
     """The text around the turns of a conversation."""
 
     name: str
-    start: str  # before everything
-    slot: str  # around the system message; "" where the template has no place for one
-    system: str  # the system message; "" for none
-    turn: str  # before the first turn
     ask: str  # after every turn
-    reply: str  # before an earlier answer
     next: str  # between an earlier answer and the turn after it
+    start: str = ""  # before everything
+    slot: str = ""  # around the system message; "" where the template has no place for one
+    system: str = ""  # the system message; "" for none
+    turn: str = ""  # before the first turn
+    reply: str = ""  # before an earlier answer
     stops: tuple[str, ...] = ()  # tokens that end an answer besides EOS
     # drop white space around a turn; around an answer it is always dropped
     trim_turns: bool = False
@@ -270,7 +270,6 @@ LLAMA3 = FixedTemplate(  # LLaMA-3.1's own has two more lines, with dates, befor
     system=SYSTEM,
     turn=HEADER("user"),
     ask=f"<|eot_id|>{HEADER('assistant')}",
-    reply="",
     next=f"<|eot_id|>{HEADER('user')}",
     stops=("<|eot_id|>",),
     trim_turns=True,
@@ -280,24 +279,18 @@ LLAMA2 = FixedTemplate(
     start="[INST] ",
     slot="<<SYS>>\n{system}\n<</SYS>>\n\n",
     system=SYSTEM,
-    turn="",
     ask=" [/INST] ",
-    reply="",
     next=" </s><s>[INST] ",
 )
 MISTRAL = FixedTemplate(  # Mixtral uses it too
     name="mistral",
     start="[INST] ",
-    slot="",
-    system="",
-    turn="",
     ask=" [/INST]",
     reply=" ",
     next="</s>[INST] ",
 )
 VICUNA = FixedTemplate(
     name="vicuna",
-    start="",
     slot="{system} ",
     system=VICUNA_SYSTEM,
     turn="USER: ",

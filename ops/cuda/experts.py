@@ -33,6 +33,7 @@ from ops.cuda.quantized import (
     has_zeros,
     quantized_product,
     sum_kernel,
+    tile_height,
     words_of,
 )
 
@@ -67,13 +68,7 @@ def plan_experts(
     """
     blocks = triton.cdiv(K, 16 // bits * COLUMNS)
     splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors)
-    each = triton.cdiv(P, experts)
-    if each <= 4:
-        tokens = 16
-    elif each <= 16:
-        tokens = 32
-    else:
-        tokens = 64
+    tokens = tile_height(triton.cdiv(P, experts), 4, 16)
     return fit(tokens, splits, bits, group, dtype, device, zeros)
 
 

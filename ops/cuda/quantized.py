@@ -119,13 +119,16 @@ def plan_product(
     else:
         blocks = triton.cdiv(K, 16 // bits * COLUMNS)
         splits = choose_splits(N, blocks, device.processors, epilogue != "split_k")
-    if M <= 16:
-        tokens = 16
-    elif M <= 32:
-        tokens = 32
-    else:
-        tokens = 64
-    return fit(tokens, splits, bits, group, dtype, device, zeros)
+    return fit(tile_height(M, 16, 32), splits, bits, group, dtype, device, zeros)
+
+
+def tile_height(rows: int, low: int, middle: int) -> int:
+    """Return the rows of x per block: 16 for up to `low` rows, 32 for up to `middle`, else 64."""
+    if rows <= low:
+        return 16
+    if rows <= middle:
+        return 32
+    return 64
 
 
 def fit(

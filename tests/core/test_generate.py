@@ -35,6 +35,7 @@ IDS = [
 ]
 PROMPT = "def read_lines(path):"
 ON_DEMO = ["--checkpoint", DEMO, "--device", "cpu"]
+EIGHT_AS_JSON = [*ON_DEMO, "--max_new_tokens", "8", "--json", "-"]  # tokens
 
 
 def run(capsys, *argv: str) -> tuple[str, str]:
@@ -247,16 +248,7 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     file = tmp_path / "p.jsonl"
     rows = [{"turns": ["import os", " x" * 100, "y"]}, {"turns": ["def f():", "return", "a"]}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    base = [
-        *ON_DEMO,
-        "--prompt_file",
-        str(file),
-        "--max_new_tokens",
-        "8",
-        "--json",
-        "-",
-        "--ignore_eos",
-    ]
+    base = [*EIGHT_AS_JSON, "--prompt_file", str(file), "--ignore_eos"]
     out, err = run(capsys, *base, "--context", "60", "--batch_size", "2")
     assert json.loads(out)["index"] == [[0, 0, 0], [1, 0, 0], [1, 0, 1], [1, 0, 2]]
     assert err.count("turn 2 of prompt 1 no longer fits the context of 60") == 1, err
@@ -307,17 +299,7 @@ def test_prompt_file_with_turns(capsys, tmp_path):
     file.write_text(
         '{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n'
     )
-    base = [
-        *ON_DEMO,
-        "--prompt_file",
-        str(file),
-        "--max_new_tokens",
-        "8",
-        "--json",
-        "-",
-        "--dtype",
-        "float32",
-    ]
+    base = [*EIGHT_AS_JSON, "--prompt_file", str(file), "--dtype", "float32"]
     alone, _ = run(capsys, *base)
     together, _ = run(capsys, *base, "--batch_size", "2")
     alone, together = json.loads(alone), json.loads(together)
@@ -327,9 +309,8 @@ def test_prompt_file_with_turns(capsys, tmp_path):
 
 def test_text_prompt_file(capsys, tmp_path):
     (tmp_path / "p.txt").write_text(PROMPT)
-    base = [*ON_DEMO, "--max_new_tokens", "8", "--json", "-"]
-    a, _ = run(capsys, *base, "--prompt_file", str(tmp_path / "p.txt"))
-    b, _ = run(capsys, *base, "--prompt", PROMPT)
+    a, _ = run(capsys, *EIGHT_AS_JSON, "--prompt_file", str(tmp_path / "p.txt"))
+    b, _ = run(capsys, *EIGHT_AS_JSON, "--prompt", PROMPT)
     assert json.loads(a)["tokens"] == json.loads(b)["tokens"]
 
 

@@ -715,26 +715,35 @@ def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
         assert generate(load(tree=tree, batch_size=2, **options), prompts).tokens == plain.tokens
 
 
+def golden_config(temperature: float, max_new_tokens: int) -> GenerateConfig:
+    return GenerateConfig(
+        device="cuda",
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=7,
+        draft="none",
+        ignore_eos=True,
+    )
+
+
+def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Engine, Engine]:
+    """Vanilla, and warm with a dynamic tree and some options changed, in fp32 on golden models."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
+    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    vanilla = with_cycles(Engine(config, target, RootOnly(), context, ()))
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling)
+    config = replace(config, **changes)
+    return vanilla, warm_up(with_cycles(Engine(config, target, drafter, context, ())))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
     """Prompts of one pass and of several are cached by graphs of each row, while the other rows decode."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
-    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    options = {
-        "device": "cuda",
-        "temperature": temperature,
-        "max_new_tokens": 30,
-        "seed": 7,
-        "draft": "none",
-    }
-    config = GenerateConfig(**options, ignore_eos=True)
+    config = golden_config(temperature, max_new_tokens=30)
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 137 * k % 400)] for k in range(1, 9)]
-    vanilla = with_cycles(Engine(config, target, RootOnly(), 512, ()))
-    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling)
-    config = replace(config, compile=compiled, batch_size=3)
-    drafted = warm_up(with_cycles(Engine(config, target, drafter, 512, ())))
+    vanilla, drafted = golden_engines(config, 512, compile=compiled, batch_size=3)
     want = generate(vanilla, prompts).tokens
     for _ in range(2):
         assert generate(drafted, prompts).tokens == want
@@ -744,22 +753,11 @@ def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_four_rows_that_come_and_go(compiled, temperature):
     """As a server drives a session: one row is released in the middle of its text, others take the next prompt."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
-    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    options = {
-        "device": "cuda",
-        "temperature": temperature,
-        "max_new_tokens": 40,
-        "seed": 7,
-        "draft": "none",
-    }
-    config = GenerateConfig(**options, ignore_eos=True)
+    config = golden_config(temperature, max_new_tokens=40)
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 37 * k % 60)] for k in range(1, 8)]
-    want = generate(with_cycles(Engine(config, target, RootOnly(), 256, ())), prompts).tokens
-    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling)
-    config = replace(config, compile=compiled, batch_size=4)
-    session = Session(warm_up(with_cycles(Engine(config, target, drafter, 256, ()))))
+    vanilla, drafted = golden_engines(config, 256, compile=compiled, batch_size=4)
+    want = generate(vanilla, prompts).tokens
+    session = Session(drafted)
     said, coming, rows = [[] for _ in prompts], iter(range(len(prompts))), [-1] * 4
     for steps in range(200):
         if steps == 5:
