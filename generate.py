@@ -68,7 +68,7 @@ from drafters import RootOnly
 from hf.tokenizer import Tokenizer
 from load import load, warm_up
 from session import Session
-from stats import Stats, environment, stats_line, summary
+from stats import Stats, environment, share_of_equal, stats_line, summary
 
 
 class Turn(NamedTuple):
@@ -281,8 +281,8 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     """Decode every group of a batch without and with drafting, in turn, in this process.
 
     on_finished: callback for the drafted conversations, see `Batch.run`
-    Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, the share of
-        equal sequences (None with the residual rule).
+    Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, from
+        `share_of_equal` (None with the residual rule).
     """
     engine = drafted.engine
     config = replace(engine.config, accept="exact", trace="", compare=False)
@@ -298,8 +298,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     speedup = result.stats["tokens_per_s"] / rate if rate else 0.0
     identical = None  # the residual rule draws other tokens from the same distribution
     if engine.config.accept == "exact":
-        same = [x == y for x, y in zip(expected.tokens, result.tokens)]
-        identical = sum(same) / len(same)
+        identical = share_of_equal(expected, result)
     return result, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
 
 

@@ -57,6 +57,17 @@ class Stats:
         }
 
 
+def share_of_equal(expected: Any, result: Any) -> float:
+    """Return the share of turns whose tokens are equal in two results (`generate.Result`).
+
+    A turn that only one of them has is not equal: where tokens differ, a later turn may not fit.
+    """
+    vanilla = dict(zip(expected.index, expected.tokens, strict=True))
+    drafted = dict(zip(result.index, result.tokens, strict=True))
+    turns = vanilla.keys() | drafted.keys()
+    return sum(vanilla.get(turn) == drafted.get(turn) for turn in turns) / len(turns)
+
+
 # ---------------------------------------------------------------------- reports
 
 

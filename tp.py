@@ -55,13 +55,14 @@ class ShardedFiles(TensorSource):
     """One rank's part of a checkpoint: the files of a smaller model.
 
     A part is a view of the tensor in the file. A weight that must be decoded (GGUF, codes of other
-    projects) is complete in memory meanwhile.
+    projects) is complete in memory meanwhile; of one that a source makes anew a part is a copy.
     """
 
     def __init__(self, files: TensorSource, here: Rank):
         """Raises: ValueError where the model cannot be split into so many parts."""
         self.path = files.path
         self.note = files.note
+        self.makes_tensors = files.makes_tensors
         self.here = here
         config = read_config(files.path, files.config)
         self.full_config = config
@@ -83,7 +84,11 @@ class ShardedFiles(TensorSource):
         }
 
     def _read_part(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        return self._cut(name, read())
+        tensor = read()
+        part = self._cut(name, tensor)
+        if self.makes_tensors and part is not tensor:
+            return part.clone()  # the complete tensor is freed
+        return part
 
     def _codes(self, name: str, read: Callable[[], Codes]) -> Codes:
         codes, *scales = read()

@@ -68,8 +68,8 @@ def add_norm(
     Allocates its results, and nothing else; never waits.
     """
     F = x.shape[-1]
-    y = torch.empty_like(x)
     x = x.contiguous()
+    y = torch.empty_like(x)
     if delta is None:
         delta = x  # not read
         total = x

@@ -117,6 +117,13 @@ def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
     assert torch.equal(alone[0], again[0][2:3]) and torch.equal(alone[1], again[1][2:3])
 
 
+def test_a_norm_of_what_is_not_contiguous():
+    x, scale = torch.randn(135, 5).T, torch.rand(135)
+    total, y = ops.cuda.norm.add_norm(x, x, scale, 1e-5, DEVICE)
+    wanted = ops.norm.add_norm_reference(x, x[None], scale, 1e-5)
+    torch.testing.assert_close((total, y), wanted, atol=1e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("form,rows", [
     ("int4-32", 70), ("int8", 26), ("int4-128", 1),
     *slow((form, rows) for form in ("int4-128", "int4-32", "int8") for rows in (26, 60)),

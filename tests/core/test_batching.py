@@ -487,4 +487,6 @@ def test_a_comparison_needs_caches_of_its_own(monkeypatch):
 
 
 def test_rows_that_do_not_fit_are_refused(capsys):
-    refused(capsys, "sequences; lower --batch_size", *BASE, "--batch_size", str(10**9), "--prompt", "x")
+    refused(
+        capsys, "sequences; lower --batch_size", *BASE, "--batch_size", str(10**9), "--prompt", "x"
+    )

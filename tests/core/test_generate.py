@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from helpers import GOLDEN
 from hf.config import resolve_draft
 from options import DEMO, GenerateConfig
 from prompts import read_prompts
+from stats import share_of_equal
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 IDS = [
@@ -143,6 +145,15 @@ def test_trace_contract(capsys, tmp_path):
 def test_compare_prints_a_speedup_and_identity(capsys):
     out, _ = run(capsys, *IDS, "--eagle", HEAD, "--compare")
     assert "x of vanilla" in out and "100 % of sequences identical" in out
+
+
+def test_a_turn_that_one_run_lacks_is_not_identical():
+    """Where tokens differ, a later turn may fit the context in one run only."""
+    first, second, other = (0, 0, 0), (0, 0, 1), (1, 0, 0)
+    both = SimpleNamespace(index=[first, second, other], tokens=[[1, 2], [3], [4]])
+    fewer = SimpleNamespace(index=[first, other], tokens=[[1, 2], [4]])
+    assert share_of_equal(both, both) == 1.0
+    assert share_of_equal(both, fewer) == share_of_equal(fewer, both) == 2 / 3
 
 
 def test_profile_writes_a_trace(capsys, tmp_path):

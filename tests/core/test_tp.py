@@ -348,6 +348,19 @@ def test_a_part_is_a_view_of_what_is_read():
         assert part.numel() * 4 == whole.numel() and part.untyped_storage().nbytes() >= whole.nbytes
 
 
+def test_a_part_of_a_new_tensor_is_a_new_one():
+    """A loader keeps it as it is: the complete tensor must not stay behind it."""
+    files = open_source(Path(DEMO))
+    assert not ShardedFiles(files, Rank(1, 4, 1)).makes_tensors
+    files.makes_tensors = True
+    share = ShardedFiles(files, Rank(1, 4, 1))
+    assert share.makes_tensors
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        part = share.read(name)
+        assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+        assert torch.equal(part, parts_of(DEMO, 4)[1].read(name))
+
+
 @pytest.mark.parametrize("raw,world,rule", [
     (TINY, 3, "must divide 4 heads and 256 columns of the feed-forward, and divide 2 KV heads or be a multiple of them; "
      "it is 3: make it 1 or 2 or 4"),
