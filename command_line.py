@@ -61,9 +61,13 @@ def check_ranges(options: Any) -> None:
 def _check_range(f: Field, value: Any) -> None:
     least = f.metadata["least"]
     most = f.metadata["most"]
-    number = Integral if f.type == "int" else Real
+    if f.type == "int":
+        number = Integral
+        kind = "whole number"
+    else:
+        number = Real
+        kind = "number"
     is_number = isinstance(value, number) and not isinstance(value, bool)
-    kind = "whole number" if f.type == "int" else "number"
     require(is_number, f"--{f.name} must be a {kind}; it is {value!r}")
     require(
         least is None or value == f.default or value >= least,
@@ -120,7 +124,9 @@ def parse(
 
 
 def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
-    default = "" if f.default in ("", None, False) else f" (default: {f.default})"
+    default = ""
+    if f.default not in ("", None, False):
+        default = f" (default: {f.default})"
     arguments: dict[str, Any] = {
         "help": (f.metadata["help"] + default).replace("%", "%%"),
         "default": f.default,

@@ -148,7 +148,9 @@ def with_cycles(engine: Engine) -> Engine:
     cuda = config.device.startswith("cuda")
     engine.target.fuse(config.compile and not cuda)
     engine.drafter.fuse(config.compile and not cuda)
-    eos_ids = () if config.ignore_eos else engine.eos_ids
+    eos_ids = engine.eos_ids
+    if config.ignore_eos:
+        eos_ids = ()
     engine = replace(
         engine,
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.target.embedding.weight.device),

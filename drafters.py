@@ -229,7 +229,9 @@ class TreeDrafter(Drafter):
         self.size = tree.size
         self.width = tree.width
         self.scratch = sum(tree.widths)  # slots that a draft needs above the root's
-        self.fresh_rows = 1 + self.scratch if self.children == "sampled" else 0
+        self.fresh_rows = 0
+        if self.children == "sampled":
+            self.fresh_rows = 1 + self.scratch
         if self.lookup:
             self.depth = max(self.depth, self.lookup.tokens)
             self.width += self.lookup.branches
@@ -275,11 +277,10 @@ class TreeDrafter(Drafter):
         tree = self.tree
         if isinstance(tree, DynamicTree):
             options = {"tree": "dynamic", "tree_topk": tree.topk, "tree_size": tree.size}
+        elif tree.width == 1:
+            options = {"tree": "chain", "tree_paths": tree.paths}
         else:
-            options = {
-                "tree": "chain" if tree.width == 1 else "static",
-                "tree_paths": tree.paths,
-            }
+            options = {"tree": "static", "tree_paths": tree.paths}
         if self.vocab.ids is not None:
             options["draft_vocab"] = self.vocab.kept
         if self.lookup:
@@ -304,7 +305,9 @@ class TreeDrafter(Drafter):
             return self.forward_nodes(state, frontier, out, positions, window)
 
         tree, places = grow(self.tree, root.text, out, children, run, self.lookup)
-        return replace_fields(tree, slots=places) if self.keeps_nodes else tree
+        if self.keeps_nodes:
+            tree = replace_fields(tree, slots=places)
+        return tree
 
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """Score the children of every output [B, R, F]."""
@@ -316,7 +319,9 @@ class TreeDrafter(Drafter):
 
     def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """Draw children without replacement from q. out: [B, R, F]."""
-        first = 1 + sum(self.tree.widths[: level - 1]) if level else 0  # noise of earlier levels
+        first = 0  # rows of noise of earlier levels
+        if level:
+            first = 1 + sum(self.tree.widths[: level - 1])
         log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
         fresh = self.vocab.columns(root.fresh[:, first : first + out.shape[1]])
         columns = (log_q + fresh).topk(k, dim=-1).indices

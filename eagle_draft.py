@@ -116,13 +116,18 @@ class Eagle3Head(EagleHead):
             self.norm = RMSNorm(dim, eps)
         elif eagle3.last_norm != "none":
             self.output_norm = RMSNorm(dim, eps)
-        self.input_norm = RMSNorm(aux_width, eps) if eagle3.norm_before_fc else NoNorm()
+        self.input_norm = NoNorm()
+        if eagle3.norm_before_fc:
+            self.input_norm = RMSNorm(aux_width, eps)
         normed = eagle3.aux_layers if eagle3.fc_norm else ()
         self.fc_norm = nn.ModuleList(RMSNorm(eagle3.target_dim, eps) for _ in normed)
-        self.fc = Linear(aux_width, dim, bias=config.fc_bias) if eagle3.aux_layers else NoNorm()
+        self.fc = NoNorm()
+        if eagle3.aux_layers:
+            self.fc = Linear(aux_width, dim, bias=config.fc_bias)
         if eagle3.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
-        self.lm_head = LMHead(dim, eagle3.draft_vocab, bias=False) if eagle3.lm_head else None
+        if eagle3.lm_head:
+            self.lm_head = LMHead(dim, eagle3.draft_vocab, bias=False)
 
     def project(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
@@ -267,8 +272,14 @@ def load_drafter(
     quant = saved_quantization(raw, path)
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
-    vocab = options.get("vocab", None if head.lm_head else head.vocab)
-    lm_head = draft_lm_head(head if head.lm_head else target, quant, vocab.ids if vocab else None)
+    if head.lm_head:
+        model = head
+        vocab = None  # its LM head scores no other tokens
+    else:
+        model = target
+        vocab = head.vocab
+    vocab = options.get("vocab", vocab)
+    lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
     options["children"] = config.child_rule
     if config.sharpness:
         options["sharpness"] = config.sharpness

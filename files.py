@@ -100,14 +100,16 @@ def read_jsonl(path: Path, flag: str, check: Callable[[dict], str] = lambda row:
     Raises: ValueError that names the file and the line.
     """
     text = read_named(path, flag)
-    is_array = text.lstrip().startswith("[")
-    lines = [text] if is_array else text.split("\n")
+    lines = text.split("\n")
+    if text.lstrip().startswith("["):
+        lines = [text]
     objects: list[dict] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{flag}: {path} line {number}"
-            value = parse_json(line, where)
-            values = value if isinstance(value, list) else [value]
+            values = parse_json(line, where)
+            if not isinstance(values, list):
+                values = [values]
             for each in values:
                 fault = check(each) if isinstance(each, dict) else ""
                 if fault:
@@ -256,8 +258,8 @@ def errors_as_value_error(
             raise ValueError(
                 f"{file} needs more memory than there is; free some, or use a smaller file"
             ) from None
-        lines = str(error).strip().splitlines()
-        reason = one_line(lines[0] if lines else type(error).__name__, 300)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = one_line(lines[0], 300)
         raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
 
 

@@ -295,7 +295,9 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     expected = vanilla.result()
     result = drafted.result()
     rate = expected.stats["tokens_per_s"]
-    speedup = result.stats["tokens_per_s"] / rate if rate else 0.0
+    speedup = 0.0
+    if rate:
+        speedup = result.stats["tokens_per_s"] / rate
     identical = None  # the residual rule draws other tokens from the same distribution
     if engine.config.accept == "exact":
         identical = share_of_equal(expected, result)

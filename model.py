@@ -78,7 +78,9 @@ class ModelConfig:
 
     def at(self, layer: int) -> ModelConfig:
         """Return the config of one layer: without experts, where the layer is dense."""
-        return replace(self, n_experts=0) if layer in self.dense_layers else self
+        if layer in self.dense_layers:
+            return replace(self, n_experts=0)
+        return self
 
 
 # ----------------------------------------------------------------------------------------- modules
@@ -227,7 +229,9 @@ class Attention(nn.Module):
     @property
     def head_norms(self) -> HeadNorms | None:
         """The norms of each query and key before their rotation, as `rotary` takes them."""
-        return (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
+        if not self.qk_norm:
+            return None
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
 
 class FeedForward(nn.Module):
@@ -368,7 +372,9 @@ class Layers(nn.ModuleList):
             x, h = run(block, x, h, after, rope, kv, window)
         if len(self) in aux_layers:
             aux.append(x)
-        return torch.cat((h, *aux), -1) if aux_layers else h
+        if aux_layers:
+            h = torch.cat((h, *aux), -1)
+        return h
 
 
 class Transformer(nn.Module):
@@ -415,7 +421,9 @@ class Transformer(nn.Module):
 
     def fuse(self, enable: bool) -> None:
         """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
-        self.fused = FusedModel(self) if enable and fits(self.layers) else None
+        self.fused = None
+        if enable and fits(self.layers):
+            self.fused = FusedModel(self)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the first layer's inputs: embeddings, [B, T, F], and RoPE's angles."""

@@ -88,8 +88,11 @@ def report_from_rank_0(program: str) -> Iterator[None]:
         return
     silent = here.rank > 0
     errors = io.StringIO()
-    stdout = io.StringIO() if silent else sys.stdout
-    stderr = errors if silent else sys.stderr
+    stdout = sys.stdout
+    stderr = sys.stderr
+    if silent:
+        stdout = io.StringIO()
+        stderr = errors
     try:
         with redirect_stdout(stdout), redirect_stderr(stderr):
             yield

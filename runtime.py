@@ -137,8 +137,9 @@ class HostCopy:
     def __init__(self, *tensors: Tensor):
         # pinned on CUDA, from blocks that the allocator reuses as soon as their copies are done
         self.host = [x.to("cpu", non_blocking=True) for x in tensors]
-        self.arrived = torch.cuda.Event() if tensors[0].is_cuda else None
-        if self.arrived is not None:
+        self.arrived = None
+        if tensors[0].is_cuda:
+            self.arrived = torch.cuda.Event()
             self.arrived.record()
 
     def read(self) -> list[list]:
@@ -172,7 +173,9 @@ _compiled = itertools.count()
 def why_not_compiled(device: str) -> str:
     """Try the compiler on a small step. Returns: the reason why it does not work, or ""."""
     if device.startswith("cpu"):  # there --compile means the C++ operators
-        return "" if has_cpu_operators() else "it needs the CPU operators"
+        if has_cpu_operators():
+            return ""
+        return "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
     except Exception as error:  # a missing or broken compiler may raise anything

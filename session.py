@@ -247,9 +247,12 @@ class Session:
         Returns: the new tokens of every sequence that were read. Writes: history, stats, trace.
         """
         new: list[list[int]] = [[] for _ in self.history]
-        # time that the caller takes counts only where a device computes meanwhile
-        began = self.read_at if self.pending else time.perf_counter()
-        lag = 0 if self.prefilling else self.host_lag  # prefill needs a state that nothing changes
+        began = time.perf_counter()
+        if self.pending:  # a device computes meanwhile: the time that the caller takes counts
+            began = self.read_at
+        lag = self.host_lag
+        if self.prefilling:  # prefill needs a state that nothing changes
+            lag = 0
         while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch())
         while len(self.pending) > lag:
@@ -296,8 +299,10 @@ class Session:
         tree_trace = None
         if engine.config.trace:
             tree = outcome.tree
-            values = () if tree.values is None else (tree.values,)
-            tree_trace = HostCopy(tree.tokens, tree.parents, tree.depths, outcome.path, *values)
+            traced = [tree.tokens, tree.parents, tree.depths, outcome.path]
+            if tree.values is not None:
+                traced.append(tree.values)
+            tree_trace = HostCopy(*traced)
         return InFlight(HostCopy(outcome.report), preset, began, tree_trace)
 
     def time_cycle(self, preset: int) -> float:

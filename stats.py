@@ -93,7 +93,9 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
 def stats_line(stats: dict[str, Any]) -> str:
     """Return the last line of a run."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
-    compiled = f"compile {stats['compile_s']:.1f} s, " if stats["compile_s"] else ""  # on CUDA
+    compiled = ""
+    if stats["compile_s"]:  # on CUDA
+        compiled = f"compile {stats['compile_s']:.1f} s, "
     line = (
         f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, "
         f"tau {stats['tau']:.2f} ({stats['cycles']} cycles); "
@@ -221,7 +223,9 @@ def check_memory(plan: dict[str, int], device: str, remedy: str, count: int = 1)
     fit = free // max(each, 1)
     if need > free:
         parts = " + ".join(f"{name} {size * count / 1e9:.1f} GB" for name, size in plan.items())
-        fits = f", enough for {fit} of the {count} sequences" if count > 1 else ""
+        fits = ""
+        if count > 1:
+            fits = f", enough for {fit} of the {count} sequences"
         raise ValueError(
             f"{parts} = {need / 1e9:.1f} GB of memory are needed, "
             f"{free / 1e9:.1f} GB are free{fits}; {remedy}"

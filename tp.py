@@ -120,7 +120,9 @@ class ShardedFiles(TensorSource):
             part = part * self.kv_parts // parts
             parts = self.kv_parts
         size, rest = divmod(tensor.shape[dim], parts)
-        return tensor if rest else tensor.narrow(dim, part * size, size)
+        if rest:
+            return tensor
+        return tensor.narrow(dim, part * size, size)
 
 
 def split_inputs(config: ModelConfig) -> list[int]:

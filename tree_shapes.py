@@ -83,7 +83,9 @@ class DynamicTree:
     @property
     def nodes(self) -> Tensor | int:
         """The candidates that become nodes, [1, N-1] int64, ascending; a number: the best ones."""
-        return self.size - 1 if self.rerank else self.fixed_nodes
+        if self.rerank:
+            return self.size - 1
+        return self.fixed_nodes
 
 
 # EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2.
@@ -134,7 +136,9 @@ class StaticTree:
 
     @property
     def name(self) -> str:
-        return f"chain {self.depth}" if self.width == 1 else f"static {self.size}"
+        if self.width == 1:
+            return f"chain {self.depth}"
+        return f"static {self.size}"
 
     by_value = True  # a static tree has no order of candidates
 

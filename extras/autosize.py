@@ -100,7 +100,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     drafter = engine.drafter
     file = file_of(engine)
     shapes = [shape_of(preset) for preset in drafter.presets]
-    known = known_of(recall(file), shapes) if file else None
+    known = None
+    if file:
+        known = known_of(recall(file), shapes)
     if known is None:
         known = unknown(shapes, trained_miss(config.eagle))
     if timed_s:
@@ -158,7 +160,9 @@ def trained_miss(head: str) -> float | None:
         miss = 1 - sum(reached) / (1 + sum(reached[:-1]))
     except (ValueError, LookupError, TypeError, ArithmeticError):
         return None
-    return miss if reached and 0 <= miss <= 1 else None
+    if not reached or not 0 <= miss <= 1:
+        return None
+    return miss
 
 
 # --------------------------------------------------------------------------------------- knowledge
@@ -284,7 +288,9 @@ class Autosizer:
     @property
     def prefill_tree(self) -> int:
         """The preset that prefills: a drafter at rest need not read prompts. -1: the largest."""
-        return 0 if self.may_skip_prompts and self.best == 0 else -1
+        if self.may_skip_prompts and self.best == 0:
+            return 0
+        return -1
 
     def next(self, limit: int) -> int:
         """Return the preset of the next cycle. limit: the largest useful preset"""

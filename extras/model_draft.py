@@ -165,7 +165,9 @@ def check_same_tokens(target: Path, draft: Path, size: int) -> None:
 
 
 def _described(tokens: list[bytes], number: int) -> str:
-    return repr(tokens[number]) if number < len(tokens) else "nothing"
+    if number < len(tokens):
+        return repr(tokens[number])
+    return "nothing"
 
 
 def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:

@@ -55,10 +55,17 @@ class Ngram:
 
         In a head's tree on a CPU, where trees are small, the defaults are fewer tokens.
         """
-        small_tree = config.draft == "eagle+ngram" and not config.device.startswith("cuda")
-        tokens = config.ngram_tokens or (4 if small_tree else 10)
-        branches = config.ngram_branches or (1 if small_tree else 2)
-        return Ngram(tokens, branches, config.ngram_max, config.ngram_min)
+        tokens = 10
+        branches = 2
+        if config.draft == "eagle+ngram" and not config.device.startswith("cuda"):
+            tokens = 4
+            branches = 1
+        return Ngram(
+            config.ngram_tokens or tokens,
+            config.ngram_branches or branches,
+            config.ngram_max,
+            config.ngram_min,
+        )
 
     @property
     def size(self) -> int:

@@ -45,8 +45,10 @@ def folder() -> Path | None:
     Raises: RuntimeError without a home directory.
     """
     named = os.environ.get("GPT_EAGLE_TREES")
+    if named == "":
+        return None
     if named is not None:
-        return Path(named) if named else None
+        return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "gpt-eagle" / "trees"
 

@@ -83,7 +83,9 @@ class JinjaTemplate(ChatTemplate):
         prompt = self.render([question], [])
         conversation = self.render([question, another], [answer])
         before = conversation.partition(answer)[0]
-        return before.removeprefix(prompt) if before.startswith(prompt) else ""
+        if not before.startswith(prompt):
+            return ""
+        return before.removeprefix(prompt)
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """Render, as the base class.
@@ -217,7 +219,9 @@ class FixedTemplate(ChatTemplate):
         past = ""
         for turn, answer in zip(turns[:-1], answers, strict=True):
             past += turn + self.ask + self.reply + answer.strip() + self.next
-        opening = self.slot.replace("{system}", self.system) if self.system else ""
+        opening = ""
+        if self.system:
+            opening = self.slot.replace("{system}", self.system)
         return self.start + opening + self.turn + past + turns[-1] + self.ask
 
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -316,4 +320,6 @@ def chat_template(
     if name not in CHAT_TEMPLATES:
         raise ValueError(f"--chat must be one of {', '.join(CHAT_TEMPLATES)}; got {name}")
     template = CHAT_TEMPLATES[name]
-    return template if system is None else template.with_system(system)
+    if system is None:
+        return template
+    return template.with_system(system)

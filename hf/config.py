@@ -190,7 +190,10 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
         generation = read_json(generation_file)
         with naming(generation_file):
             extra_eos = read_fields(generation, HFGenerationConfig).eos_token_id
-    with naming(path if is_gguf(path) else path / "config.json"):
+    file = path
+    if not is_gguf(path):
+        file = path / "config.json"
+    with naming(file):
         kind = read_fields(raw, HFArchitecture)
         name = (kind.architectures or [kind.model_type])[0]
         if name in ARCHITECTURES:
@@ -212,6 +215,10 @@ def config_from(
     head_dim = _head_dim(hf, kv_heads)
     theta, scaling = rope_parameters(hf)
     qkv_bias, o_bias = ARCHITECTURES[architecture]
+    if qkv_bias is None:
+        qkv_bias = hf.attention_bias
+    if o_bias is None:
+        o_bias = hf.attention_bias
     return ModelConfig(
         dim=hf.hidden_size,
         n_layers=hf.num_hidden_layers,
@@ -224,8 +231,8 @@ def config_from(
         rope_theta=theta,
         rope_scaling=scaling,
         max_context=_max_context(hf, scaling, qwen=architecture.startswith("Qwen")),
-        qkv_bias=hf.attention_bias if qkv_bias is None else qkv_bias,
-        o_bias=hf.attention_bias if o_bias is None else o_bias,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
         mlp_bias=hf.mlp_bias,
         qk_norm=architecture.startswith("Qwen3"),
         tie_embeddings=hf.tie_word_embeddings,
@@ -297,7 +304,9 @@ def mixture_of(raw: dict, architecture: str) -> dict:
         return {}
     hf = read_fields(raw, HFQwenExperts)
     layers = raw["num_hidden_layers"]
-    name = "num_local_experts" if hf.num_experts is None else "num_experts"
+    name = "num_experts"
+    if hf.num_experts is None:
+        name = "num_local_experts"
     experts = getattr(hf, name)
     if experts is None:
         raise ValueError("the key 'num_experts' is missing")
@@ -307,13 +316,15 @@ def mixture_of(raw: dict, architecture: str) -> dict:
             f"mlp_only_layers must be below num_hidden_layers ({layers}); one is {max(without)}"
         )
     dense = tuple(i for i in range(layers) if i in without or (i + 1) % hf.decoder_sparse_step)
-    mixture = _counts(name, experts, hf.num_experts_per_tok) | {
+    counts = _counts(name, experts, hf.num_experts_per_tok)
+    if len(dense) == layers:
+        return {}
+    return counts | {
         "expert_dim": hf.moe_intermediate_size,
         "norm_topk": hf.norm_topk_prob,
         "dense_layers": dense,
         "expert_names": "qwen",
     }
-    return mixture if len(dense) < layers else {}
 
 
 def _counts(name: str, experts: int, chosen: int) -> dict:
@@ -344,7 +355,9 @@ def rope_parameters(hf: HFConfig) -> tuple[float, dict | None]:
     theta = float(rope.rope_theta or hf.rope_theta or 10000.0)
     if kind == "yarn":
         scaling |= _yarn(rope, theta, hf.max_position_embeddings)
-    return theta, {"rope_type": kind, **scaling} if scaling else None
+    if not scaling:
+        return theta, None
+    return theta, {"rope_type": kind, **scaling}
 
 
 def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
@@ -364,7 +377,9 @@ def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
         raise ValueError(f"beta_slow must be 1e-6 to beta_fast ({fast}); it is {slow}")
 
     def log_scale(mscale: float) -> float:  # grows with the logarithm of the context
-        return 0.1 * mscale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+        if rope.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(rope.factor) + 1
 
     if rope.mscale and rope.mscale_all_dim:
         derived = log_scale(rope.mscale) / log_scale(rope.mscale_all_dim)
@@ -384,8 +399,12 @@ def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
 
 def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     """Fill in `draft` and `eagle`: a head next to the target is the default."""
-    resolved = path.resolve() if path.name in ("", "..") else path
-    name = resolved.stem if is_gguf(path) else resolved.name
+    resolved = path
+    if path.name in ("", ".."):
+        resolved = path.resolve()
+    name = resolved.name
+    if is_gguf(path):
+        name = resolved.stem
     bundled = resolved.with_name(name + "-eagle")
     eagle = config.eagle
     if not eagle and config.draft in ("", "eagle", "eagle+ngram") and bundled.is_dir():
@@ -405,7 +424,9 @@ def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
         )
     config = replace(config, draft=draft, eagle=eagle)
     draft_path = eagle or config.draft_checkpoint
-    quant_draft = _draft_format(config, Path(draft_path)) if draft_path else "none"
+    quant_draft = "none"
+    if draft_path:
+        quant_draft = _draft_format(config, Path(draft_path))
     return replace(config, quant_draft=quant_draft)
 
 
@@ -432,9 +453,13 @@ def _small_format(config: GenerateConfig, raw: dict) -> str:
     if "float32" in str(config.dtype or raw.get("torch_dtype") or raw.get("dtype")):
         return "none"
     if not config.device.startswith("cuda"):
-        return "int8" if has_cpu_operators() else "none"  # int8 is slow in Python
+        if has_cpu_operators():
+            return "int8"
+        return "none"  # int8 is slow in Python
     layer = raw.get("transformer_layer_config")  # speculators' layout of a head
     if not isinstance(layer, dict):
         layer = raw
     sizes = [layer.get(name) for name in ("hidden_size", "intermediate_size")]
-    return "int4" if all(isinstance(size, int) and size % 32 == 0 for size in sizes) else "none"
+    if all(isinstance(size, int) and size % 32 == 0 for size in sizes):
+        return "int4"
+    return "none"

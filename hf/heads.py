@@ -265,7 +265,9 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
         if config.fc_bias:
             names["fc.bias"] = ("fc.bias",)
     for i in range(config.model.n_layers):
-        theirs = "midlayer." if eagle3 and i == 0 else f"layers.{i}."
+        theirs = f"layers.{i}."
+        if eagle3 and i == 0:
+            theirs = "midlayer."
         names |= layer_names(f"layers.{i}.", theirs, config.model)
     del names["layers.0.attention_norm.weight"]  # the first layer has no norm before its attention
     if eagle3 is None:
@@ -315,8 +317,12 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     check_layers(config.model, files)
     dim = config.model.dim
     eagle3 = config.eagle3
-    width = eagle3.target_dim if eagle3 else dim
-    width_key = "hidden_size" if width == dim else "target_hidden_size"
+    width = dim
+    if eagle3:
+        width = eagle3.target_dim
+    width_key = "hidden_size"
+    if width != dim:
+        width_key = "target_hidden_size"
     for name, ours, theirs in (
         (width_key, width, target.dim),
         ("vocab_size", config.model.vocab_size, target.vocab_size),
@@ -439,11 +445,18 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     return EagleConfig(model, "fc.bias" in tensors, hf.draft_sharpness, eagle3)
 
 
+def _d2t_size(files: HeadFiles, vocab_size: int) -> int:
+    """Return the length of d2t; without it a head drafts the whole vocabulary."""
+    if "d2t" in files.readers:
+        return files.read("d2t").numel()
+    return vocab_size
+
+
 def _draft_vocab_size(files: HeadFiles, hf: HFEagle3Head, vocab_size: int) -> int:
     """Return the number of tokens that a head drafts. Raises: ValueError for too many."""
     size = hf.draft_vocab_size
     if not size:
-        size = files.read("d2t").numel() if "d2t" in files.readers else vocab_size
+        size = _d2t_size(files, vocab_size)
     if size > vocab_size:
         raise ValueError(
             f"{files.path}: draft_vocab_size, or the length of d2t, is {size}, "
@@ -464,7 +477,9 @@ def _last_norm(files: HeadFiles, output: bool | None, newer: bool) -> str:
     if output is False and "norm.weight" not in files.readers:
         return "none"
     named = any(name in str(files.config.get("architectures")) for name in FEEDS_NORMED)
-    return "fed" if output and (newer or named or not files.midlayer) else "logits"
+    if output and (newer or named or not files.midlayer):
+        return "fed"
+    return "logits"
 
 
 def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int) -> tuple[int, ...]:
@@ -486,8 +501,12 @@ def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int)
         raise ValueError(
             f"{path}: the target's layers are named twice, as inputs {twice}; keep one list"
         )
-    default = "" if found else " (the default, since none are named)"
-    aux_layers = found.pop() if found else (2, layers // 2, layers - 3)
+    if found:
+        aux_layers = found.pop()
+        default = ""
+    else:
+        aux_layers = (2, layers // 2, layers - 3)
+        default = " (the default, since none are named)"
     ascending = list(aux_layers) == sorted(set(aux_layers))
     if not ascending or not 0 <= aux_layers[0] <= aux_layers[-1] <= layers:
         listed = ", ".join(map(str, aux_layers))
@@ -510,10 +529,7 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     """
     eagle3 = config.eagle3
     size = config.model.vocab_size
-    if eagle3:
-        count = eagle3.draft_vocab
-    else:
-        count = files.read("d2t").numel() if "d2t" in files.readers else size
+    count = eagle3.draft_vocab if eagle3 else _d2t_size(files, size)
     if count == size:  # the official code drops d2t then
         return None
     ids, order = _sorted_draft_ids(files, count, size)
@@ -566,7 +582,9 @@ def draft_lm_head(
     ids: [Vd] int64, the tokens to keep; None: all
     """
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
-    own = model.lm_head if ids is None else rows_of(model.lm_head, ids)
+    own = model.lm_head
+    if ids is not None:
+        own = rows_of(own, ids)
     if quant is None:
         return own
     is_quantized = isinstance(own, QuantLinear)
@@ -575,7 +593,9 @@ def draft_lm_head(
         if fits:
             return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
-    weight = own.dequantize() if is_quantized else own.weight
+    weight = own.weight
+    if is_quantized:
+        weight = own.dequantize()
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
 
 

@@ -182,7 +182,9 @@ def _gptq(raw: dict) -> Recipe:
 def _awq(raw: dict) -> Recipe:
     hf = read_fields(raw, Awq)
     bits = hf.bits or hf.w_bit
-    group_size = hf.q_group_size if hf.group_size is None else hf.group_size
+    group_size = hf.group_size
+    if group_size is None:
+        group_size = hf.q_group_size
     _refuse(bits == 4, f"AWQ is supported with 4 bits; it has {bits}")
     version = _agreed(("version", hf.version), ("format", hf.format), "gemm")
     _refuse(version == "gemm", f"AWQ must be of the version gemm; it is {version}")
@@ -199,7 +201,9 @@ def _fp8(raw: dict) -> Recipe:
     hf = read_fields(raw, Fp8)
     _refuse(hf.fmt == "e4m3", f"FP8 must be of the form e4m3; it is {hf.fmt}")
     _refuse(hf.scale_fmt == "float", f"scale_fmt must be float; it is {hf.scale_fmt}")
-    block = tuple(hf.weight_block_size) if hf.weight_block_size else None
+    block = None
+    if hf.weight_block_size:
+        block = tuple(hf.weight_block_size)
     return Recipe(method="fp8", layout="fp8", format="fp8", block=block)
 
 
@@ -231,17 +235,26 @@ def _compressed(raw: dict) -> Recipe:
         strategy in allowed, f"the strategy of {bits} must be one of {allowed}; it is {strategy}"
     )
     _refuse(weights.symmetric or format == "int4", f"{bits} must be symmetric")
-    if strategy == "block" and weights.block_structure is None:
-        raise ValueError("the key 'block_structure' is missing")
-    if strategy == "group" and weights.group_size is None:
-        raise ValueError("the key 'group_size' is missing")
+    block = None
+    if strategy == "block":
+        if weights.block_structure is None:
+            raise ValueError("the key 'block_structure' is missing")
+        block = tuple(weights.block_structure)
+    group_size = 0
+    if strategy == "group":
+        if weights.group_size is None:
+            raise ValueError("the key 'group_size' is missing")
+        group_size = _group(weights.group_size)
+    layout = "plain"
+    if packing == "pack-quantized":
+        layout = "packed"
     return Recipe(
         method="compressed-tensors",
-        layout="packed" if packing == "pack-quantized" else "plain",
+        layout=layout,
         format=format,
-        group_size=_group(weights.group_size) if strategy == "group" else 0,
+        group_size=group_size,
         symmetric=weights.symmetric,
-        block=tuple(weights.block_structure) if strategy == "block" else None,
+        block=block,
     )
 
 
@@ -249,7 +262,9 @@ def _default_strategy(group_size: int | None) -> str:
     """Return the strategy where config.json has none."""
     if group_size is None:
         return "tensor"
-    return "channel" if group_size == -1 else "group"
+    if group_size == -1:
+        return "channel"
+    return "group"
 
 
 COMPRESSED = {  # format of compressed-tensors -> its content -> our name for that

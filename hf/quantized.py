@@ -130,7 +130,9 @@ class QuantizedFiles(TensorSource):
             notes.append("holds weights in FP8; they become int8 with a scale per output")
         if len(kept) < len(rest):
             notes.append("scales of activations and of the cache are not used")
-        self.note = f"{self.path}: {'; '.join(notes)}" if notes else ""
+        self.note = ""
+        if notes:
+            self.note = f"{self.path}: {'; '.join(notes)}"
 
     def _quantized_layers(self, names: tuple[str, ...]) -> dict[str, set[str]]:
         """Return the tensors of each quantized layer. names: of the parts that it may have

@@ -348,7 +348,9 @@ class _Namespace(Namespace):
 
 
 def _as_text(value: Any) -> str | bytes:
-    return value if isinstance(value, (str, bytes)) else str(value)
+    if isinstance(value, (str, bytes)):
+        return value
+    return str(value)
 
 
 def _weight(value: Any) -> int:
@@ -360,7 +362,9 @@ def _weight(value: Any) -> int:
         return max(map(_weight, value.values()), default=1)
     if isinstance(value, LISTS):
         return max(map(_weight, value), default=1)
-    return max(1, abs(value) if isinstance(value, int) else size(value))
+    if isinstance(value, int):
+        return max(1, abs(value))
+    return max(1, size(value))
 
 
 def _raise(message: str) -> None:

@@ -99,7 +99,9 @@ class Tokenizer:
         self.special = {name: text for name, text in texts.items() if text}
         self.bos_id = self.id_of(texts["bos_token"])
         eos = self.id_of(texts["eos_token"])
-        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.eos_ids: tuple[int, ...] = ()
+        if eos is not None:
+            self.eos_ids = (eos,)
         self.adds_bos: bool = bool(config["add_bos_token"]) and self.bos_id is not None
         self.strips_space = strips_space
 
@@ -176,7 +178,9 @@ class Tokenizer:
 
         Control tokens and ids beyond the vocabulary (of padded LM heads) have none.
         """
-        return b"" if id in self._hidden else self._piece(id)
+        if id in self._hidden:
+            return b""
+        return self._piece(id)
 
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of every id, of control tokens their names.
@@ -188,12 +192,16 @@ class Tokenizer:
 
     def id_of(self, token: str | None) -> int | None:
         """Return the id of a control or added token."""
-        return self._added[token].id if token in self._added else None
+        if token not in self._added:
+            return None
+        return self._added[token].id
 
     def ids_at_start(self, text: str) -> tuple[int, ...]:
         """Return the id of the longest control or added token at the start of `text`, if any."""
         found = [token for token in self._added if text.startswith(token)]
-        return (self._added[max(found, key=len)].id,) if found else ()
+        if not found:
+            return ()
+        return (self._added[max(found, key=len)].id,)
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -311,7 +319,9 @@ class SentencePieceTokenizer(Tokenizer):
     def _piece(self, id: int) -> bytes:
         if id in self._text_of:
             return self._text_of[id]
-        return _sentencepiece_bytes(self._sp.id_to_piece(id)) if 0 <= id < len(self._sp) else b""
+        if not 0 <= id < len(self._sp):
+            return b""
+        return _sentencepiece_bytes(self._sp.id_to_piece(id))
 
 
 class JsonTokenizer(Tokenizer):
@@ -418,7 +428,9 @@ def _is_byte_level(tok: Any, path: Path) -> bool:
 
     Otherwise they are stored as in sentencepiece.
     """
-    state = json.loads(tok.decoder.__getstate__()) if tok.decoder else {}
+    state = {}
+    if tok.decoder:
+        state = json.loads(tok.decoder.__getstate__())
     kinds = [part.get("type", "none") for part in state.get("decoders", [state])]
     if "ByteLevel" not in kinds and not {"ByteFallback", "Metaspace"} & set(kinds):
         known = "ByteLevel, ByteFallback or Metaspace"
@@ -430,7 +442,9 @@ def _is_byte_level(tok: Any, path: Path) -> bool:
 
 def _sentencepiece_bytes(piece: str) -> bytes:
     byte = BYTE_PIECE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return piece.replace("▁", " ").encode()
 
 
 def _splitter(tokens: list[str]) -> re.Pattern:
@@ -460,9 +474,13 @@ def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
 
 def optional_json(path: Path) -> dict:
     """Read a JSON object, empty if there is no such file."""
-    return read_json(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return read_json(path)
 
 
 def _token_text(config: dict, key: str) -> str | None:
     value = config.get(key)
-    return value.get("content") if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return value.get("content")
+    return value

@@ -47,7 +47,9 @@ class Scores(NamedTuple):
         """Return the k best children of every node."""
         # [B, R, k] twice, [B, R, 1]
         best, columns, total = topk_logsumexp(self.sharpness * self.logits, k)
-        tokens = columns if self.ids is None else self.ids[columns]
+        tokens = columns
+        if self.ids is not None:
+            tokens = self.ids[columns]
         # no value may exceed its parent's, not even by the rounding of the logarithm
         return Children(tokens, (best - total).clamp(max=0))
 
@@ -151,11 +153,12 @@ def grow_level_reference(
     level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
     if not step.count:
         return level, None
-    if step.places is None:
-        ranked = values if step.by_value else found.scores.flatten(1)
-        order = best_first(ranked)[:, : step.count]  # [B, R']
-    else:
+    if step.places is not None:
         order = step.places.expand(len(values), -1)  # [B, R']
+    elif step.by_value:
+        order = best_first(values)[:, : step.count]
+    else:
+        order = best_first(found.scores.flatten(1))[:, : step.count]
     parent = (order // step.k)[:, :, None]  # [B, R', 1]
     nodes = torch.arange(step.count, device=order.device)
     slots = torch.arange(front.paths.seen.shape[2], device=order.device)
@@ -353,8 +356,10 @@ def next_level(
     Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
     """
     if isinstance(found, Scores) and uses_cpp(found.logits):
-        noise = (shared.noise, shared.level, shared.temperature) if shared else (None, 0, 0.0)
-        above = (front.index, front.paths.values, front.paths.seen) if front else (None, None, None)
+        noise = shared or (None, 0, 0.0)
+        above = (None, None, None)
+        if front:
+            above = (front.index, *front.paths)
         place = (step.places, step.k, step.count, (begin, step.slot, slots), step.by_value)
         tokens, values, parents, *chosen, best, seen = torch.ops.gpt_eagle.next_level(
             found.logits, found.sharpness, found.ids, *noise, *above, *place
@@ -381,7 +386,8 @@ def next_level_reference(
         front = Frontier(index, index, index, Paths(values, seen))
     if shared is not None:
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
-        noise = noise if found.ids is None else noise.index_select(-1, found.ids)
+        if found.ids is not None:
+            noise = noise.index_select(-1, found.ids)
         found = Scores(shared.temperature * (found.logits + noise), found.sharpness, found.ids)
     return grow_level(found, front, step, begin)
 

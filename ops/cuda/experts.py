@@ -18,7 +18,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,6 +30,7 @@ from ops.cuda.quantized import (
     choose_splits,
     fit,
     has_zeros,
+    padded_to,
     quantized_product,
     sum_kernel,
     tile_height,
@@ -227,8 +227,7 @@ def run_experts(
     else:
         bits, group = bits_and_group(scale[0])
         K = weight.shape[1] * COLUMNS * 16 // bits
-    missing = K - x.shape[1]
-    x = F.pad(x, (0, missing)) if missing > 0 else x.contiguous()  # K padded like the weights
+    x = padded_to(x, K)
     P = len(x)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
     out = y

@@ -63,8 +63,10 @@ def choose_splits(N: int, blocks: int, processors: int, summed: bool = True) -> 
         tiles = triton.cdiv(triton.cdiv(N, 128) * splits, processors)  # of the busiest processor
         if splits == 1:
             return tiles * (blocks + 1)
-        second_kernel = 4 if summed else 0
-        return tiles * (triton.cdiv(blocks, splits) + 2) + second_kernel
+        total = tiles * (triton.cdiv(blocks, splits) + 2)
+        if summed:
+            total += 4  # the second kernel
+        return total
 
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
 
@@ -142,8 +144,9 @@ def fit(
         # more accumulators than these spill to memory
         tokens = min(tokens, 32)
         rows = 64
-    # a word to unpack with, and the same to scale with
-    scales = 8 * words_of(group, tl.float32) if zeros else 0
+    scales = 0
+    if zeros:  # a word to unpack with, and the same to scale with
+        scales = 8 * words_of(group, tl.float32)
     # half of the memory if possible: two blocks hide each other's waits
     for limit in (device.shared_bytes // 2, device.shared_bytes):
         for stages in (4, 3):
@@ -241,7 +244,11 @@ def words_of(group: int, dtype: tl.dtype) -> int:
 
     group: of int4; 0: int8, without such words
     """
-    return (256 if dtype == tl.float32 else 128) // group if group else 0
+    if group == 0:
+        return 0
+    if dtype == tl.float32:
+        return 256 // group
+    return 128 // group
 
 
 @triton.jit
@@ -438,18 +445,23 @@ def run_product(
     bits, group = bits_and_group(scale)
     K = packed.shape[0] * COLUMNS * 16 // bits
     N = packed.shape[1]
-    missing = K - x.shape[-1]
-    x = F.pad(x, (0, missing)) if missing > 0 else x.contiguous()  # K padded like the weights
+    x = padded_to(x, K)
     M = x.numel() // K
     gated = epilogue == "swiglu"
     assert not gated or cut.splits == 1, cut
-    shape = [*x.shape[:-1], N // 2 if gated else N]
+    shape = [*x.shape[:-1], N]
+    if gated:
+        shape[-1] = N // 2
     if epilogue == "split_k":
         shape.insert(0, cut.splits)
-    dtype = torch.float32 if epilogue in ("fp32", "split_k") else x.dtype
+    dtype = x.dtype
+    if epilogue in ("fp32", "split_k"):
+        dtype = torch.float32
     y = torch.empty(*shape, device=x.device, dtype=dtype)
     summed = cut.splits > 1 and epilogue != "split_k"
-    out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device) if summed else y
+    out = y
+    if summed:
+        out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
     matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
         x,
         packed,
@@ -472,6 +484,14 @@ def run_product(
         grid = (triton.cdiv(M * N, 512),)
         sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))
     return y
+
+
+def padded_to(x: Tensor, K: int) -> Tensor:
+    """Pad the inputs with zeros to K, as the weights are."""
+    missing = K - x.shape[-1]
+    if missing > 0:
+        return F.pad(x, (0, missing))
+    return x.contiguous()
 
 
 def plan_of(x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str) -> ProductPlan:
