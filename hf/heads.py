@@ -593,9 +593,7 @@ def draft_lm_head(
         if fits:
             return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
-    weight = own.weight
-    if is_quantized:
-        weight = own.dequantize()
+    weight = own.dequantize() if is_quantized else own.weight
     return FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
 
 
