@@ -172,7 +172,7 @@ def check_product_fits(case):
 
     Returns: the resources of the kernel, and its plan.
     """
-    from scripts.gpu.compiled_kernels import TARGETS, product_source, resources  # needs Triton
+    from compiled_kernels import TARGETS, product_source, resources  # needs Triton
 
     source, cut = product_source(case)
     found = resources(case.target, source)

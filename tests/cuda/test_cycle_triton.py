@@ -15,17 +15,16 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 import ops.cuda.attention  # noqa: E402
 import ops.cuda.topk  # noqa: E402
 import ops.cuda.tree  # noqa: E402
-from helpers import run_in_interpreter, slow  # noqa: E402
-from scripts.gpu.compiled_kernels import (  # noqa: E402
-    TARGETS,
+from compiled_kernels import (  # noqa: E402
     CycleCase,
-    ReportConfig,
     compile_for,
     cycle_cases,
     cycle_source,
     disassemble,
     resources,
 )
+from helpers import run_in_interpreter, slow  # noqa: E402
+from scripts.gpu.waves import TARGETS  # noqa: E402
 
 
 def test_in_the_interpreter():
@@ -123,7 +122,7 @@ def test_a_path_is_read_before_any_of_it_is_written(target, dtype, E, T):
 
 @pytest.mark.slow
 def test_compiled_all():
-    for case in cycle_cases(ReportConfig(dtypes="bf16,fp16,fp32")):
+    for case in cycle_cases():
         check(case)
 
 

@@ -17,21 +17,19 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
+from compiled_kernels import (  # noqa: E402
+    Case,
+    CycleCase,
+    cycle_source,
+    expert_cases,
+    resources,
+)
 from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
 from model import ModelConfig, MoEFeedForward  # noqa: E402
 from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
 from ops.quantized import PRODUCTS  # noqa: E402
 from quantize import FORMATS, QuantExperts  # noqa: E402
-from scripts.gpu.compiled_kernels import (  # noqa: E402
-    EXPERT_FORMATS,
-    TARGETS,
-    Case,
-    CycleCase,
-    ReportConfig,
-    cycle_source,
-    expert_cases,
-    resources,
-)
+from scripts.gpu.waves import TARGETS  # noqa: E402
 
 
 def test_in_the_interpreter():
@@ -77,7 +75,7 @@ def test_compiled_variants(_fresh_cache, case):
 
 @pytest.mark.slow
 def test_compiled_all(_fresh_cache):
-    for case in expert_cases(ReportConfig()):
+    for case in expert_cases():
         check_product_fits(case)
 
 
@@ -223,7 +221,3 @@ def test_splits_do_not_depend_on_the_number_of_rows(target, form):
                 -K * form[0] // 1024
             )
             assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
-
-
-def test_every_format_is_reported():
-    assert {case.form for case in expert_cases(ReportConfig())} == set(EXPERT_FORMATS)

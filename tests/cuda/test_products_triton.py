@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 import ops.cuda.layout  # noqa: E402
+from compiled_kernels import Case, cases, disassemble, per_weight  # noqa: E402
 from helpers import check_product_fits, run_in_interpreter, slow  # noqa: E402
 from ops.cuda.quantized import (  # noqa: E402
     MAX_SPLITS,
@@ -24,7 +25,7 @@ from ops.cuda.quantized import (  # noqa: E402
     sum_kernel,
     unpack_asm,
 )  # noqa: E402
-from scripts.gpu.compiled_kernels import TARGETS, Case, ReportConfig, cases, disassemble, per_weight  # noqa: E402
+from scripts.gpu.waves import TARGETS  # noqa: E402
 
 # -------------------------------------------------------------------------------------- interpreter
 
@@ -88,7 +89,7 @@ def test_compiled_variants(_fresh_cache, case):
 def test_compiled_all(_fresh_cache, N):
     # with the ptxas of Triton 3.7.1 these have two words on the stack, stored before the loop and loaded behind it
     spill = [Case("89", "int4-64", dtype, 32, 4096) for dtype in ("bf16", "fp16")]
-    for case in cases(ReportConfig(dtypes="bf16,fp16,fp32", N=N)):
+    for case in cases(N):
         if case not in spill:
             check(case)
 

@@ -1,40 +1,21 @@
-"""Compile the CUDA kernels without a GPU: registers, spills, shared memory, tensor cores.
+"""The CUDA kernels as Triton compiles them for a GPU that is not there, for the tests of tests/cuda.
 
-    python scripts/gpu/compiled_kernels.py --targets 80,86,89,90 --formats int4-128 --dtypes bf16
-
-Each kernel is compiled ahead of time with the plan of its launcher for the target, and read back
-with the disassembler that Triton brings. Prints Markdown; nothing is run, no time is measured.
-1. Products. `per weight`: instructions of all threads in the main loop, per weight. As a measure:
-   an H100 issues about 4.9 in the time it reads an int4 weight at 3 TB/s, 9.7 for an int8 one.
-2. Products with experts, at the shapes of Mixtral-8x7B's w2 and Qwen3-30B-A3B's w13; `x` is bf16,
-   `float` weights too. The number of pairs of a token and an expert chooses the tile.
-3. The other kernels of a decode cycle: tree attention for a lone token and for 60, per head width,
-   compaction, top-k, and the lists of experts' rows. `loop`: instructions in the longest loop.
+Each kernel is compiled ahead of time with the plan of its launcher for the target, and read back with the disassembler
+that Triton brings: registers, spills, shared memory, tensor cores. Nothing is run, no time is measured.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
-from command_line import fail, one_line_errors, option, parse
-
-try:
-    import triton
-except ModuleNotFoundError:
-    fail("compiled_kernels.py", "Triton is not installed; pip install triton")
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -47,31 +28,13 @@ import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
 from ops.cuda.experts import plan_experts
-from ops.cuda.quantized import Device, ProductPlan, plan_product
+from ops.cuda.quantized import ProductPlan, plan_product
+from scripts.gpu.waves import TARGETS
 
-# multiprocessors and shared memory of a block
-# Source: CUDA C++ programming guide, table of compute capabilities
-TARGETS = {
-    "80": Device(108, 163 * 1024, 80),  # A100
-    "86": Device(82, 99 * 1024, 86),  # RTX 3090
-    "89": Device(128, 99 * 1024, 89),  # RTX 4090
-    "90": Device(132, 227 * 1024, 90),  # H100
-}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("int4-128", "int4-64", "int4-32", "int8")
-# with zero points: known, but not in the report of all
-ZEROS = ("int4-128-zeros", "int4-64-zeros", "int4-32-zeros")
 EXPERT_FORMATS = ("float", *FORMATS)  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-@dataclass
-class ReportConfig:
-    targets: str = option(",".join(TARGETS), "compute capabilities")
-    formats: str = option(",".join(FORMATS), "weight formats")
-    dtypes: str = option("bf16", "of activations: bf16, fp16, fp32")
-    N: int = option(4096, "outputs of the layer")
-    K: int = option(4096, "inputs of the layer")
 
 
 class Case(NamedTuple):
@@ -376,43 +339,33 @@ def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
     return loop * 32 * cut.warps / (cut.rows * 1024 // bits_and_group(case.form)[0])
 
 
-def cases(config: ReportConfig) -> list[Case]:
-    """List the combinations of the options. Raises: ValueError for an unknown value."""
-    chosen = []
-    for flag, known in (("targets", TARGETS), ("formats", FORMATS + ZEROS), ("dtypes", DTYPES)):
-        chosen.append(getattr(config, flag).split(","))
-        for name in chosen[-1]:
-            if name not in known:
-                raise ValueError(f"--{flag}: {name} is not known; use {', '.join(known)}")
-    if config.N < 1 or config.K < 1:
-        raise ValueError(f"--N and --K must be at least 1; they are {config.N} and {config.K}")
-    targets, forms, dtypes = chosen
-    epilogues = (False, True) if config.N % 2 == 0 else (False,)
+def cases(N: int) -> list[Case]:
+    """List the products of every target, format, type and number of rows. N: outputs"""
+    epilogues = (False, True) if N % 2 == 0 else (False,)
     return [
-        Case(target, form, dtype, M, config.N, config.K, gated=gated)
+        Case(target, form, dtype, M, N, gated=gated)
         for dtype, form, target, M, gated in product(
-            dtypes, forms, targets, (16, 32, 64), epilogues
+            DTYPES, FORMATS, TARGETS, (16, 32, 64), epilogues
         )
     ]
 
 
-def expert_cases(config: ReportConfig) -> list[Case]:
+def expert_cases() -> list[Case]:
     """List every tile of the products with experts: of a token or few, of a tree, of a prompt."""
-    targets = config.targets.split(",")
     found = []
-    for form, target, P in product(EXPERT_FORMATS, targets, (2, 120, 512)):  # Mixtral-8x7B's w2
+    for form, target, P in product(EXPERT_FORMATS, TARGETS, (2, 120, 512)):  # Mixtral-8x7B's w2
         found.append(Case(target, form, "bf16", P, 4096, 14336, 8))
-    for form, target, P in product(EXPERT_FORMATS, targets, (480, 1024)):  # Qwen3-30B-A3B's w13
+    for form, target, P in product(EXPERT_FORMATS, TARGETS, (480, 1024)):  # Qwen3-30B-A3B's w13
         found.append(Case(target, form, "bf16", P, 1536, 2048, 128))
     return found
 
 
-def cycle_cases(config: ReportConfig) -> list[CycleCase]:
+def cycle_cases() -> list[CycleCase]:
     """List the other kernels at the shapes of 7B models and of a small one."""
     shapes = [(128, 32, 32), (128, 32, 8), (64, 32, 4)]  # E, heads, key heads
     found = []
-    for target in config.targets.split(","):
-        for dtype in config.dtypes.split(","):
+    for target in TARGETS:
+        for dtype in DTYPES:
             for shape, T in product(shapes, (1, 60, 256)):
                 found.append(CycleCase(target, "attention", dtype, *shape, T))
             found.append(CycleCase(target, "add_norm", dtype))
@@ -425,66 +378,3 @@ def cycle_cases(config: ReportConfig) -> list[CycleCase]:
         for kernel in ("best_nodes", "relate"):
             found.append(CycleCase(target, kernel, "fp32", V=510))
     return found
-
-
-def print_table(header: str, rows: Iterable[list]) -> None:
-    """Print Markdown, line by line."""
-    print(f"\n| {header} |\n|{'---|' * (header.count('|') + 1)}")
-    for cells in rows:
-        tqdm.write(f"| {' | '.join(map(str, cells))} |", file=sys.stdout)
-
-
-def use(target: str, found: Resources) -> list:
-    """Return the cells that all tables have of a kernel."""
-    limit = TARGETS[target].shared_bytes // 1024
-    shared = f"{found.shared_bytes / 1024:.0f} ({limit})"
-    return [found.registers, found.stack_bytes, shared, found.tensor_core]
-
-
-def product_rows(chosen: list[Case]) -> Iterator[list]:
-    """Yield the rows of a table of products."""
-    for case in tqdm(chosen, unit="kernel"):
-        source, plan = product_source(case)
-        found = resources(case.target, source)
-        weights = case.form + ", SwiGLU" * case.gated
-        tile = [f"{plan.tokens} x {plan.rows}", plan.splits, plan.stages]
-        instructions = f"{per_weight(case, found.loop, plan):.2f}"
-        kernel = [f"sm_{case.target}", weights, case.dtype]
-        yield [*kernel, *tile, *use(case.target, found), instructions]
-
-
-def cycle_rows(config: ReportConfig) -> Iterator[list]:
-    """Yield the rows of the table of the other kernels."""
-    for case in tqdm(cycle_cases(config), unit="kernel"):
-        shape = ""
-        tile = ""
-        if case.kernel == "attention":
-            plan = attention_source(case)[1]
-            shape = f"{case.T} rows, {case.heads} / {case.kv_heads} heads of {case.E}"
-            tile = f"{plan.rows} x {plan.keys}, {plan.stages} stages"
-        if case.kernel == "compact":
-            shape = f"{case.T} rows of {case.E}"
-        found = resources(case.target, cycle_source(case))
-        kernel = [f"sm_{case.target}", case.kernel, case.dtype, shape, tile]
-        yield [*kernel, *use(case.target, found), found.loop]
-
-
-def report(config: ReportConfig) -> None:
-    """Print the tables."""
-    print(f"# Triton {triton.__version__}, N {config.N}, K {config.K}; nothing was run")
-    usage = "registers | spilled bytes | shared KiB (limit) | tensor cores"
-    header = f"target | weights | x | tokens x rows | splits | stages | {usage} | per weight"
-    print_table(header, product_rows(cases(config)))
-    print("\nWith experts:")
-    print_table(header, product_rows(expert_cases(config)))
-    print_table(f"target | kernel | dtype | shape | tile | {usage} | loop", cycle_rows(config))
-
-
-def main() -> None:
-    config = parse(ReportConfig, "compiled_kernels.py", __doc__)
-    with one_line_errors("compiled_kernels.py"):
-        report(config)
-
-
-if __name__ == "__main__":
-    main()
