@@ -15,6 +15,8 @@
    `none`. Prefill and compilation are apart.
 4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of
    it alone. The same command resumes a killed run: finished rounds of its task are in FILE.part.
+5. `--profile` lists the kernels of one cycle of each method, and `--replays` repeats one cycle from
+   the same state (profile_cycle.py). A method that fails is named at the end; the others go on.
 
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
@@ -27,8 +29,10 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from command_line import one_line_errors, option, parse
 from decode import Engine
 from files import read_jsonl
-from generate import Batch, Turn, encode, load
+from generate import Batch, Turn, encode, first_ids, load
 from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Log,
@@ -51,6 +55,7 @@ from scripts.bench.measure import (
     shown_path,
     with_config,
 )
+from scripts.bench.profile_cycle import look_closer
 from scripts.bench.report import write_report
 from stats import Stats, peak_memory_bytes
 
@@ -68,6 +73,8 @@ MATRIX = (
     "report",
     "plots",
     "table",
+    "profile",
+    "replays",
 )
 
 
@@ -118,6 +125,10 @@ class BenchConfig:
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
     table: str = option("", "file to write the Markdown tables to")
+    profile: bool = option(False, "also list the kernels of one cycle of every method")
+    replays: int = option(
+        0, "cycles of every method from one state, whose results are compared", least=0
+    )
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
@@ -424,6 +435,19 @@ class Bench(NamedTuple):
     part: Log  # rounds of the unit that is being measured
     machine: dict[str, Any]
     ceiling: Series  # bytes per second
+    failed: dict[str, str]  # the reason, by method
+
+    def attempt(self, method: str, work: Callable[[], Any]) -> Any:
+        """Return the result of some work, or None where it fails: the other methods go on."""
+        try:
+            return work()
+        except ValueError:  # a user's mistake is no failure of a method
+            raise
+        except Exception as error:  # of a compiler or a device: a method that fails is a result
+            traceback.print_exception(error)
+            reason = str(error).strip().partition("\n")[0][:200]
+            self.failed[method] = f"{type(error).__name__}: {reason}"
+            return None
 
     def methods(self, unit: Unit) -> list[str]:
         """Return the methods that run for a unit: `none`, the reference, and the lacking ones."""
@@ -473,10 +497,14 @@ def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log
 
 
 def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm) -> None:
-    """Measure the rounds of a task that an earlier run left to do, and log the task."""
+    """Measure the rounds of a task that an earlier run left to do, and log the task.
+
+    Writes: `engines`, from which a method that fails is dropped.
+    """
     config = bench.config
-    methods = bench.methods(unit)
-    engines = {name: engines[name] for name in methods}
+    methods = [name for name in bench.methods(unit) if name in engines]
+    if not methods:
+        return
     task = fitting(engines[methods[0]], unit.task, bench.tasks[unit.task], config)
     label = {"unit": [unit.key(m) for m in methods], "config": config.fixed}
     if any({key: r.get(key) for key in label} != label for r in bench.part.rows):
@@ -485,15 +513,23 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
     done = {(r["group"], r["repeat"]) for r in bench.part.rows}
     bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {unit.setting.batch_size}")
     prompts = task.prompts[: config.traced]
-    calibrations = {name: traced(engine, prompts) for name, engine in engines.items()}
-    batches = {name: Batch(engine, task.prompts) for name, engine in engines.items()}
+    calibrations = {}
+    for name in methods:
+        counted = bench.attempt(name, partial(traced, engines[name], prompts))
+        if counted is None:
+            del engines[name]
+        else:
+            calibrations[name] = counted
+    batches = {name: Batch(engines[name], task.prompts) for name in calibrations}
+    if not batches:
+        return
     for repeat in range(config.repeats):
-        for number in range(len(batches[methods[0]].groups)):
+        for number in range(len(next(iter(batches.values())).groups)):
             if (number, repeat) not in done:
                 bench.part.add([label | run_round(batches, number, repeat)])
             bar.update()
     lines = []
-    for name in unit.lacking:
+    for name in filter(batches.get, unit.lacking):
         measured = summary(name, engines[name], bench.part.rows, bench.ceiling.median)
         context = {
             "calibration": calibrations[name],
@@ -527,9 +563,18 @@ def measure(bench: Bench, units: list[Unit]) -> None:
         for name in dict.fromkeys(m for unit in mine for m in bench.methods(unit)):
             bar.set_postfix_str(f"{preparing} {name}")
             chosen = method_config(name, setting, bench.config)
-            engines[name] = with_config(target, replace(chosen, dtype=target.config.dtype))
+            chosen = replace(chosen, dtype=target.config.dtype)
+            made = bench.attempt(name, partial(with_config, target, chosen))
+            if made is not None:
+                engines[name] = made
         for unit in mine:
             measure_unit(bench, unit, engines, bar)
+        prompt = bench.tasks[mine[0].task][0]
+        for name, engine in engines.items():
+            look = partial(
+                look_closer, name, engine, first_ids(engine, prompt), bench.config.profile
+            )
+            bench.attempt(name, partial(look, bench.config.replays))
         torch.compiler.reset()  # else the next setting's steps would first try these graphs
     bar.close()
 
@@ -544,7 +589,10 @@ def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) 
 
 
 def run(config: BenchConfig) -> list[dict]:
-    """Measure the lines that the log lacks. Returns: all of its rows."""
+    """Measure the lines that the log lacks. Returns: all of its rows.
+
+    Raises: ValueError, also for methods that failed.
+    """
     config = replace(config, device=pick_device(config.device))
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -562,7 +610,13 @@ def run(config: BenchConfig) -> list[dict]:
         ceiling = read_bandwidth(config.device, CEILING_RUNS)
         print("\n".join(header_lines(config, machine, ceiling)), flush=True)
         part = Log(f"{config.json}.part" if config.json else "", "--json")
-        measure(Bench(config, tasks, log, part, machine, ceiling), units)
+        bench = Bench(config, tasks, log, part, machine, ceiling, {})
+        measure(bench, units)
+        if bench.failed:
+            if log.rows:
+                write_report(log.rows, config.table, config.plots)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.failed.items())
+            raise ValueError(f"{reasons}; the traceback is above")
     return log.rows
 
 

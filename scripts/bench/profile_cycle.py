@@ -16,7 +16,7 @@ Takes every option of generate.py that says what is decoded and how; decodes the
 4. On CUDA the lines are kernels, and the rest of the wall time is idle. The number of kernels per
    cycle and the gaps between them follow.
 
-`one_replay` lists the kernels of a single cycle in their order, for trees.py.
+`look_closer` lists the kernels of a single cycle in their order, and repeats it, for papers.py.
 Not here: speed (papers.py); `generate.py --profile FILE` writes the same trace for a viewer.
 """
 
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
@@ -48,10 +49,11 @@ from files import write_text
 from generate import first_ids, load
 from options import DEMO, GenerateConfig
 from prompts import read_prompts
-from runtime import WARM_UPS
+from runtime import WARM_UPS, tensors_of
 from scripts.bench.measure import Series, environment, shown_path
 from session import Session
 
+LOOK = "one cycle of "  # begins the lines that sum up `look_closer`
 CYCLE = "profile_cycle"  # name of a cycle in the trace
 STEP = "profile_step "  # before the name of a step in the trace
 TARGET = "products of the target"
@@ -393,6 +395,46 @@ def table(found: dict[str, Any]) -> str:
             f"gaps {k['gaps_ms']:.3f} ms, median gap {k['median_gap_us']:.1f} us"
         )
     return "\n".join(lines)
+
+
+def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
+    """Repeat a cycle from one state. Returns: how many results differ from the first in any bit."""
+    session, preset = warm_session(engine, ids)
+    saved = [x.clone() for x in tensors_of(session.state)]
+    first = [x.clone() for x in _replay(session, preset, saved)]
+    different = torch.zeros((), dtype=torch.long, device=session.state.pos.device)
+    for _ in range(replays):
+        state = _replay(session, preset, saved)
+        different += ~torch.stack([(x == y).all() for x, y in zip(state, first)]).all()
+    return int(different)
+
+
+def _replay(session: Session, preset: int, saved: list[Tensor]) -> list[Tensor]:
+    """Run a cycle from a saved state. Returns: the new state."""
+    for buffer, value in zip(tensors_of(session.state), saved):
+        buffer.copy_(value)
+    session.time_cycle(preset)
+    return tensors_of(session.state)
+
+
+def look_closer(name: str, engine: Engine, ids: list[int], kernels: bool, replays: int) -> None:
+    """Print the kernels of a cycle behind a prompt, and compare repeated cycles.
+
+    A cycle that depends on more than its state is an error.
+    """
+    if kernels:
+        ran = one_replay(engine, ids)
+        gaps_us = sum(span.gap_us for span in ran if span.gap_us > 0)
+        print(f"\n{replay_table(ran)}\n")
+        print(
+            f"{LOOK}{name}: {len(ran)} kernels, {busy_us(ran):.0f} us and {gaps_us:.0f} us between",
+            flush=True,
+        )
+    if replays:
+        different = different_replays(engine, ids, replays)
+        text = f"{different} of {replays} replays differ"
+        print(f"{LOOK}{name}: {text}", flush=True)
+        assert not different, text
 
 
 # --------------------------------------------------------------------------------------------- main

@@ -7,12 +7,12 @@
 environment  Versions, one kernel, one compiled step, one capture, bandwidth (scripts/gpu/probe.py).
 smoke        37 of the tests marked `gpu`, in 8 processes; our kernels under compute-sanitizer.
 int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, and every kernel of
-             one cycle of each, with its time and the gap before it (scripts/bench/trees.py).
+             one cycle of each, with its time and the gap before it (scripts/bench/papers.py).
 kernels      Our int4 products, the vendor's bf16 products, tree attention (kernels.py).
 tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernels.py.
-models       Every tree and auto with 1,000 replays of each, 8B, random twins, int8, Mixtral where
-             its demo is, 7B in int4 with batches of 1, 4 and 16 (scripts/bench/peers.py).
+models       Several trees with 1,000 replays of each, and auto; 8B, random twins, int8, Mixtral
+             where its demo is, 7B in int4 with batches of 1, 4 and 16 (scripts/bench/peers.py).
 demo         The bundled demo, with every tree, format and lookup.
 tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collectives.
 
@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from command_line import one_line_errors, option, parse
 from options import ROOT
 from scripts.bench import measure
+from scripts.bench.profile_cycle import LOOK
 from scripts.gpu import kernels as kernel_bench
 
 LEAST_S = 5  # a step with less time than this is not begun
@@ -87,12 +88,11 @@ def tests(part: str, marks: str, share_s: float) -> Step:
     return Step("pytest", command, share_s, "-n 1")
 
 
-def trees(
+def papers(
     name: str, flags: str, share_s: float, on_cpu: str | None = None, needs: str = ""
 ) -> Step:
-    """Make a step that runs trees.py."""
-    command = f"python scripts/bench/trees.py --device cuda --json {{out}}/results.jsonl {flags}"
-    return Step(name, command, share_s, on_cpu, needs)
+    """Make a step that runs papers.py."""
+    return Step(name, f"{PAPERS} {flags}", share_s, on_cpu, needs)
 
 
 def kernels(form: str, flags: str, share_s: float) -> Step:
@@ -102,9 +102,20 @@ def kernels(form: str, flags: str, share_s: float) -> Step:
 
 
 CPU = "--device cpu"
-SMALL = "--device cpu --inflate '' --limit 1 --max_new_tokens 12"
-TREE = "--inflate llama2-7b --tree 6/8/32 --profile"
-MIXTRAL = "--inflate mixtral-8x7b --quant int4 --checkpoint checkpoints/demo-moe"
+SMALL = "--device cpu --options ignore_eos --limit 1 --max_new_tokens 12"
+TREE = "eagle:dynamic:tree_depth=6:tree_topk=8:tree_size=32"
+PAPERS = (
+    "python scripts/bench/papers.py --device cuda --dtype bfloat16 --compile --tasks demo "
+    "--limit 3 --traced 1 --json {out}/papers.jsonl"
+)
+PAPERS_LOGS = ("papers.jsonl", "papers.jsonl.part")  # in the folder, until a step ends
+LLAMA_7B = "--options inflate=llama2-7b,ignore_eos"
+LLAMA_8B = "--options inflate=llama3-8b,ignore_eos"
+MIXTRAL = (
+    "--checkpoint checkpoints/demo-moe --options inflate=mixtral-8x7b,ignore_eos "
+    f"--quant int4 --methods none,eagle:auto,{TREE}"
+)
+TWIN = "--options inflate=llama2-7b,random_twin,ignore_eos --methods none"
 LOOKUP = (
     "python generate.py --checkpoint checkpoints/demo --device cuda --dtype bfloat16 --compile "
     "--compare --draft"
@@ -140,8 +151,12 @@ FIRST = {
         sanitized("memcheck", 30),
         sanitized("racecheck", 30),
     ),
-    "int4": (trees("int4", f"{TREE} --quant int4", 100, SMALL),),
-    "bf16": (trees("bf16", f"{TREE} --quant_draft int4", 100, SMALL),),
+    "int4": (
+        papers("int4", f"{LLAMA_7B} --quant int4 --methods none,{TREE} --profile", 100, SMALL),
+    ),
+    "bf16": (
+        papers("bf16", f"{LLAMA_7B} --methods none,{TREE}:quant_draft=int4 --profile", 100, SMALL),
+    ),
     "kernels": (
         kernels("int4", "--rows 1,16,32,64", 35),
         kernels("bf16", "--rows 1,16,32,64", 25),
@@ -149,8 +164,8 @@ FIRST = {
     ),
 }
 # to compare with `int4`
-NO_OVERLAP = trees("no-overlap", "--inflate llama2-7b --quant int4 --tree 6/8/32", 80)
-AUTO = "--inflate llama2-7b --quant int4 --static --replays 1000"
+NO_OVERLAP = papers("no-overlap", f"{LLAMA_7B} --quant int4 --methods none,{TREE}", 80)
+TREES = f"none,eagle:auto,eagle:static,eagle:chain:tree_depth=5,{TREE}"
 REST = {
     "tests": (tests("tests", "gpu and not smoke", 300),),
     "formats": (
@@ -162,20 +177,29 @@ REST = {
     ),
     "models": (
         NO_OVERLAP._replace(command=f"env EAGLE_PDL=0 {NO_OVERLAP.command}"),
-        trees("auto", AUTO, 240, f"{SMALL} --replays 2"),
-        trees("8b", "--inflate llama3-8b --quant int4 --tree 6/8/32", 80),
-        trees("twin-int4", "--inflate llama2-7b --quant int4 --random_twin", 60),
-        trees("twin-bf16", "--inflate llama2-7b --random_twin", 60),
-        trees("bf16-auto", "--inflate llama2-7b --quant_draft int4", 240),
-        trees("int8", "--inflate llama2-7b --quant int8 --tree 6/8/32", 80),
-        trees("8b-bf16", "--inflate llama3-8b --quant_draft int4 --tree 6/8/32", 80),
-        trees("mixtral", MIXTRAL, 240, needs="checkpoints/demo-moe-eagle"),
+        papers(
+            "trees",
+            f"{LLAMA_7B} --quant int4 --methods {TREES} --replays 1000",
+            240,
+            f"{SMALL} --replays 2",
+        ),
+        papers("8b", f"{LLAMA_8B} --quant int4 --methods none,{TREE}", 80),
+        papers("twin-int4", f"{TWIN} --quant int4", 60),
+        papers("twin-bf16", TWIN, 60),
+        papers(
+            "bf16-auto",
+            f"{LLAMA_7B} --methods none,eagle:auto:quant_draft=int4,{TREE}:quant_draft=int4",
+            240,
+        ),
+        papers("int8", f"{LLAMA_7B} --quant int8 --methods none,{TREE}", 80),
+        papers("8b-bf16", f"{LLAMA_8B} --methods none,{TREE}:quant_draft=int4", 80),
+        papers("mixtral", MIXTRAL, 240, needs="checkpoints/demo-moe-eagle"),
         Step("rows", ROWS, 180, FEW_ROWS),
     ),
     "demo": (
         *(
-            trees(f"{quant}-{t}", f"--quant {quant} --temperature {t} --static", 90)
-            for quant in ("none", "int8", "int4")
+            papers(f"{q}-{t}", f"--quant {q} --temperatures {t} --methods {TREES}", 90)
+            for q in ("none", "int8", "int4")
             for t in (0, 1)
         ),
         Step("eagle-3", f"{EAGLE3} --compile --compare --prompt_ids 5,17,3,40 --ignore_eos", 60),
@@ -255,28 +279,17 @@ def told(row: dict[str, Any]) -> str:
     match row:
         case {"text": text}:
             return text
-        case {"kernel": _} | {"layer": _}:
-            return ""
-        case {"error": error}:
-            return f"{row.get('method')} failed: {error}"
-        case {"warm_up": method}:
+        case {"task": task, "method": method, "verify_ms": verify_ms}:
+            named = {
+                "of vanilla's rate": row["speedup"],
+                "of ceiling": row["verify_of_ceiling"],
+                "identical": row["identical"],
+            }
+            shares = [f"{share:.0%} {name}" for name, share in named.items() if share is not None]
             return (
-                f"{method} in the first round: cycle {row['cycle_ms']:.2f} ms, "
-                f"compiled in {row['compile_s']:.0f} s"
-            )
-        case {"replay": method}:
-            return (
-                f"{method} {row['kernels']} kernels, {row['busy_us']:.0f} us and "
-                f"{row['gaps_us']:.0f} us between"
-            )
-        case {"replayed": method}:
-            return f"{method} {row['different']} of {row['replays']} replays differ"
-        case {"method": method}:
-            return (
-                f"{method} {row['tokens_per_s']:.0f} tokens/s, {row['speedup'][0]:.2f}x, "
-                f"tau {row['tau']:.2f}, cycle {row['cycle_ms']:.2f} draft {row['draft_ms']:.2f} "
-                f"verify {row['verify_ms']:.2f} ms, {row['of_ceiling']:.0%} of ceiling, "
-                f"{row['identical']:.0%} identical"
+                f"{task} {method} {row['tokens_per_s']:.0f} tokens/s, tau {row['tau']:.2f}, "
+                f"draft {row['draft_ms']:.2f} verify {verify_ms:.2f} rest {row['rest_ms']:.2f} ms, "
+                f"{', '.join(shares)}; compiled in {row['compile_s']:.0f} s"
             )
     return ""
 
@@ -351,6 +364,16 @@ class Check:
         """Read all rows so far, since other processes append to them, and may leave a torn one."""
         return measure.Log(str(self.out / "results.jsonl"), "--out")
 
+    def take_papers(self, label: dict[str, Any]) -> None:
+        """Move the lines of papers.py's own log to ours, and its rounds after a kill.
+
+        Writes: the files.
+        """
+        for name in PAPERS_LOGS:
+            log = measure.Log(str(self.out / name), "--out")
+            self.rows().add([label | row for row in log.rows])
+            log.clear()
+
     def limit_s(self, step: Step, later: list[Step]) -> float:
         """Return the limit of a step: its share, as long again where time is left, and no more."""
         left = self.deadline - time.monotonic()
@@ -376,6 +399,7 @@ class Check:
             over = f"not begun, since {self.config.minutes:g} minutes are over"
             wrong = over if limit < LEAST_S else run(command, log, limit)
         seconds = time.monotonic() - began
+        self.take_papers({"part": part, "by": step.name})
         results = self.rows()
         new = results.rows[before:]
         row = {"part": part, "step": step.name, "seconds": seconds}
@@ -393,9 +417,10 @@ class Check:
 
     def _texts(self, step: Step, rows: list[dict[str, Any]], log: Path, wrong: str) -> list[str]:
         """Summarize the rows and the output of a step."""
-        texts = [told(row) for row in rows if wrong or "warm_up" not in row]
-        texts = [text for text in texts if text] + told_of_kernels(rows)
+        texts = [text for text in map(told, rows) if text] + told_of_kernels(rows)
         printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        last = printed.rpartition("\n$ ")[2]  # of this step
+        texts += [line for line in last.splitlines() if line.startswith(LOOK)]
         if step.name == "pytest":
             texts.append(told_of_tests(printed))
         elif wrong and printed:
@@ -422,6 +447,8 @@ class Check:
     def run(self) -> None:
         """Run the parts."""
         steps = [(part, step) for part in self.parts for step in PARTS[part]]
+        for name in PAPERS_LOGS:
+            (self.out / name).unlink(missing_ok=True)
         for part in self.parts:
             for ending in (".txt", ".xml"):  # of an earlier run
                 (self.out / f"{part}{ending}").unlink(missing_ok=True)

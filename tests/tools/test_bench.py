@@ -199,6 +199,33 @@ def test_a_kill_in_the_middle_of_a_task_loses_one_round(tmp_path, monkeypatch, c
     assert "holds 4 lines; 0 are to be measured" in capsys.readouterr().out
 
 
+def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    """And the kernels of one cycle of each method are listed, and its replays compared."""
+    real = bench.with_config
+
+    def broken(engine, config):
+        if config.tree == "static":
+            raise RuntimeError("it does not compile\nfor a long reason")
+        return real(engine, config)
+
+    monkeypatch.setattr(bench, "with_config", broken)
+    methods = "none,eagle:static,eagle:chain:tree_depth=2:quant_draft=int4"
+    config = config_in(tmp_path, methods=methods, limit=1, profile=True, replays=3)
+    with pytest.raises(ValueError, match="^eagle:static: RuntimeError: it does not compile; the"):
+        bench.run(config)
+    done = [row["method"] for row in rows_of(tmp_path)]
+    assert done == 2 * ["none", "eagle:chain:tree_depth=2:quant_draft=int4"]
+    out = capsys.readouterr().out
+    for method in done[:2]:
+        assert f"one cycle of {method}: 0 of 3 replays differ" in out
+        assert re.search(
+            rf"one cycle of {method}: [1-9]\d+ kernels, \d+ us and \d+ us between", out
+        )
+    assert "in order: us before it, us, kernel" in out and "| **mean** | none | 1.00 |" in out
+    monkeypatch.setattr(bench, "with_config", real)
+    assert len(bench.run(config)) == 6, "only what failed is measured again"
+
+
 def test_logs_that_cannot_be_resumed(measured, tmp_path):
     with pytest.raises(
         ValueError, match="was measured with --max_new_tokens 12, here 13; name another file"

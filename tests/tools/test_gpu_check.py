@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,11 @@ import pytest
 import torch
 
 import command_line
-import generate
 import ops.experts
 import options
-from scripts.bench import measure, profile_cycle
+from scripts.bench import measure
+from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
-from scripts.bench import trees as bench_trees
 from scripts.gpu import check as gpu_check
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu import probe as gpu_probe
@@ -289,10 +289,18 @@ def test_what_comes_too_late_is_named(monkeypatch, tmp_path):
 
 
 CONFIGS = {
-    "trees.py": bench_trees.TreesConfig, "kernels.py": kernel_bench.BenchConfig,
+    "papers.py": bench.BenchConfig, "kernels.py": kernel_bench.BenchConfig,
     "probe.py": gpu_probe.ProbeConfig, "generate.py": options.GenerateConfig,
     "peers.py": bench_peers.PeersConfig,
 }  # fmt: skip
+
+
+def check_methods(config):
+    """Every method is one that generate.py takes. Nothing is loaded: files that are missing here do not matter."""
+    there = replace(config, checkpoint=options.DEMO)
+    for setting in bench.settings_of(there):
+        for method in there.methods.split(","):
+            bench.method_config(method, setting, there)
 
 
 def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
@@ -325,7 +333,13 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
                 bench_peers.groups_of(prompts, size * config.prompts_per_row)
                 for size in config.sizes
             )
-        own = {"generate.py": "", "scripts/bench/peers.py": str(tmp_path / "rows.json")}
+        own = {
+            "generate.py": "",
+            "scripts/bench/peers.py": str(tmp_path / "rows.json"),
+            "scripts/bench/papers.py": str(tmp_path / "papers.jsonl"),
+        }
+        if program.endswith("papers.py"):
+            check_methods(config)
         assert config.json == own.get(program, str(tmp_path / "results.jsonl"))
         assert "cuda" in flags or program.endswith("kernels.py")
 
@@ -353,7 +367,7 @@ def test_a_real_dry_run(tmp_path):
 
     assert (
         f"{len(test_gpu.SMOKE)} skipped, 0 failed" in done.stdout
-        and "dynamic 6/8/32" in done.stdout
+        and "tree_depth=6:tree_topk=8:tree_size=32: " in done.stdout
     )
 
 
@@ -361,34 +375,44 @@ def test_a_real_dry_run(tmp_path):
 
 
 def test_rows_in_a_few_words():
-    times = {"cycle_ms": 3.876, "draft_ms": 0.84, "verify_ms": 2.9}
     row = {
-        "method": "vanilla",
+        "task": "python",
+        "method": "none",
         "tokens_per_s": 351.4,
-        "speedup": [1, 1, 1],
+        "speedup": 1.0,
         "tau": 1,
-        "of_ceiling": 0.81,
-        "identical": 1,
+        "draft_ms": 0.04,
+        "verify_ms": 2.9,
+        "rest_ms": 0.1,
+        "verify_of_ceiling": 0.81,
+        "identical": None,
+        "compile_s": 12.3,
     }
-    assert gpu_check.told(row | times) == (
-        "vanilla 351 tokens/s, 1.00x, tau 1.00, cycle 3.88 draft 0.84 verify 2.90 ms, 81% of ceiling, 100% identical"
+    assert gpu_check.told(row) == (
+        "python none 351 tokens/s, tau 1.00, draft 0.04 verify 2.90 rest 0.10 ms, 100% of vanilla's rate, 81% of ceiling; "
+        "compiled in 12 s"
     )
-    assert (
-        gpu_check.told({"method": "static", "error": "KeyError: 5"}) == "static failed: KeyError: 5"
+    others = [timed("int4", "wo", 1, 1.0, 1.0), {"part": "kernels", "kernel": "a"}, {}]
+    assert not any(map(gpu_check.told, others)) and gpu_check.told({"text": "x"}) == "x"
+
+
+def test_the_lines_of_papers_go_to_the_one_log(monkeypatch, tmp_path):
+    """Also its rounds, where it is killed; and the lines that sum up a profile, into the summary."""
+    write = "import pathlib; out = pathlib.Path('{out}')"
+    for name in gpu_check.PAPERS_LOGS:
+        write += f"; (out / '{name}').write_text('{{{{\"task\": \"{name}\"}}}}\\n')"
+    one = step(
+        "one", f"print('one cycle of none: 5 kernels'); print('end'); {write}; raise SystemExit(1)"
     )
-    assert gpu_check.told({"replay": "x", "kernels": 616, "busy_us": 3100.4, "gaps_us": 700}) == (
-        "x 616 kernels, 3100 us and 700 us between"
-    )
-    assert (
-        gpu_check.told({"replayed": "x", "replays": 1000, "different": 3})
-        == "x 3 of 1000 replays differ"
-    )
-    assert not any(
-        map(
-            gpu_check.told,
-            [timed("int4", "wo", 1, 1.0, 1.0), {"part": "kernels", "kernel": "a"}, {}],
-        )
-    )
+    parts = {"p": (one, step("two", "print('fine')"))}
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    status, rows = checked(tmp_path, "p")
+    assert status == 1 and [(row.get("by"), row.get("task")) for row in rows] == [
+        *(("one", name) for name in gpu_check.PAPERS_LOGS), (None, None), (None, None),
+    ]  # fmt: skip
+    assert not list(tmp_path.glob("papers*"))
+    summary = (tmp_path / "summary.txt").read_text()
+    assert summary.count("    one cycle of none: 5 kernels") == 1
 
 
 def test_kernels_in_a_few_words(monkeypatch):
@@ -524,115 +548,3 @@ def test_a_compiled_step_that_loses_the_fields_of_a_record_is_found(traced, monk
     monkeypatch.setattr(gpu_probe, "replace_fields", lambda pair, **_: pair)
     with pytest.raises(AssertionError):
         gpu_probe.compiling("cpu")
-
-
-# ------------------------------------------------------------------------------------------- models
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Nothing is compiled, and the bandwidth is not measured."""
-    monkeypatch.setattr(
-        bench_trees, "load", lambda **options: generate.load(**options | {"compile": False})
-    )
-    monkeypatch.setattr(
-        bench_trees.measure,
-        "read_bandwidth",
-        lambda *_: bench_trees.measure.Series(1e10, 1e10, 1e10),
-    )
-
-
-@pytest.mark.slow  # a stand-in of 0.5B with every tree
-def test_every_method_is_measured_over_one_target(eager, tmp_path):
-    out = tmp_path / "models.jsonl"
-    shape = "tiny-0.5b,n_layers=8,ffn_dim=1792,vocab_size=4224"
-    options = bench_trees.TreesConfig(
-        inflate=shape, static=True, limit=2, max_new_tokens=24, device="cpu", json=str(out)
-    )
-    bench_trees.bench(options)
-    rows = {
-        row["method"]: row
-        for row in map(json.loads, out.read_text().splitlines())
-        if "method" in row
-    }
-    assert list(rows)[0] == "vanilla" and {"auto", "static", "chain 3", "dynamic 6/4/16"} < set(
-        rows
-    )
-    fixed = [row["tau"] for name, row in rows.items() if name not in ("vanilla", "auto")]
-    assert (
-        rows["vanilla"]["tau"] == 1 <= rows["auto"]["tau"] <= 1.1 * max(fixed)
-    )  # which tree is fastest depends on who else computes here
-    assert min(fixed) > 2
-    for row in rows.values():
-        assert row["stand_in"] and row["identical"] == 1 and row["of_ceiling"] > 0
-        assert row["draft_ms"] + row["verify_ms"] <= row["cycle_ms"]
-    assert sum(preset["cycles"] for preset in rows["auto"]["tree_auto"]) > 2
-
-
-def test_one_tree_with_a_head_of_another_format_and_the_kernels_of_one_cycle(
-    eager, monkeypatch, tmp_path
-):
-    """A bf16 target whose head is int4; and a tree that does not compile leaves vanilla's numbers."""
-    heads = []
-    one_replay = lambda engine, ids: heads.append(engine) or profile_cycle.one_replay(engine, ids)  # noqa: E731
-    monkeypatch.setattr(bench_trees, "one_replay", one_replay)
-    out = tmp_path / "one.jsonl"
-    common = {"tree": "2/3/6", "limit": 2, "max_new_tokens": 16, "device": "cpu", "json": str(out)}
-    bench_trees.bench(
-        bench_trees.TreesConfig(quant_draft="int4", profile=True, replays=3, **common)
-    )
-    rows = list(map(json.loads, out.read_text().splitlines()))
-    kinds = [
-        next(k for k in ("warm_up", "method", "replay", "replayed") if k in row) for row in rows
-    ]
-    assert kinds == ["warm_up"] * 2 + ["method"] * 2 + ["replay", "replayed"] * 2
-    assert [row["method"] for row in rows[2:4]] == ["vanilla", "dynamic 2/3/6"]
-    vanilla, drafted = heads
-    assert vanilla.config.draft == "none" and vanilla.target is drafted.target
-    assert (
-        drafted.config.quant_draft == "int4"
-        and drafted.config.quant == "none"
-        and drafted.drafter.size == 6
-    )
-    replay = rows[6]
-    assert replay["kernels"] == len(replay["spans"]) > 20
-    assert replay["busy_us"] == pytest.approx(sum(us for _, us, _ in replay["spans"]))
-    assert all(row["different"] == 0 for row in rows if "replayed" in row)
-
-    def broken(*_):
-        raise RuntimeError("it does not compile\nfor a long reason")
-
-    monkeypatch.setattr(bench_trees.measure, "with_config", broken)
-    with pytest.raises(SystemExit) as end:
-        bench_trees.bench(bench_trees.TreesConfig(**common))
-    rows = list(map(json.loads, out.read_text().splitlines()))[8:]
-    assert end.value.code == 1 and rows[1]["error"] == "RuntimeError: it does not compile"
-    assert [row["method"] for row in rows[1:]] == ["dynamic 2/3/6", "vanilla"] and rows[2][
-        "tokens_per_s"
-    ] > 0
-
-
-def test_replays_that_differ_are_counted(monkeypatch):
-    engine = generate.load(checkpoint=options.DEMO, draft="none", device="cpu", max_new_tokens=16)
-    time_cycle, runs = bench_trees.Session.time_cycle, []
-
-    def sometimes(session, preset):
-        seconds = time_cycle(session, preset)
-        runs.append(seconds)
-        if len(runs) in (6, 8):  # of 3 to warm up, the first, and 5 replays
-            session.state.tokens[0, -2] += 1
-        return seconds
-
-    monkeypatch.setattr(bench_trees.Session, "time_cycle", sometimes)
-    assert bench_trees.different_replays(engine, [5, 17, 3], 5) == 2 and len(runs) == 9
-
-
-@pytest.mark.parametrize("options,message", [
-    ({"tree": "6/8"}, "--tree must be depth/top-k/size, as 6/8/32; it is 6/8"),
-    ({"tree": "6/8/32", "random_twin": True}, "--random_twin has no head; drop --tree"),
-    ({"replays": -1}, "--replays must be at least 0; it is -1"),
-])  # fmt: skip
-def test_mistakes_of_trees(options, message):
-    with pytest.raises(ValueError) as error:
-        bench_trees.TreesConfig(**options).check()
-    assert str(error.value) == message

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import generate
+import options
 from scripts.bench import profile_cycle
 from scripts.bench.profile_cycle import CYCLE, PYTHON, STEP, ProfileConfig
 
@@ -160,3 +162,21 @@ def test_the_parts_add_up(tmp_path, capsys):
 def test_mistakes(options, message):
     with pytest.raises(ValueError, match=message):
         profile_cycle.run(ProfileConfig(device="cpu", **options))
+
+
+def test_replays_that_differ_are_counted(monkeypatch, capsys):
+    engine = generate.load(checkpoint=options.DEMO, draft="none", device="cpu", max_new_tokens=16)
+    time_cycle, runs = profile_cycle.Session.time_cycle, []
+
+    def sometimes(session, preset):
+        seconds = time_cycle(session, preset)
+        runs.append(seconds)
+        if len(runs) in (6, 8):  # of 3 to warm up, the first, and 5 replays
+            session.state.tokens[0, -2] += 1
+        return seconds
+
+    monkeypatch.setattr(profile_cycle.Session, "time_cycle", sometimes)
+    with pytest.raises(AssertionError, match="2 of 5 replays differ"):
+        profile_cycle.look_closer("none", engine, [5, 17, 3], False, 5)
+    assert len(runs) == 9
+    assert capsys.readouterr().out == "one cycle of none: 2 of 5 replays differ\n"
