@@ -6,8 +6,8 @@
     python scripts/gpu/time_model.py --shape llama2-70b --gpu a100 --tp 4      # split as in tp.py
 
 `cycle` lists the launches: kernel, time, count. Each also costs the boundary between two dependent
-launches. The `DESIGNS` are cumulative; the code follows `CODE`, which launches the counts of
-cycle_offline.py, to 2 %. waves.py has the times of products and attention, and all constants.
+launches. The counts are those of cycle_offline.py, to 2 %. waves.py has the times of products and
+attention, and all constants.
 `--measured FILE` replaces constants, and kernels by the names that `--kernels` prints (rows: 1, or
 padded to 16, 32, 64..). Microseconds are a kernel's own, as in a profiler: without the boundary,
 and without dependent launch.
@@ -45,23 +45,6 @@ FORMATS = {
 }
 # tokens/s, 7B on an H100: vanilla, a tree
 AIMS = {"bf16": (190, 770), "bf16+int4": (190, 770), "int4": (515, 1600)}
-
-
-class Design(NamedTuple):
-    """The ways in which a design launches less, and closer together."""
-
-    fused: bool = False  # sums with the norm, SiLU in w13 (not in bf16), combine in attention
-    pdl: bool = False  # programmatic dependent launch of our kernels, from sm_90 on
-    level_kernel: bool = False  # one kernel for each grown level, two for the tree
-
-
-DESIGNS = {
-    "before": Design(),  # commit c495e77
-    "8 or 9 launches a layer": Design(fused=True),
-    "+ dependent launch": Design(fused=True, pdl=True),
-    "+ a kernel per level": Design(fused=True, pdl=True, level_kernel=True),
-}
-CODE = "+ a kernel per level"  # where the code is: to be changed with the code
 
 
 class Tree(NamedTuple):
@@ -110,7 +93,6 @@ class Case:
     form: str  # a key of FORMATS
     tree: Tree
     slots: int  # of the prefix
-    design: Design
     ranks: int = 1  # GPUs that share the target
 
     @property
@@ -134,7 +116,8 @@ class Case:
 
     @property
     def pdl(self) -> bool:
-        return self.design.pdl and self.gpu.device.capability >= 90
+        """True where our kernels have programmatic dependent launch."""
+        return self.gpu.device.capability >= 90
 
 
 # ------------------------------------------------------------------------------- launches
@@ -172,9 +155,9 @@ def product(case: Case, name: str, form: str, rows: int, count: int) -> list[Ker
         us = max(2 * N * K / c.vendor_tb_s, 2 * N * K * rows / c.tensor_tflops) / 1e6
         return [Kernel(label, us + c.vendor_ramp_us, count)]
     epilogue = "none"
-    if case.design.fused and name == "w13":
+    if name == "w13":
         epilogue = "swiglu"
-    if case.design.fused and case.ranks == 1 and name in ("wo", "w2", "fc"):
+    if case.ranks == 1 and name in ("wo", "w2", "fc"):
         epilogue = "split_k"  # NCCL takes one sum, so not with ranks
     us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, epilogue)
     kernels = [Kernel(label, us, count, ours=True)]
@@ -194,10 +177,7 @@ def attention(case: Case, rows: int, count: int) -> list[Kernel]:
         return [Kernel(label, us, count, ours=True)]
     # to write or to read the partial sums
     sums_us = 4 * chunks * rows * shape.n_heads * shape.head_dim / c.partials_tb_s / 1e6
-    if case.design.fused:
-        return [Kernel(label, us + 2 * sums_us + c.last_combine_us, count, ours=True)]
-    combine = Kernel(f"combine {padded(rows)}", c.combine_us + sums_us, count)
-    return [Kernel(label, us + sums_us, count), combine]
+    return [Kernel(label, us + 2 * sums_us + c.last_combine_us, count, ours=True)]
 
 
 def collective(case: Case, name: str, received: float, count: int) -> list[Kernel]:
@@ -221,10 +201,7 @@ def lm_head(case: Case, form: str, rows: int, count: int, best: bool = False) ->
 
 
 def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> list[Kernel]:
-    """List the launches of a layer, or with `fc` of the draft head's.
-
-    Before `Design.fused` the draft head's small kernels are left out.
-    """
+    """List the launches of a layer, or with `fc` of the draft head's."""
     c = case.gpu.constants
     names = ("wqkv", "wo", "w13", "w2")
     if fc:
@@ -236,18 +213,11 @@ def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> lis
     # there and back in a ring, 2 bytes each
     received = 2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks
     found += collective(case, f"all-reduce {padded(rows)}", received, 2 * count)
-    silu = Kernel("silu", c.small_us, count)
-    if case.design.fused:
-        found.append(Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, ours=True))
-        found.append(Kernel("rope+cache", c.small_us, count, ours=True))
-        if form == "bf16":
-            found.append(silu)
-        return found
-    if fc:
-        return found
-    rope = Kernel("rope+cache", c.small_us, count * (2 if rows == 1 else 1))
-    norm = Kernel("norm", c.norm_us, 2 * count)  # the second norm adds, too
-    return [*found, norm, rope, silu, Kernel("add", c.small_us, count)]
+    found.append(Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, ours=True))
+    found.append(Kernel("rope+cache", c.small_us, count, ours=True))
+    if form == "bf16":
+        found.append(Kernel("silu", c.small_us, count))
+    return found
 
 
 def verify(case: Case) -> list[Kernel]:
@@ -257,8 +227,7 @@ def verify(case: Case) -> list[Kernel]:
     rows = case.tree.nodes
     found = layer(case.share, rows, form, case.shape.n_layers)
     found += lm_head(case.share, form, rows, 1, best=True)
-    small = 14 if case.design.fused else 27  # 16 of them eager: the last norm, clocks
-    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
+    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, 14)]
     if case.tree.depth:
         found.append(Kernel("accept", c.accept_us, 1))
     return found
@@ -270,47 +239,25 @@ def draft(case: Case) -> list[Kernel]:
     depth = case.tree.depth
     rows = case.tree.topk
     form = FORMATS[case.form][1]
-    dynamic = rows > 1
     found = lm_head(case.drafts_with, form, rows, depth)
     found += layer(replace(case, ranks=1), rows, form, depth - 1, fc=True)
-    if case.design.level_kernel:
-        found.append(Kernel("level", c.level_us, 2 * depth, ours=True))
-        found.append(Kernel("small", c.small_us, 4 * depth + 3))
-        rerank_us = c.level_rerank_us
-    elif case.design.fused:
-        found.append(Kernel("grow", c.grow_us, 6 * depth))
-        rerank_us = c.rerank_us
-    else:
-        return found + _sorted_levels(c, depth, form, dynamic)
-    if dynamic:
-        found.append(Kernel("rerank", rerank_us, 1))
-    return found
-
-
-def _sorted_levels(c: Constants, depth: int, form: str, dynamic: bool) -> list[Kernel]:
-    """List the small kernels that grow a tree before `Design.fused`."""
-    small = 7 * depth  # study: 35 of 5 levels
-    if dynamic:
-        small = (10 + (form != "bf16")) * (depth - 1) + 2  # study: 52 or 57 of 6 levels
-    found = [Kernel("small", c.small_us, small), Kernel("top-k", c.topk_us, 2 * depth)]
-    if dynamic:
-        found.append(Kernel("sort", c.sort_us, depth - 1))
-        found.append(Kernel("sort of all", c.pool_sort_us, 1))
-        found.append(Kernel("bmm", c.bmm_us, 3))
+    found.append(Kernel("level", c.level_us, 2 * depth, ours=True))
+    found.append(Kernel("small", c.small_us, 4 * depth + 3))
+    if rows > 1:
+        found.append(Kernel("rerank", c.level_rerank_us, 1))
     return found
 
 
 def cycle(case: Case) -> dict[str, list[Kernel]]:
     """List every launch of a cycle, by part, with measured times in place of estimates."""
     c = case.gpu.constants
-    fused = case.design.fused
     parts = {"verify": verify(case), "draft": [], "extend": []}
     if case.tree.depth:
         parts["draft"] = draft(case)
         form = FORMATS[case.form][1]
         extend = layer(replace(case, ranks=1), case.tree.depth + 1, form, 1, fc=True)
-        parts["extend"] = [*extend, Kernel("small", c.small_us, 6 if fused else 8)]
-    parts["rest"] = [Kernel("small", c.small_us, 7 if fused else 15)]
+        parts["extend"] = [*extend, Kernel("small", c.small_us, 6)]
+    parts["rest"] = [Kernel("small", c.small_us, 7)]
     products = matrices(case.shape)
 
     def final(k: Kernel) -> Kernel:
@@ -381,9 +328,6 @@ class ModelOptions:
     tau: float = option(
         4.65, "tokens per cycle of every tree (EAGLE-2, arXiv 2406.16858, for a 7B)"
     )
-    design: str = option(
-        CODE, "of the first table and of --kernels; the second table has all", tuple(DESIGNS)
-    )
     tp: int = option(1, "GPUs that share the target, as tp.py splits it", least=1)
     measured: str = option(
         "", "JSON file of measured constants and kernels, which replace the estimates"
@@ -441,8 +385,11 @@ def cases(config: ModelOptions) -> list[Case]:
     if config.measured:
         constants, measured = read_measured(config.measured, constants)
     gpu = Gpu(device, constants)
-    rest = (config.slots, DESIGNS[config.design], config.tp)
-    return [Case(shape, gpu, measured, form, tree, *rest) for form in forms for tree in trees]
+    return [
+        Case(shape, gpu, measured, form, tree, config.slots, config.tp)
+        for form in forms
+        for tree in trees
+    ]
 
 
 def print_row(case: Case, *cells: object) -> None:
@@ -451,26 +398,20 @@ def print_row(case: Case, *cells: object) -> None:
 
 
 def print_tables(config: ModelOptions, found: list[Case]) -> None:
-    """Print the cycles of the chosen design; then tokens/s of all designs, and the aims if any."""
-    print("| | launches | verify, ms | draft | extend | rest | cycle | its weights | tokens/s |")
-    print("|" + "---|" * 9)
+    """Print the cycles, and the distance to the aims where there is one."""
+    titles = "launches | verify, ms | draft | extend | rest | cycle | its weights | tokens/s | aim"
+    print(f"| | {titles} |\n|" + "---|" * 10)
+    known = (config.shape, config.gpu, config.tau) == ("llama2-7b", "h100", 4.65)
     for case in found:
         parts_ms = list(times_ms(case).values())
         launches = sum(k.count for kernels in cycle(case).values() for k in kernels)
         times = [f"{ms:.2f}" for ms in [*parts_ms, sum(parts_ms), weights_ms(case)]]
-        print_row(case, launches, *times, f"{tokens_per_s(case, config.tau):.0f}")
-    known = (config.shape, config.gpu, config.tau) == ("llama2-7b", "h100", 4.65)
-    print(f"\n| tokens/s | {' | '.join(DESIGNS)} | aim |\n|" + "---|" * (len(DESIGNS) + 2))
-    for case in found:
-        speeds = {
-            name: tokens_per_s(replace(case, design=design), config.tau)
-            for name, design in DESIGNS.items()
-        }
+        speed = tokens_per_s(case, config.tau)
         reached = ""
         if known and case.form in AIMS and case.tree.topk != 1:
             aim = AIMS[case.form][case.tree.depth > 0]
-            reached = f"{aim}: {config.design} reaches {speeds[config.design] / aim:.0%}"
-        print_row(case, *(f"{speed:.0f}" for speed in speeds.values()), reached)
+            reached = f"{aim}: {speed / aim:.0%}"
+        print_row(case, launches, *times, f"{speed:.0f}", reached)
 
 
 def print_ranks(found: list[Case]) -> None:
@@ -506,7 +447,7 @@ def run(config: ModelOptions) -> None:
     gpus = f"{config.tp} x {config.gpu}" if config.tp > 1 else config.gpu
     print(
         f"A model's times, nothing measured here: {config.shape}, {gpus}, {config.slots} slots, "
-        f"batch 1, constants {config.measured or 'estimated'}; design `{config.design}`; "
+        f"batch 1, constants {config.measured or 'estimated'}; "
         f"{config.tau:g} tokens a cycle (vanilla: 1).\n"
     )
     print_tables(config, found)

@@ -60,20 +60,12 @@ class Constants:
     small_us: float = 1.4  # an elementwise kernel
     norm_us: float = 2.6  # RMSNorm
     sum_in_norm_us: float = 0.6  # more when it adds splits and residual, too
-    combine_us: float = 1.8  # attention's second kernel, without its bytes
-    last_combine_us: float = 1.3  # the same by the last block of the first
+    last_combine_us: float = 1.3  # combining chunks of attention, without their bytes
     argmax_us: float = 12.0  # over the vocabulary
     accept_us: float = 10.0  # and compaction
-    topk_us: float = 5.0  # each of two kernels over the vocabulary
-    sort_us: float = 4.0  # of a level's values
-    pool_sort_us: float = 8.0  # of all candidates
-    bmm_us: float = 4.0  # a product of small masks
-    # each of six kernels that grow a level: top-k, children, frontier, mask, embedding
-    grow_us: float = 25 / 6
-    # each of two that do the same: candidates of the vocabulary's parts, all the rest
+    # each of two kernels that grow a level: candidates of the vocabulary's parts, all the rest
     level_us: float = 4.0
-    rerank_us: float = 60.0  # choosing the nodes to verify, several launches
-    level_rerank_us: float = 12.0  # the same by counting, in one
+    level_rerank_us: float = 12.0  # choosing the nodes to verify
     replay_us: float = 8.0  # from one graph's end to the next one's start
     # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
     collective_us: float = 12.0

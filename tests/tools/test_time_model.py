@@ -1,4 +1,4 @@
-"""The model of a GPU's time: it gives the study's table again, follows the kernels' plans, and takes measured numbers."""
+"""The model of a GPU's time: it follows the kernels' plans, and takes measured numbers."""
 
 import importlib
 import json
@@ -15,17 +15,13 @@ from scripts.gpu import time_model as gpu_model
 from scripts.gpu import waves as gpu_waves
 from scripts.gpu.time_model import ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
 
-STUDY = {  # of commit c495e77: launches, ms of verify, draft and extend, tokens/s
-    ("bf16", "vanilla"): (425, 5.95, 0, 0, 167),
-    ("bf16", "chain 5"): (493, 5.87, 1.38, 0.21, 620),
-    ("bf16", "dynamic 6/10/26"): (528, 5.91, 1.77, 0.21, 586),
-    ("bf16", "dynamic 6/10/60"): (528, 5.94, 1.77, 0.21, 583),
-    ("bf16+int4", "dynamic 6/10/26"): (552, 5.91, 0.84, 0.10, 674),
-    ("bf16+int4", "dynamic 6/10/60"): (552, 5.94, 0.84, 0.10, 671),
-    ("int4", "vanilla"): (489, 2.80, 0, 0, 351),
-    ("int4", "chain 5"): (577, 2.74, 0.60, 0.10, 1332),
-    ("int4", "dynamic 6/10/26"): (616, 2.90, 0.84, 0.10, 1198),
-    ("int4", "dynamic 6/10/60"): (616, 3.54, 0.84, 0.10, 1028),
+CYCLES = {  # launches, tokens/s of a 7B on an H100, as first computed
+    ("bf16", "vanilla"): (311, 177),
+    ("bf16", "chain 5"): (406, 641),
+    ("bf16", "dynamic 6/8/32"): (424, 611),
+    ("bf16+int4", "dynamic 6/10/60"): (418, 724),
+    ("int4", "vanilla"): (279, 527),
+    ("int4", "dynamic 6/10/60"): (386, 1391),
 }
 
 
@@ -34,40 +30,25 @@ def one(form="int4", tree="dynamic 6/10/60", **options):
     return case
 
 
-@pytest.mark.parametrize("form,tree", STUDY)
-def test_the_studys_table(form, tree):
-    """int4 is up to 4 % faster here: rows of x beyond the tree's are not read, and the study counted whole tiles."""
-    launches, verify, draft, extend, speed = STUDY[form, tree]
-    case = one(form, tree, design="before")
-    parts = times_ms(case)
-    near = 0.01 if form == "bf16" else 0.04
-    assert sum(k.count for found in cycle(case).values() for k in found) == pytest.approx(
-        launches, rel=0.015
-    )
-    assert parts["verify"] == pytest.approx(verify, rel=near)
-    assert [parts["draft"], parts["extend"]] == pytest.approx([draft, extend], rel=0.04, abs=0.006)
-    assert tokens_per_s(case, 4.65) == pytest.approx(speed, rel=near)
+@pytest.mark.parametrize("form,tree", CYCLES)
+def test_cycles_of_a_7b(form, tree):
+    case = one(form, tree)
+    launches = sum(k.count for found in cycle(case).values() for k in found)
+    assert (launches, round(tokens_per_s(case, 4.65))) == CYCLES[form, tree]
 
 
 def test_launches_follow_the_plans():
-    def per_layer(form, rows, design="before"):
-        return sum(k.count for k in gpu_model.layer(one(form, design=design), rows, form, 1))
+    def per_layer(form, rows):
+        return sum(k.count for k in gpu_model.layer(one(form), rows, form, 1))
 
-    assert [per_layer("bf16", 60), per_layer("bf16", 1), per_layer("int4", 60)] == [11, 12, 13]
-    assert [
-        per_layer(form, 60, "8 or 9 launches a layer") for form in ("bf16", "int8", "int4")
-    ] == [9, 8, 8]
+    assert [per_layer(form, 60) for form in ("bf16", "int8", "int4")] == [9, 8, 8]
     splits = {
         name: gpu_waves.product_us(60, *size, 4, one().gpu)[1]
         for name, size in gpu_model.matrices(one().shape).items()
     }
-    sums = {
-        k.name.split()[1] for k in cycle(one(design="before"))["draft"] if k.name.startswith("sum ")
-    }
-    assert sums == {name for name, n in splits.items() if n > 1} == {"wo", "w2", "fc"}
-    assert not [
-        k for k in cycle(one(slots=100, tree="vanilla"))["verify"] if k.name.startswith("combine")
-    ]  # one chunk
+    assert {name for name, n in splits.items() if n > 1} == {"wo", "w2", "fc"}
+    sums = {k.name.split()[1] for k in cycle(one(tp=2))["verify"] if k.name.startswith("sum ")}
+    assert {"wo", "w2"} <= sums, "NCCL takes one sum"
 
 
 def test_time_grows_with_what_is_read_and_nothing_beats_the_bandwidth():
@@ -84,16 +65,12 @@ def test_time_grows_with_what_is_read_and_nothing_beats_the_bandwidth():
 
 
 def test_dependent_launch_needs_sm_90():
-    old, new = (
-        tokens_per_s(one(gpu="a100", design=d), 4.65)
-        for d in ("8 or 9 launches a layer", "+ dependent launch")
-    )
-    assert old == new
+    assert one(gpu="h100").pdl and not one(gpu="a100").pdl
 
 
 def test_measured_numbers_replace_estimates(tmp_path, capsys):
-    before = times_ms(one(design="before"))["verify"]
-    w13 = next(k.us for k in cycle(one(design="before"))["verify"] if k.name == "w13 int4 64")
+    before = times_ms(one(gpu="a100"))["verify"]
+    w13 = next(k.us for k in cycle(one(gpu="a100"))["verify"] if k.name == "w13 int4 64")
     file = tmp_path / "measured.json"
     file.write_text(
         json.dumps(
@@ -103,7 +80,7 @@ def test_measured_numbers_replace_estimates(tmp_path, capsys):
             }
         )
     )
-    case = one(measured=str(file), design="before")
+    case = one(gpu="a100", measured=str(file))
     launches = sum(k.count for k in cycle(case)["verify"])
     assert times_ms(case)["verify"] == pytest.approx(before + launches * 1e-3 + 32 * 10e-3)
     gpu_model.run(
@@ -112,7 +89,7 @@ def test_measured_numbers_replace_estimates(tmp_path, capsys):
             trees="dynamic 6/10/60",
             measured=str(file),
             kernels=True,
-            design="before",
+            gpu="a100",
         )
     )
     out = capsys.readouterr().out
@@ -124,10 +101,7 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     gpu_model.run(ModelOptions(formats="bf16", trees="vanilla,chain 5"))
     first, *_, vanilla, chain = capsys.readouterr().out.splitlines()
     assert first.startswith("A model's times, nothing measured here: llama2-7b, h100")
-    assert (
-        vanilla
-        == "| bf16 vanilla | 167 | 174 | 177 | 177 | 190: + a kernel per level reaches 93% |"
-    )
+    assert vanilla.startswith("| bf16 vanilla | 311 |") and vanilla.endswith("| 177 | 190: 93% |")
     assert chain.endswith("|  |")
     gpu_model.run(ModelOptions(shape=DEMO, formats="int8", trees="vanilla"))
     assert capsys.readouterr().out.endswith("|  |\n")  # no aim for another shape
