@@ -6,7 +6,7 @@
    compares the two).
 3. n-alpha, tau, and the sharpness of the head's scores come from these chains.
 
-Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha), figure 8 (the inputs of a row).
+Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha).
 Not here: trees (scripts/bench/papers.py).
 """
 
@@ -18,40 +18,20 @@ from torch import Tensor
 
 from drafters import DraftVocab
 from eagle_draft import EagleHead
-from hf.heads import DRAFT_INPUTS
 from kv_cache import KVCache, Window
 from model import Transformer
 
-# EAGLE-1 figure 8; the first is EAGLE
-INPUTS = (DRAFT_INPUTS, "feature&unshifted", "token", "feature")
 ALPHAS = 5  # chain steps that are evaluated
-
-
-def row_inputs(
-    kind: str, embedded: Tensor, features: Tensor, before: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the inputs of a row. Source: EAGLE-1 figure 8.
-
-    embedded: of x_{t+1}; before: of x_t; all [B, T, F]
-    """
-    if kind == "feature&unshifted":
-        return before, features
-    if kind == "token":
-        return embedded, torch.zeros_like(features)
-    if kind == "feature":
-        return torch.zeros_like(embedded), features
-    return embedded, features
 
 
 class Chains:
     """Chain drafts from every position of a sequence at once."""
 
-    def __init__(self, head: EagleHead, target: Transformer, tokens: Tensor, kind: str):
+    def __init__(self, head: EagleHead, target: Transformer, tokens: Tensor):
         """tokens: [1, T], written by the target."""
         self.head = head
         self.target = target
         self.tokens = tokens
-        self.kind = kind
         T = tokens.shape[1]
         steps = torch.arange(T, device=tokens.device)
         self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
@@ -63,10 +43,10 @@ class Chains:
             head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device)
         )
 
-    def step(self, s: int, features: Tensor, drafted: Tensor, before: Tensor) -> Tensor:
+    def step(self, s: int, features: Tensor, drafted: Tensor) -> Tensor:
         """Run drafting step `s` for all T-2 starts.
 
-        features: [1, R, F]; drafted, before: [1, R] tokens
+        features: [1, R, F]; drafted: [1, R] tokens
         Returns: [1, R, F].
         """
         R = drafted.shape[1]
@@ -76,12 +56,9 @@ class Chains:
         # true rows up to the start, then its own predicted rows
         mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # [1, R, (1 + s) R]
         window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
-        embedded, hidden = row_inputs(
-            self.kind, self.embedding(drafted), features, self.embedding(before)
-        )
-        y = self.head(
-            embedded.to(self.dtype), hidden.to(self.dtype), rows[None] + s, self.cache, window
-        )
+        embedded = self.embedding(drafted).to(self.dtype)
+        hidden = features.to(self.dtype)
+        y = self.head(embedded, hidden, rows[None] + s, self.cache, window)
         return y.to(features.dtype)
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
@@ -94,17 +71,15 @@ class Chains:
         R = x.shape[1] - 1 - ALPHAS  # starts with a truth for the entire chain
         features = self.features[:, :R]
         drafted = x[:, 1 : R + 1]
-        before = x[:, :R]
         ok = []
         logits = []
         if self.head.aux_layers:
             features = self.head.project(features.to(self.dtype))
         for s in range(ALPHAS):
-            features = self.step(s, features, drafted, before)
+            features = self.step(s, features, drafted)
             z = self.lm_head(self.head.output_norm(features))
             if not self.head.lm_head:
                 z = self.vocab.columns(z)  # [1, R, N]
-            before = drafted
             drafted = self.vocab.tokens(z.argmax(-1))
             ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
             logits.append(z[0])
@@ -112,9 +87,7 @@ class Chains:
 
 
 @torch.no_grad()
-def evaluate(
-    head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str
-) -> dict:
+def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]]) -> dict:
     """Measure chains on sequences of the target, over all start positions.
 
     Returns: alpha, n-alpha for n = 0..4; tau, mean accepted tokens + 1 of a chain of five.
@@ -124,7 +97,7 @@ def evaluate(
     lengths = []
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
-        ok, _ = Chains(head, target, tokens, kind).run()
+        ok, _ = Chains(head, target, tokens).run()
         first = max(begin - 2, 0)  # the first start with tokens of the target
         accepted = ok[first:].long().cumprod(1).cpu()
         tried += torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1]), 1).sum(0)
@@ -138,7 +111,7 @@ def evaluate(
 
 @torch.no_grad()
 def fit_sharpness(
-    head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]], kind: str
+    head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]]
 ) -> float:
     """Fit c so that softmax(c * scores) is likeliest to hold the target's choice.
 
@@ -149,7 +122,7 @@ def fit_sharpness(
     generator = torch.Generator().manual_seed(0)
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.embedding.weight.device)
-        chains = Chains(head, target, tokens, kind)
+        chains = Chains(head, target, tokens)
         ok, logits = chains.run()
         R = ok.shape[0]
         first = max(begin - 2, 0)

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from eagle_draft import Eagle3Head, EagleHead
-from hf.heads import DRAFT_INPUTS, Eagle3, EagleConfig
+from hf.heads import Eagle3, EagleConfig
 from model import Attention, Linear, ModelConfig, Transformer
 from ops.rotary import rope_angles, rotary
 from quantize import QuantLinear
-from scripts.train.acceptance import row_inputs
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
 DECAY = 0.8  # of a step's weight, for each step before it
@@ -98,7 +97,6 @@ class Recipe(NamedTuple):
     embedding: nn.Module  # the head's own, or the target's
     lm_head: nn.Module  # the same, with the rows of the draft vocabulary
     steps: int
-    inputs: str = DRAFT_INPUTS  # of a row
 
 
 def unrolled_losses(
@@ -143,8 +141,7 @@ def unrolled_losses(
     for s in range(steps):
         here = slice(s, s + T)
         ahead = slice(1 + s, 1 + s + T)
-        inputs = row_inputs(recipe.inputs, rows[:, ahead], hidden, rows[:, here])
-        hidden = unrolled_step(head, *inputs, s, past)
+        hidden = unrolled_step(head, rows[:, ahead], hidden, s, past)
         log_q = recipe.lm_head(head.output_norm(hidden)).float().log_softmax(-1)  # [B, T, N]
         counts = mask[:, here] & known[:, ahead]
         total = tokens.numel() if eagle3 else counts.sum() + 1e-5

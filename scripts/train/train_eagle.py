@@ -15,7 +15,7 @@ Our flags are in benchmarks/TRAINING.md.
 4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
    curve is drawn, the head written, the state saved for `--resume`. At the end the sharpness c of
    log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
-Sources: EAGLE (arXiv 2401.15077), section 4, figure 8 (`--inputs`); EAGLE-3; HASS (`--unroll`).
+Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3; HASS (`--unroll`).
 Differences from the official code: clipping is by norm, noise does not depend on the length, `fc`
 is trained over inputs of equal scale, and examples are laid end to end and split at `seq_len`:
 nothing is padding, and a position may see the end of the example before its own.
@@ -42,21 +42,21 @@ from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from files import read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import EagleConfig, head_names, rows_of
+from hf.heads import DRAFT_INPUTS, EagleConfig, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.train import losses as head_training
 from scripts.train import train_demo
-from scripts.train.acceptance import ALPHAS, INPUTS, evaluate, fit_sharpness
+from scripts.train.acceptance import ALPHAS, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from session import Session, common_prefix
 
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
 # options that other versions do not have
-OF_VERSION_1 = ("inputs", "noise", "feature_weight", "token_weight")
+OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
 
 @dataclass
@@ -69,7 +69,6 @@ class TrainConfig:
     )
     data: str = option("demo", "comma-separated JSONL files, or demo")
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
-    inputs: str = option(INPUTS[0], "what a row sees (figure 8)", INPUTS)
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
     batch_size: int = option(4, "sequences per step", least=1)
@@ -355,9 +354,7 @@ def losses_of(
     lm_head = head.lm_head or target.lm_head
     if head.vocab and not head.lm_head:
         lm_head = rows_of(target.lm_head, head.vocab.ids)
-    recipe = head_training.Recipe(
-        head.embedding or target.embedding, lm_head, config.recipe_steps, config.inputs
-    )
+    recipe = head_training.Recipe(head.embedding or target.embedding, lm_head, config.recipe_steps)
     compiled = torch.compile(head_training.unrolled_losses)
     generator = torch.Generator(config.device)
 
@@ -475,7 +472,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     if head.config.eagle3:
         keys |= head_training.keys_of(head)
     else:
-        keys["draft_inputs"] = config.inputs
+        keys["draft_inputs"] = DRAFT_INPUTS
     if c.qkv_bias:
         keys["qkv_bias"] = True
     train_demo.write_checkpoint(out, tensors, keys, info)
@@ -640,12 +637,12 @@ def train(config: TrainConfig) -> None:
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
             row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
-            row |= evaluate(head, target, sequences, config.inputs)
+            row |= evaluate(head, target, sequences)
             info["curve"].append(row)
             tqdm.write(progress(row, config))
             train_demo.save_state(state_file, head, optimizers, done, info["curve"])
             if done == config.steps:
-                sharpness = fit_sharpness(head, target, sequences, config.inputs)
+                sharpness = fit_sharpness(head, target, sequences)
                 head.config = replace(head.config, sharpness=sharpness)
                 tqdm.write(f"sharpness {sharpness}")
             save_head(head, config, info)

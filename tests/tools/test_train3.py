@@ -182,7 +182,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 80, "eval_every": 40})
     torch.manual_seed(0)
     fresh = train_eagle.make_head(config, target(), written()[0])
-    before = evaluate(fresh, target(), written()[1], config.inputs)["tau"]
+    before = evaluate(fresh, target(), written()[1])["tau"]
     train_eagle.train(config)
     info, raw = (
         json.loads((tmp_path / name).read_text()) for name in ("training.json", "config.json")
@@ -198,7 +198,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     assert raw["draft_vocab_size"] == 100 and (tmp_path / "curve.png").is_file()
     head = load_head(tmp_path, target())
     assert head.aux_layers == (2, 4, 5) and head.vocab.kept == 100 and head.config.sharpness >= 1
-    tau = evaluate(head, target(), written()[1], config.inputs)["tau"]
+    tau = evaluate(head, target(), written()[1])["tau"]
     assert tau == pytest.approx(last["tau"], abs=1e-3)
     drafter = EagleDrafter(head, target(), StaticTree.chain(5), Sampling())
     drafted, plain = (
@@ -348,7 +348,6 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
     "options, message",
     [
         ({"noise": 0.2}, "--noise belongs to heads of version 1"),
-        ({"inputs": "token"}, "--inputs belongs to heads of version 1"),
         ({"init": str(GOLDEN / "models/head_eagle12_mha"), "draft_vocab": 0, "checkpoint": str(GOLDEN / "models/target_llama_mha")},
          "is a head of version 1; train it with --version 1"),
         ({"init": str(GOLDEN / HEAD), "draft_vocab": 0, "version": 1}, "is a head of version 3; train it with --version 3"),
