@@ -2,7 +2,7 @@
 
     python scripts/bench/inflate.py --shape llama2-7b --out stand-ins/7b
     python generate.py --checkpoint stand-ins/7b --prompt "def read_lines(path):"
-    python scripts/bench/inflate.py --shape tiny-0.5b --n_layers 9 --vocab_size 4096 --out short
+    python scripts/bench/inflate.py --shape tiny-0.5b,n_layers=9,vocab_size=4096 --out short
     python scripts/bench/inflate.py --checkpoint checkpoints/demo-moe --shape mixtral-tiny --out moe
 
 1. extras/stand_in.py computes one tensor at a time. Shards are written as they fill, so that memory
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -33,8 +33,6 @@ from files import read_json
 from model import DTYPES
 from options import DEMO
 
-SIZES = tuple(f.name for f in fields(Shape) if f.name != "name")
-
 
 @dataclass(frozen=True)
 class InflateConfig:
@@ -45,16 +43,11 @@ class InflateConfig:
         "",
         "directory of its EAGLE-1/2 head; default: the checkpoint's name with -eagle, if it exists",
     )
-    shape: str = option("llama2-7b", "shape of the stand-in", tuple(SHAPES))
-    dim: int = option(0, "width; 0, here and below: the shape's own")
-    n_layers: int = option(0, "layers of the target; the head keeps its own")
-    n_heads: int = option(0, "query heads")
-    n_kv_heads: int = option(0, "key and value heads")
-    head_dim: int = option(0, "width of a head")
-    ffn_dim: int = option(0, "neurons of a layer or expert, and of the head's layers")
-    vocab_size: int = option(0, "tokens; those beyond the small model's are never chosen")
-    n_experts: int = option(0, "experts of a layer; as many as the small model's")
-    experts_per_token: int = option(0, "those that see a token; as many as the small model's")
+    shape: str = option(
+        "llama2-7b",
+        f"shape of the stand-in: {', '.join(SHAPES)}, also with sizes of its own, as "
+        "llama2-7b,n_layers=9; tokens beyond the small model's are never chosen",
+    )
     out: str = option("", "directory to write the target to")
     eagle_out: str = option(
         "", "directory to write the head to; default: OUT-eagle, where generate.py finds it"
@@ -69,25 +62,10 @@ class InflateConfig:
         """Check the options. Raises: ValueError for a value that cannot work."""
         if not self.out:
             raise ValueError("--out is missing; name the directory to write")
-        for name, size in self._sizes.items():
-            if size < 0:
-                raise ValueError(
-                    f"--{name} must be positive, or 0 for the shape's own; it is {size}"
-                )
         if self.eagle_out and Path(self.eagle_out).resolve() == Path(self.out).resolve():
             raise ValueError(
                 f"--eagle_out must not be the target's directory {self.out}; name another one"
             )
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in SIZES}
-
-    @property
-    def whole_shape(self) -> Shape:
-        """The named shape with the given sizes."""
-        changes = [f"{name}={size}" for name, size in self._sizes.items() if size]
-        return Shape.parse(",".join([self.shape, *changes]))
 
 
 def check(files: InflatedFiles, out: Path, overwrite: bool) -> None:
@@ -147,7 +125,7 @@ def run(config: InflateConfig) -> None:
     """Write the target, and the head where there is one."""
     config.check()
     path = Path(config.checkpoint)
-    shape = config.whole_shape
+    shape = Shape.parse(config.shape)
     dtype = DTYPES.get(config.dtype)
     twin = config.random_twin
     target_out = Path(config.out)

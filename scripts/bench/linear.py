@@ -10,8 +10,7 @@
 3. A round measures every contestant at every number of tokens once, in an order that rotates, so
    that drift hits all of them. The table shows medians; quartiles over rounds go into the JSON.
 
-torch-bf16 is `F.linear`; torch-int8 and torch-int4 are PyTorch's own packed operators. bf16 is
-ops/cpu/linear.cpp, the rest ops/cpu/quantized.cpp.
+torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp.
 Not here: CUDA (scripts/gpu/check.py), whole models (papers.py).
 """
 
@@ -48,47 +47,12 @@ FLOAT = {  # the same weights, [N, K] bf16
     "torch-bf16": F.linear,
     "bf16": lambda x, w: torch.ops.gpt_eagle.linear_bf16(x, w, None, False),
 }
-KINDS = {  # name -> (format, group size, product), or None for those of FLOAT
+KINDS = {  # name -> (format, group size), or None for those of FLOAT
     **dict.fromkeys(FLOAT),
-    "torch-int8": ("int8", 0, "torch"),
-    "torch-int4-128": ("int4", 128, "torch"),
-    "int8": ("int8", 0, "cpu"),
-    "int4-32": ("int4", 32, "cpu"),
-    "int4-64": ("int4", 64, "cpu"),
-    "int4-128": ("int4", 128, "cpu"),
-}
-
-
-class TorchProduct(NamedTuple):
-    """An operator of PyTorch with packed weights, for bf16 rows, as `ops.quantized.Product`."""
-
-    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    multiply: Callable[..., Tensor]
-
-
-def pack_torch_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack int4 weights for PyTorch.
-
-    codes: [N, K] int8; scale: [N, K/G] bf16
-    Returns: packed codes; scales with their zeros, [K/G, N, 2] bf16.
-    """
-    scale_and_zero = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1)
-    return packed, scale_and_zero
-
-
-def _torch_int4(x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
-    group = x.shape[-1] // scale.shape[0]
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scale)
-
-
-def _torch_int8(x: Tensor, codes: Tensor, scale: Tensor, n: int, fp32_out: bool) -> Tensor:
-    return torch.ops.aten._weight_int8pack_mm(x, codes, scale)
-
-
-TORCH = {
-    "int8": TorchProduct(lambda codes, scale: (codes, scale.bfloat16()), _torch_int8),
-    "int4": TorchProduct(pack_torch_int4, _torch_int4),
+    "int8": ("int8", 0),
+    "int4-32": ("int4", 32),
+    "int4-64": ("int4", 64),
+    "int4-128": ("int4", 128),
 }
 
 
@@ -134,8 +98,8 @@ class Contestant:
             self.apply: Callable[..., Tensor] = FLOAT[kind]
             first = (weight,)
         else:
-            format, group, where = KINDS[kind]
-            product = TORCH[format] if where == "torch" else PRODUCTS[format, where]
+            format, group = KINDS[kind]
+            product = PRODUCTS[format, "cpu"]
             self.apply = lambda x, packed, scale: product.multiply(x, packed, scale, n, False)
             first = product.pack(*FORMATS[format].encode(weight, group))
         self.bytes = sum(t.nbytes for t in first)

@@ -212,28 +212,6 @@ def pass_bytes(target: Transformer, cached: float, experts: float | None = None)
     return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
 
 
-def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    """Run a target and record the input of each block.
-
-    inputs: of `Transformer.forward`
-    Returns: the features, [B, T, F]; the inputs of the blocks, [B, T, F] each.
-    """
-    given: list[Tensor] = []
-    hooks = [
-        block.register_forward_pre_hook(lambda _, args: given.append(args[0]))
-        for block in target.layers
-    ]
-    try:
-        features = target(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert len(given) == len(target.layers), (
-        "the blocks ran in one call (Transformer.fused); load without --compile"
-    )
-    return features, given
-
-
 def _nbytes(module: nn.Module) -> int:
     return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
 

@@ -7,10 +7,10 @@
         --batch_sizes 1,2,4,16
 
 1. Ours are methods as in papers.py. Peers: `transformers` (`generate`), `transformers:lookup`
-   (prompt lookup), `transformers:assistant` (the draft model of --assistant), and llama.cpp on GGUF
-   files written from the same weights: `llama.cpp:f16`, `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is
-   the checkpoint itself, a GGUF file. `:lookup` behind it drafts by llama-cpp-python's prompt
-   lookup, `:lookup2` two tokens only, its advice for CPUs; the tokens must be those without.
+   (prompt lookup), and llama.cpp on GGUF files written from the same weights: `llama.cpp:f16`,
+   `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file. `:lookup` behind
+   it drafts by llama-cpp-python's prompt lookup, `:lookup2` two tokens only, its advice for CPUs;
+   the tokens must be those without.
 2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
 3. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
 4. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
@@ -73,7 +73,6 @@ DRAFTS = ("", *(f":{name}" for name in LOOKUPS))
 PEERS = (
     "transformers",
     "transformers:lookup",
-    "transformers:assistant",
     *(f"llama.cpp:{kind}{draft}" for kind in ("file", *FORMATS) for draft in DRAFTS),
 )
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
@@ -81,7 +80,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
 LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
 LEAST_RUNS = 5
-PATHS = ("checkpoint", "eagle", "assistant", "gguf", "json")
+PATHS = ("checkpoint", "eagle", "gguf", "json")
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,6 @@ class PeersConfig:
     formats: str = option("none", "weights of ours, of none, int8 and int4: every method with each")
     peers: str = option(
         "transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}"
-    )
-    assistant: str = option(
-        "", "Hugging Face directory of the draft model of transformers:assistant"
     )
     tasks: str = option(
         "demo", "names in data/eval, or JSONL files of id, task and turns; first turns are used"
@@ -149,11 +145,6 @@ class PeersConfig:
         if reads_file and not is_gguf(Path(self.checkpoint)):
             raise ValueError(
                 f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none"
-            )
-        if ("transformers:assistant" in self.peer_list) != bool(self.assistant):
-            raise ValueError(
-                "--assistant names the draft model of the peer transformers:assistant; "
-                "give both or none"
             )
         if self.gguf and not Path(self.gguf).is_dir():
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
@@ -339,9 +330,6 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
     options: dict[str, Any] = {}
     if name.endswith(":lookup"):
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    elif name.endswith(":assistant"):
-        assistant = load_transformers(Path(config.assistant), config.dtype, config.device)
-        options = {"assistant_model": assistant}
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> torch.Tensor:

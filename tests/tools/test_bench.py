@@ -533,8 +533,6 @@ def test_peer_mistakes_are_one_line(capsys, monkeypatch):
     assert "from 1 on, as 1,4; it is '1,x'" in failure(
         capsys, monkeypatch, bench_peers, "--batch_sizes", "1,x"
     )
-    missing = failure(capsys, monkeypatch, bench_peers, "--peers", "transformers:assistant")
-    assert "--assistant names the draft model" in missing
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
     line = failure(capsys, monkeypatch, bench_peers, "--peers", "llama.cpp:f16")
     assert (

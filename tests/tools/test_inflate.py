@@ -36,7 +36,7 @@ from extras.stand_in import (
     inflate_target,
 )
 from generate import generate, load, main
-from helpers import GOLDEN, record, slow
+from helpers import GOLDEN, block_inputs, record, slow
 from hf.config import read_config
 from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
@@ -45,7 +45,6 @@ from model import ModelConfig, Router, Transformer
 from ops.cpu.build import load_operators
 from options import DEMO
 from scripts.bench import inflate as script
-from scripts.bench.measure import block_inputs
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
@@ -599,25 +598,14 @@ def inflate(*argv: str, monkeypatch) -> None:
     script.main()
 
 
-SMALL = [
-    "--shape",
-    "tiny-0.5b",
-    "--dim",
-    "512",
-    "--n_layers",
-    "8",
-    "--ffn_dim",
-    "1664",
-    "--vocab_size",
-    "4224",
-]
+SMALL = "tiny-0.5b,dim=512,n_layers=8,ffn_dim=1664,vocab_size=4224"
 
 
 def test_what_is_written_is_what_is_built(monkeypatch, tmp_path, capsys):
     out = tmp_path / "new" / "half"
-    inflate(*SMALL, "--out", str(out), monkeypatch=monkeypatch)
+    inflate("--shape", SMALL, "--out", str(out), monkeypatch=monkeypatch)
     assert "function of demo" in capsys.readouterr().out
-    shape = Shape.parse("tiny-0.5b,dim=512,n_layers=8,ffn_dim=1664,vocab_size=4224")
+    shape = Shape.parse(SMALL)
     for path, files in (
         (out, inflate_target(TARGET, shape)),
         (Path(f"{out}-eagle"), make_head(shape, torch.bfloat16)),
@@ -653,20 +641,23 @@ def failure(capsys, monkeypatch, *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--dim", "256"], "dim must be at least 257"),
-        (["--n_layers", "7"], "n_layers must be at least 8"),
-        (["--n_heads", "4", "--n_kv_heads", "4"], "n_kv_heads must be at least 8"),
-        (["--n_heads", "8", "--n_kv_heads", "2"], "n_kv_heads must be at least 4"),
+        (["--shape", "tiny-0.5b,dim=256"], "dim must be at least 257"),
+        (["--shape", "tiny-0.5b,n_layers=7"], "n_layers must be at least 8"),
+        (["--shape", "tiny-0.5b,n_heads=4,n_kv_heads=4"], "n_kv_heads must be at least 8"),
+        (["--shape", "tiny-0.5b,n_heads=8,n_kv_heads=2"], "n_kv_heads must be at least 4"),
         (
-            ["--n_heads", "9", "--n_kv_heads", "4"],
+            ["--shape", "tiny-0.5b,n_heads=9,n_kv_heads=4"],
             "n_kv_heads must divide n_heads; 4 does not divide 9",
         ),
-        (["--head_dim", "48"], "head_dim must be a multiple of"),
-        (["--ffn_dim", "1536"], "ffn_dim must be at least 1537, for every neuron and one more"),
-        (["--vocab_size", "4095"], "vocab_size must be at least 4096"),
-        (["--dim", "-5"], "--dim must be positive, or 0 for the shape's own; it is -5"),
+        (["--shape", "tiny-0.5b,head_dim=48"], "head_dim must be a multiple of"),
+        (
+            ["--shape", "tiny-0.5b,ffn_dim=1536"],
+            "ffn_dim must be at least 1537, for every neuron and one more",
+        ),
+        (["--shape", "tiny-0.5b,vocab_size=4095"], "vocab_size must be at least 4096"),
+        (["--shape", "tiny-0.5b,dim=-5"], "'dim=-5' must be like n_layers=9"),
         (["--out", ""], "--out is missing"),
-        (["--shape", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["--shape", "gpt-5"], "gpt-5 is not a known shape; use one of"),
         (["--checkpoint", "nowhere"], "no such directory: nowhere"),
         (
             ["--eagle", DEMO],
@@ -854,12 +845,14 @@ def test_what_is_there_is_kept(monkeypatch, capsys, tmp_path):
     other, out = tmp_path / "other", tmp_path / "out"
     other.mkdir()
     (other / "thesis.txt").write_text("precious")
-    assert "exists; give --overwrite" in failure(capsys, monkeypatch, *SMALL, "--out", str(other))
-    assert "replaces stand-ins only" in failure(
-        capsys, monkeypatch, *SMALL, "--out", str(other), "--overwrite"
+    assert "exists; give --overwrite" in failure(
+        capsys, monkeypatch, "--shape", SMALL, "--out", str(other)
     )
     assert "replaces stand-ins only" in failure(
-        capsys, monkeypatch, *SMALL, "--out", DEMO, "--overwrite"
+        capsys, monkeypatch, "--shape", SMALL, "--out", str(other), "--overwrite"
+    )
+    assert "replaces stand-ins only" in failure(
+        capsys, monkeypatch, "--shape", SMALL, "--out", DEMO, "--overwrite"
     )
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
     files = make_head(Shape.parse("tiny-0.5b,dim=512"), torch.bfloat16)
