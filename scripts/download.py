@@ -15,14 +15,14 @@ Not here: downloads with pip (hf/fetch.py); conversion.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
+from command_line import one_line_errors, option, parse
 from options import ROOT
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -33,10 +33,12 @@ TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 class DownloadConfig:
     """Options."""
 
-    repo: str  # hub id, OWNER/NAME, or smollm2
-    # directory; default: checkpoints/OWNER/NAME, for smollm2 the checkpoints beside the code
-    out: str = ""
-    revision: str = "main"  # branch, tag or commit on the hub
+    repo: str = option("", "hub id, OWNER/NAME, or smollm2", positional=True)
+    out: str = option(
+        "",
+        "directory; default: checkpoints/OWNER/NAME, for smollm2 the checkpoints beside the code",
+    )
+    revision: str = option("main", "branch, tag or commit on the hub")
 
 
 def wanted(repo: str, names: list[str]) -> list[str]:
@@ -115,7 +117,7 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
     """
     if not HUB_ID.fullmatch(config.repo):
         raise ValueError(
-            f"{config.repo} is not a hub id; write OWNER/NAME, "
+            f"{config.repo or 'nothing'} is not a hub id; write OWNER/NAME, "
             "as in meta-llama/Llama-2-7b-chat-hf, or smollm2"
         )
     out = Path(config.out or f"checkpoints/{config.repo}")
@@ -142,27 +144,14 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for f in fields(DownloadConfig):
-        if f.default is MISSING:
-            parser.add_argument(f.name)
-        else:
-            parser.add_argument(f"--{f.name}", default=f.default)
-    try:
-        config = DownloadConfig(**vars(parser.parse_args()))
+    config = parse(DownloadConfig, "download.py", __doc__)
+    with one_line_errors("download.py"):
         if config.repo == "smollm2":
             file = download_smollm2(config)
             print(f"{file} is there")
             print(f'next: python generate.py --checkpoint {file} --chat --prompt "..."')
             return
         out, names = download(config)
-    except ValueError as error:
-        print(f"download.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)  # as a shell reports it
     print(f"wrote {len(names)} files to {out}\nnext: {next_command(out, names)}")
 
 

@@ -101,11 +101,6 @@ class BenchConfig:
         None, "apply a chat template: the model's, or the one named", optional=True
     )
     max_new_tokens: int = option(128, "tokens per turn")
-    max_prompt: int = option(
-        0,
-        "longer prompts are left out, and counted; 0: those that leave no room to answer",
-        least=0,
-    )
     traced: int = option(
         4,
         "prompts per task that are first decoded untimed, to warm up and for the calibration",
@@ -197,12 +192,13 @@ def read_tasks(config: BenchConfig) -> dict[str, list[list[str]]]:
 
 def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchConfig) -> Task:
     """Leave out prompts that are too long. Raises: ValueError when nothing is left."""
-    longest = config.max_prompt or engine.context - config.max_new_tokens
+    longest = engine.context - config.max_new_tokens
     kept = [turns for turns in prompts if len(encode(engine, turns[:1], [])) <= longest]
     left_out = len(prompts) - len(kept)
     if not kept:
         raise ValueError(
-            f"no prompt of {name} has at most {longest} tokens; raise --max_prompt or the context"
+            f"no prompt of {name} has at most {longest} tokens; raise the context, "
+            "as --options context=4096"
         )
     if left_out:
         print(

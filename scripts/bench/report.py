@@ -3,9 +3,9 @@
 1. `tables`: Markdown; a table per temperature, batch size and quantization; a row per task and
    method, and the mean over tasks as in the papers. Spreads are quartiles over prompts, errors of
    tau standard errors over prompts.
-2. `plots`: speedup by task; accepted lengths; acceptance by depth; calibration of the draft's
-   confidence (EAGLE-2 Figure 6); times of a cycle. Panels are temperatures, batch sizes and
-   quantizations. All but the first plot add up tasks.
+2. `plots`: speedup by task; acceptance by depth; calibration of the draft's confidence (EAGLE-2
+   Figure 6). Panels are temperatures, batch sizes and quantizations. All but the first plot add up
+   tasks.
 
 Not here: measuring.
 """
@@ -29,7 +29,7 @@ COLUMNS = (
 COLORS = (  # of methods; Okabe and Ito
     "#4d4d4d", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442",
 )  # fmt: skip
-PARTS = {"draft": "#88ccee", "verify": "#332288", "rest": "#dddddd"}  # no colors of methods
+PARTS = ("draft", "verify", "rest")  # of a cycle
 BRIEF = (  # columns of the final JSON
     "task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s",
     "speedup",
@@ -165,19 +165,6 @@ def total_histogram(rows: list[dict]) -> list[int]:
     return totals
 
 
-def draw_lengths(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """Draw the distribution of accepted lengths."""
-    for name, mine in panel.methods.items():
-        counts = total_histogram(mine)
-        share = [c / max(sum(counts), 1) for c in counts]
-        if name != "none":
-            axis.plot(range(len(counts)), share, "o-", color=colors[name], label=name)
-    axis.set(
-        xlabel="accepted tokens, bonus not counted", ylabel="share of verifications", ylim=(0, None)
-    )
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
 def draw_depth(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
     """Draw the acceptance rate of each level below an accepted one."""
     for name, mine in panel.methods.items():
@@ -215,30 +202,10 @@ def draw_calibration(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
     axis.set(xlabel="confidence of the draft", ylabel="acceptance rate", xlim=(0, 1), ylim=(0, 1))
 
 
-def draw_times(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """Draw the milliseconds of a cycle, over tasks."""
-    methods = panel.methods
-    names = list(methods)
-    cycles = [sum(row["cycles"] for row in rows) for rows in methods.values()]
-    left = [0.0] * len(names)
-    for part, color in PARTS.items():
-        total = [sum(row[f"{part}_ms"] * row["cycles"] for row in x) for x in methods.values()]
-        ms = [t / max(c, 1) for t, c in zip(total, cycles)]
-        axis.barh(names, ms, left=left, color=color, label=part, height=0.6)
-        left = [a + b for a, b in zip(left, ms)]
-    for i, total in enumerate(left):
-        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        axis.annotate(f"{total:.1f}", (total, i), **place)
-    axis.set(xlabel="ms per cycle", xlim=(0, 1.12 * max(left, default=1) or 1))
-    axis.invert_yaxis()
-
-
 DRAWINGS: dict[str, Callable[[Any, Panel, dict[str, str]], None]] = {
     "speedup": draw_speedup,
-    "accepted-lengths": draw_lengths,
     "acceptance-by-depth": draw_depth,
     "calibration": draw_calibration,
-    "time": draw_times,
 }
 
 

@@ -464,7 +464,7 @@ def run_inflate(argv):
 def commands(directory, out):
     """Every command that reads a checkpoint."""
     yield main, ("--checkpoint", directory, "--prompt_ids", "1,2")
-    shape = ("--shape", "mixtral-tiny", "--n_experts", 4)
+    shape = ("--shape", "mixtral-tiny,n_experts=4")
     yield run_inflate, ("--checkpoint", directory, *shape, "--out", out)
 
 

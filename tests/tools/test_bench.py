@@ -370,8 +370,8 @@ def test_long_prompts_are_left_out_aloud(tmp_path, capsys):
     task = bench.fitting(engine, "a", [["x"], ["x " * 3000]], config_in(tmp_path))
     assert (len(task.prompts), task.left_out) == (1, 1)
     assert "1 prompts of a have more than 2036 tokens; they are left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no prompt of a has at most 1 tokens"):
-        bench.fitting(engine, "a", [["a b c d"]], config_in(tmp_path, max_prompt=1))
+    with pytest.raises(ValueError, match="no prompt of a has at most 1 tokens; raise the context"):
+        bench.fitting(engine, "a", [["a b c d"]], config_in(tmp_path, max_new_tokens=2047))
 
 
 # ------------------------------------------------------------------------------------------- report
