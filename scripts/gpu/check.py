@@ -334,18 +334,6 @@ def told_of_kernels(rows: list[dict[str, Any]]) -> list[str]:
     return texts
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
-    """Return the full tables of the rows of kernels.py."""
-    products = [row for row in rows if "layer" in row]
-    others = [row for row in rows if "kernel" in row]
-    shown = []
-    if products:
-        shown.append(kernel_bench.summary(products))
-    if others:
-        shown.append(kernel_bench.cycle_summary(others))
-    return "\n\n".join(shown)
-
-
 # ------------------------------------------------------------------------------- parts
 
 
@@ -405,10 +393,6 @@ class Check:
         row = {"part": part, "step": step.name, "seconds": seconds}
         results.add([row | {"wrong": wrong, "left_out": reason}])
         texts = self._texts(step, new, log, wrong)
-        table = tables(new)
-        if table:
-            with open(log, "a", encoding="utf-8") as file:
-                file.write(f"{table}\n\n")
         state = reason or "well"
         if wrong:
             state = f"FAILED, {wrong}"

@@ -191,8 +191,6 @@ def summary(gpu: str, found: dict[str, Any]) -> str:
     failed = [f"{row['name']}: {row['error']}" for row in kernels if "error" in row]
     largest = max(step["largest_temporary_bytes"] for step in steps)
     cache = min(case["cache_buffer_bytes"] for case in cases)
-    written_s = sum(step["dynamo_s"] + step["inductor_s"] for step in steps)
-    compiled_s = sum(row["seconds"] for row in kernels)
     lines = [
         f"sm_{gpu}: {len(inductors)} kernels of inductor's and {len(kernels) - len(inductors)} of "
         f"ours compiled, {len(failed)} of them failed",
@@ -202,8 +200,6 @@ def summary(gpu: str, found: dict[str, Any]) -> str:
         *many,
         f"largest temporary of a step {largest / 1e6:.1f} MB; "
         f"a buffer of the cache has {cache / 1e6:.1f} MB",
-        f"steps written in {written_s:.0f} s, kernels compiled in {compiled_s:.0f} s "
-        "(less where Triton's cache had them)",
     ]
     return "\n".join(lines)
 

@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -78,8 +77,6 @@ class Step:
     name: str
     code: str | None = None  # that inductor wrote; empty where there is nothing to do
     calls: int = 0  # in a cycle
-    dynamo_s: float = 0.0
-    inductor_s: float = 0.0
     # ours, as the calls of a cycle ran them
     operators: list[Launches] = field(default_factory=list)
 
@@ -137,8 +134,7 @@ class Recorder(TorchDispatchMode):
         self.own: list[str] | None = None  # launches of the operator of ours that runs
         # inductor's kernels: the source with a neutral name, and the source
         self.sources: dict[str, str] = {}
-        # ours by hash: compiled, and the time it took (s)
-        self.kernels: dict[str, tuple[Any, float]] = {}
+        self.kernels: dict[str, Any] = {}  # ours by hash, compiled
         # ours that do not compile, and the reason
         self.failed: dict[str, str] = {}
 
@@ -214,7 +210,6 @@ def replace_launches(recorder: Recorder) -> None:
     compile = JITFunction.run
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        began = time.perf_counter()
         args = [At(x) if isinstance(x, Tensor) else x for x in args]
         options = {name: At(x) if isinstance(x, Tensor) else x for name, x in options.items()}
         recorder.note(self.fn.__name__)
@@ -223,7 +218,7 @@ def replace_launches(recorder: Recorder) -> None:
         except Exception as error:  # of Triton or ptxas: a kernel that does not compile is a result
             recorder.failed[self.fn.__name__] = reason(error)
         else:
-            recorder.kernels.setdefault(kernel.hash, (kernel, time.perf_counter() - began))
+            recorder.kernels.setdefault(kernel.hash, kernel)
 
     JITFunction.run = run
 
@@ -269,18 +264,14 @@ def write(step: Step, trace: Callable, args: tuple, options: dict, recorder: Rec
     def keep(self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> None:
         recorder.sources.setdefault(source.replace(name, "kernel"), source)
 
-    began = time.perf_counter()
     trace(backend=backend)(*args)
-    step.dynamo_s = time.perf_counter() - began
     patches = {name: value for name, value in options.items() if name != "guard_filter_fn"}
     with (
         patch.object(GraphLowering, "save_output_code", codes.append),
         patch.object(AsyncCompile, "triton", keep),
     ):
         for graph, inputs in graphs:  # none, where a step computes nothing
-            began = time.perf_counter()
             compile_fx(graph, inputs, config_patches=patches)
-            step.inductor_s = time.perf_counter() - began
     step.code = "".join(codes)
 
 
@@ -383,8 +374,6 @@ def counts(recorder: Recorder) -> dict[str, Any]:
             "kernels": dict(Counter(names)),
             "order": names,
             "largest_temporary_bytes": step.largest_temporary_bytes(),
-            "dynamo_s": round(step.dynamo_s, 2),
-            "inductor_s": round(step.inductor_s, 2),
         }
     totals = {"per_layer": per_layer, "per_level": per_level, "per_cycle": per_cycle}
     return totals | {"outside": dict(Counter(recorder.eager)), "steps": steps}
@@ -420,13 +409,12 @@ def resources(cubin: bytes) -> dict[str, int]:
 def own_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
     """Yield our Triton kernels, each as often as it was compiled anew."""
     for name, error in recorder.failed.items():
-        yield {"name": name, "whose": "own", "error": error, "seconds": 0.0}
-    for kernel, seconds in recorder.kernels.values():
+        yield {"name": name, "whose": "own", "error": error}
+    for kernel in recorder.kernels.values():
         row = {"name": kernel.name, "whose": "own"} | resources(kernel.asm["cubin"])
         yield row | {
             "warps": kernel.metadata.num_warps,
             "shared_bytes": kernel.metadata.shared,
-            "seconds": round(seconds, 2),
         }
 
 
@@ -439,7 +427,6 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
     for source in recorder.sources.values():
         tuner = getattr(PyCodeCache.load(source), re.search(r"def (triton_\w+)\(", source)[1])
         row = {"name": tuner.fn.__name__, "whose": "inductor", "configurations": len(tuner.configs)}
-        began = time.perf_counter()
         try:
             needs = []
             for config in tuner.configs:
@@ -449,7 +436,7 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
             row |= {name: max(need[name] for need in needs) for name in needs[0]}
         except Exception as error:  # as above
             row["error"] = reason(error)
-        yield row | {"seconds": round(time.perf_counter() - began, 2)}
+        yield row
 
 
 def main() -> None:

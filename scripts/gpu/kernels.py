@@ -10,8 +10,9 @@ a captured graph that goes through at least 200 MB of different weights, so that
 them: median and spread over replays, and the share of the ceiling, which is a copy within the GPU's
 memory, bytes read and written. `attention`, `compact`, `topk` and `experts` are the other kernels
 of a decode cycle, measured in the same way (`*_contest`). One JSON line is appended after every
-row. A row that fails is recorded with its error, and the rest goes on unless the device is lost;
-the exit status is then 1, as for a wrong row. scripts/gpu/check.py runs this for all formats.
+row; the table is printed at the end. A row that fails is recorded with its error, and the rest goes
+on unless the device is lost; the exit status is then 1, as for a wrong row. scripts/gpu/check.py
+runs this for all formats.
 """
 
 from __future__ import annotations
@@ -528,14 +529,23 @@ def bench(config: BenchConfig) -> None:
         flush=True,
     )
     well = True
-    rows = measure_cycle(config, ceiling) if config.format in CYCLE else measure(config, ceiling)
-    for row in rows:
-        well &= row.get("correct", True) and row.get("same_bits", True) and "error" not in row
-        if config.json:
-            with open(config.json, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row | machine) + "\n")
-        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
-        tqdm.write(json.dumps(shown), sys.stdout)
+    work = measure
+    table = summary
+    if config.format in CYCLE:
+        work = measure_cycle
+        table = cycle_summary
+    rows = []
+    try:
+        for row in work(config, ceiling):
+            rows.append(row)
+            well &= row.get("correct", True) and row.get("same_bits", True) and "error" not in row
+            if config.json:
+                with open(config.json, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row | machine) + "\n")
+            shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
+            tqdm.write(json.dumps(shown), sys.stdout)
+    finally:  # also where the device is lost
+        print(table(rows), flush=True)
     if not well:
         sys.exit(1)
 

@@ -427,7 +427,6 @@ def test_kernels_in_a_few_words(monkeypatch):
     assert gpu_check.told_of_kernels(others) == [
         "2 shapes, 0.25 to 0.50 of the time of torch's fastest"
     ]
-    assert gpu_check.tables([]) == "" and "| layer | rows | int4 |" in gpu_check.tables(rows)
 
 
 # -------------------------------------------------------------------------------------------- tests
