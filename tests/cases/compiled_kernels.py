@@ -1,7 +1,8 @@
-"""The CUDA kernels as Triton compiles them for a GPU that is not there, for the tests of tests/cuda.
+"""The CUDA kernels as Triton compiles them without a GPU, for the tests of tests/cuda.
 
-Each kernel is compiled ahead of time with the plan of its launcher for the target, and read back with the disassembler
-that Triton brings: registers, spills, shared memory, tensor cores. Nothing is run, no time is measured.
+Each kernel is compiled ahead of time with the plan of its launcher for the target, and read back
+with the disassembler that Triton brings: registers, spills, shared memory, tensor cores. Nothing is
+run, no time is measured.
 """
 
 from __future__ import annotations
