@@ -132,22 +132,30 @@ def slow(cases) -> list:
     ]
 
 
-def pairwise(**values):
-    """Parametrize a test so that every pair of values of two arguments occurs; the other combinations are slow."""
+def pairwise(every: tuple[str, ...] = (), **values):
+    """Parametrize a test so that every pair of values of two arguments occurs; the other combinations are slow.
+
+    every: arguments of which every combination occurs, not only every pair
+    """
     names = list(values)
     cases = list(product(*values.values()))
-    missing = {pair for case in cases for pair in combinations(zip(names, case), 2)}
+
+    def covered(case) -> set[tuple]:
+        named = tuple(zip(names, case))
+        return {*combinations(named, 2), tuple(x for x in named if x[0] in every)}
+
+    missing = set().union(*map(covered, cases))
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(missing & set(combinations(zip(names, case), 2))))
+        best = max(cases, key=lambda case: len(missing & covered(case)))
         chosen.append(best)
-        missing -= set(combinations(zip(names, best), 2))
+        missing -= covered(best)
     rest = [case for case in cases if case not in chosen]
     return pytest.mark.parametrize(",".join(names), [*chosen, *slow(rest)])
 
 
-def run_in_interpreter(cases: str, passed: str) -> None:
-    """Run tests/`cases` in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
+def run_in_interpreter(cases: list[Path], passed: str) -> None:
+    """Run files in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
     command = [
         sys.executable,
         "-m",
@@ -156,7 +164,7 @@ def run_in_interpreter(cases: str, passed: str) -> None:
         "-n0",
         "-p",
         "no:cacheprovider",
-        Path(__file__).parent / "cases" / cases,
+        *cases,
     ]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(

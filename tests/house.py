@@ -107,12 +107,18 @@ def refused(source: str) -> list[Place]:
             arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
             if any(isinstance(each, ast.NamedExpr) for each in arguments):
                 found.append(Place(line, "walrus in an argument list", ast.unparse(node)))
+    return sorted(found + without_subject(source))
+
+
+def without_subject(source: str) -> list[Place]:
+    """Every sentence of a file's docstrings and comments that has no noun for its subject."""
+    found = []
     for line, text in texts(source):
         for match in SUBJECT.finditer(text):
             sentence = text[match.start() :].lstrip(".:;( ").split("\n\n")[0]
             if not sentence.split(". ")[0].rstrip().endswith("?"):
                 found.append(Place(line, NO_SUBJECT, sentence[:80].replace("\n", " ")))
-    return sorted(found)
+    return found
 
 
 def measure(source: str) -> Measures:

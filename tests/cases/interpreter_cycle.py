@@ -1,4 +1,4 @@
-"""The Triton kernels of the decode cycle, run by Triton's interpreter on the CPU; test_cycle_triton.py runs this file.
+"""The Triton kernels of the decode cycle, run by Triton's interpreter on the CPU; test_interpreter.py runs this file.
 
 As interpreter_products.py, in fp32 and in a process of their own; compaction, which moves bits, in every dtype.
 """
@@ -124,11 +124,11 @@ def test_q_by_strides():
 )
 def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     """Its rows, one at a time, with the prefix grown up to them; in a batch; and with a window that nobody uses."""
-    q, k, v, _, _ = inputs(heads, [start], 20, 20, 16)
-    causal = torch.ones(20, 20).tril().bool()[None]
+    q, k, v, _, _ = inputs(heads, [start], 12, 12, 16)
+    causal = torch.ones(12, 12).tril().bool()[None]
     chain = attend(q, k, v, torch.tensor([start]), causal)
     one = torch.ones(1, 1, 1, dtype=torch.bool)
-    for t in (0, 6, 19):
+    for t in (0, 6, 11):
         assert torch.equal(
             attend(q[:, t : t + 1], k, v, torch.tensor([start + t]), one), chain[:, t : t + 1]
         ), t
@@ -248,8 +248,8 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [
-    (2, 10, 300, 6, True), (1, 2, 2049, 3, False),
-    *slow([(1, 1, 300, 10, True), (1, 3, 4097, 3, True), (1, 2, 40, 17, True)]),
+    (2, 5, 300, 6, True), (1, 2, 2049, 3, False),
+    *slow([(2, 10, 300, 6, True), (1, 1, 300, 10, True), (1, 3, 4097, 3, True), (1, 2, 40, 17, True)]),
 ])  # fmt: skip
 def test_levels(B, R, V, k, by_value):
     check_level(torch.randn(B, R, V) * 10, k, k, by_value=by_value)

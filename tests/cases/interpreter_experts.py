@@ -1,4 +1,4 @@
-"""The Triton kernels of experts, run by Triton's interpreter on the CPU; test_experts_triton.py runs this file.
+"""The Triton kernels of experts, run by Triton's interpreter on the CPU; test_interpreter.py runs this file.
 
 As interpreter_products.py, in fp32 and in a process of their own.
 """
@@ -103,8 +103,8 @@ def test_tiles_and_splits(form, tokens):
     "form,K", [("float", 65), ("float", 100), ("int8", 65), ("int8", 200), ("int4-32", 96)]
 )
 def test_any_width(form, K):
-    expert = torch.tensor(ROUTINGS["tree"])
-    check(torch.randn(120, K), quantized_experts(form, 8, 33, K), expert)
+    expert = torch.tensor(ROUTINGS["tree"][:20])
+    check(torch.randn(20, K), quantized_experts(form, 8, 33, K), expert)
 
 
 @pytest.mark.parametrize("experts", [1, 20, *slow([3, 128])])

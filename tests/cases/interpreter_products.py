@@ -1,4 +1,4 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU; test_products_triton.py runs this file.
+"""The Triton kernels, run by Triton's interpreter on the CPU; test_interpreter.py runs this file.
 
 Triton reads TRITON_INTERPRET when it is imported, so these cases need a process of their own. Activations are fp32:
 the interpreter computes nonsense in bf16, and has no inline assembly (which is tested apart).
@@ -91,7 +91,7 @@ def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     x = torch.randn(64, 896)
     whole = run(x, weights, splits)
     torch.testing.assert_close(whole, weights.reference(x), atol=5e-4, rtol=2e-5)
-    for rows in (1, 5, 16, 26, 60):
+    for rows in (1, 16, 26):  # tiles of 16 and of 32 tokens; above, of 64
         assert torch.equal(run(x[-rows:].clone(), weights, splits), whole[-rows:]), rows
 
 

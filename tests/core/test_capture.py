@@ -7,7 +7,6 @@ Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real gr
 from __future__ import annotations
 
 import itertools
-import operator
 import shutil
 import time
 from contextlib import contextmanager
@@ -297,20 +296,3 @@ def test_dense_layers_and_mixtures_are_compiled_apart():
         )
     engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
     assert decode(compiled_as_on_cuda(engine), PROMPT).history == decode(engine, PROMPT).history
-
-
-@pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.usefixtures("either")
-def test_compiling_by_layer_changes_no_token(version):
-    """The setup of CUDA, here: one compiled layer for all, fixed buffers, a late host."""
-    engine = sized_engine(1.0, version)
-    session = Session(engine, [(0, 0)])
-    list(session.run([PROMPT]))
-    compiled = compiled_as_on_cuda(engine)
-    again = Session(compiled, [(0, 0)], host_lag=1)
-    list(again.run([PROMPT]))
-    assert again.history == session.history
-    state, _ = compiled.cycles[-1](again.buffers.cache, again.state)
-    assert all(map(operator.is_, tensors_of(state), tensors_of(again.state))), (
-        "the steps write the state where it was"
-    )

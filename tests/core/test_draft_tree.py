@@ -427,7 +427,7 @@ def test_graft():
     """Chains whose tokens and values are random, onto pools that often hold their beginnings, and onto nothing."""
     rng, met = random.Random(2), {"used": 0, "raised": 0, "added": 0}
 
-    def siblings(*shape):
+    def siblings(*shape: int) -> torch.Tensor:
         return torch.stack([torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())])
 
     torch.manual_seed(0)

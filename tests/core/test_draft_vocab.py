@@ -65,7 +65,7 @@ def run(tree: str, rule: Sampling, children: str, lm_head: nn.Module, vocab: Dra
     )
     options = rule._asdict() | {
         "accept": accept,
-        "max_new_tokens": 40,
+        "max_new_tokens": 20,
         "ignore_eos": True,
         "batch_size": 2,
         "seed": 3,

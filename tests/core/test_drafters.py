@@ -222,7 +222,8 @@ def test_the_residual_rule_accepts_all_of_q_equal_p():
 @pytest.mark.parametrize("tree", TREES)
 def test_kept_rows_equal_fresh_ones(tree, temperature):
     """Every cycle drafts what a session drafts that has just read the whole text."""
-    engine = model_engine(tree, 0.02, temperature=temperature, batch_size=2)
+    options = {"temperature": temperature, "batch_size": 2, "max_new_tokens": 20}
+    engine = model_engine(tree, 0.02, **options)
     session = decode(engine, *PROMPTS)
     assert sum(session.stats.accept_lengths) > 0.5 * len(session.stats.accept_lengths)
     for line in session.trace:

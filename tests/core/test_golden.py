@@ -180,8 +180,12 @@ def largest_error(calls, case, run):
 # -------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("run", range(3))
-@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED, MIXTRAL])
+# the other greedy runs have the same targets, and prompts whose greedy sequences test_cycles compares
+@pytest.mark.parametrize(
+    "name, run",
+    [(GREEDY[0], 0), (GREEDY[3], 0), (MIXTRAL, 0)]
+    + [(name, run) for name in SAMPLED for run in range(3)],
+)
 def test_vanilla(name, run):
     case = golden_case(name)
     expected, prompt = (case["runs"][run][key] for key in ("vanilla_greedy_sequence", "prompt"))
@@ -371,10 +375,12 @@ def late_features(monkeypatch):
 def check_noticed(case, monkeypatch, drafter=None):
     """Both comparisons must find something."""
     calls = recorders(monkeypatch)
-    runs = case["runs"]
-    found = [differences(replay(case, run, monkeypatch, drafter), case, run) for run in runs]
-    assert any(f.endswith("draft_tokens") for run in found for f in run)
-    assert largest_error(calls, case, runs[0]) > TOLERANCE
+    for run in case["runs"]:
+        found = differences(replay(case, run, monkeypatch, drafter), case, run)
+        if any(f.endswith("draft_tokens") for f in found):
+            break
+    assert any(f.endswith("draft_tokens") for f in found)
+    assert largest_error(calls, case, case["runs"][0]) > TOLERANCE
 
 
 @pytest.mark.parametrize("name", [GREEDY[0], GREEDY[3]])

@@ -420,8 +420,12 @@ RESIDUAL_RULES = [
 ]
 
 
-@pytest.mark.parametrize("rule", RESIDUAL_RULES, ids=str)
-@pytest.mark.parametrize("kind", SHAPES)
+# every shape by two rules, and every rule with two shapes: the rule only makes p and q
+@pytest.mark.parametrize(
+    "kind, rule",
+    [(kind, RESIDUAL_RULES[(i + j) % 4]) for i, kind in enumerate(SHAPES) for j in (0, 1)],
+    ids=str,
+)
 def test_residual_rule_follows_p(kind, rule):
     odds = emit(kind, rule)
     assert min(odds) > ALPHA, odds
@@ -502,5 +506,5 @@ def test_children_of_another_q_are_caught(kind):
 def test_a_bonus_token_at_temperature_1_is_caught(kind):
     """EAGLE v1 draws the token behind a leaf without temperature and cuts; only the second token shows it."""
     rule = Sampling(0.6)
-    assert emit(kind, rule, bonus_rule=rule) == emit(kind, rule)
+    assert min(emit(kind, rule, bonus_rule=rule)) > ALPHA
     assert emit(kind, rule, bonus_rule=Sampling(1.0)).joint < CAUGHT

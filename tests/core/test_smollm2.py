@@ -15,6 +15,7 @@ from options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
 QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
 ESSAY = "Write an essay on rivers and lakes."
 
 
@@ -26,7 +27,7 @@ def test_a_conversation(smollm2):
     """It answers, ends its turn by itself, and the second turn sees the first."""
     engine = load(chat="", max_new_tokens=60)
     first = generate(engine, [QUESTION])
-    assert first.text == ["The capital of France is Paris."] and first.finish_reason == ["stop"]
+    assert first.text == [ANSWER] and first.finish_reason == ["stop"]
     assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>
     turns = generate(engine, [[QUESTION, "And what is its largest river?"]])
     assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(
@@ -35,9 +36,8 @@ def test_a_conversation(smollm2):
 
 
 def test_a_system_message_changes_the_answer(smollm2):
-    plain = generate(load(chat="", max_new_tokens=20), [QUESTION]).text
     told = generate(load(chat="", max_new_tokens=20, system="Answer in French."), [QUESTION])
-    assert told.prompt_tokens != [0] and told.text != plain
+    assert told.prompt_tokens != [0] and told.text != [ANSWER]
 
 
 @pytest.mark.parametrize("quant, temperature", [
@@ -50,7 +50,7 @@ def test_drafting_changes_no_token(smollm2, quant, temperature):
         quant=quant,
         temperature=temperature,
         draft="ngram",
-        max_new_tokens=48,
+        max_new_tokens=24,
         compile=True,
     )
     engine = replace(engine, tree_policy=LargestTree())  # drafts, whether it pays or not

@@ -157,6 +157,7 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
     tiny, mixture = write_tiny(folder / "tiny", TINY), write_tiny(folder / "mixture", MIXTURE)
     int8 = {"dtype": "bfloat16", "quant": "int8", "prompts": PROMPTS[:1]}
     int4 = {"quant": "int4", "prompts": PROMPTS[:1]}
+    small = {"tree": "dynamic", "tree_depth": 2, "tree_topk": 2, "tree_size": 4}
     replaced = {"batch_size": 2, "prompts": [*PROMPTS, PROMPTS[0][::-1]]}
     return {
         2: {
@@ -168,6 +169,9 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
             "int8 vanilla": options_of("llama", "none", **int8),
             "int4": options_of(mixture, "model", draft_checkpoint=mixture, **int4),
             "int4 vanilla": options_of(mixture, "none", **int4),
+            "compiled fp32": options_of("llama", "eagle", dtype="float32", compile=True, **small),
+            "eager": options_of("llama", "eagle", **int8, **small),
+            "compiled": options_of("llama", "eagle", compile=True, **int8, **small),
         },
         4: {
             "other trees": options_of("llama", "eagle", tree="dynamic")
@@ -581,23 +585,10 @@ def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
         )
 
 
-def test_ranks_with_compile_decode_the_same(tmp_path):
+def test_ranks_with_compile_decode_the_same(quick):
     """On CPUs: fp32 as one device; bf16 as ranks without it, bit for bit."""
-    short = {
-        "tree": "dynamic",
-        "tree_depth": 2,
-        "tree_topk": 2,
-        "tree_size": 4,
-        "prompts": PROMPTS[:1],
-    }
-    halves = short | {"dtype": "bfloat16", "quant": "int8"}
-    cases = {
-        "llama": options_of("llama", "eagle", dtype="float32", compile=True, **short),
-        "eager": options_of("llama", "eagle", **halves),
-        "compiled": options_of("llama", "eagle", compile=True, **halves),
-    }
-    found = run_ranks({2: cases}, tmp_path, 1200)[2]
-    assert check_equal(cases["llama"], found["llama"]) > 1
+    found = quick.found[2]
+    assert check_equal(quick.cases[2]["compiled fp32"], found["compiled fp32"]) > 1
     assert found["compiled"]["tokens"] == found["eager"]["tokens"]
     assert found["compiled"]["accepted"] == found["eager"]["accepted"]
 

@@ -40,10 +40,10 @@ def test_noise(plain, vocab, domain):
 
 
 def test_the_tail_of_the_noise(plain):
-    """The likeliest winners of 20 million are as exact as the others."""
+    """The likeliest winners of 5 million are as exact as the others."""
     first = torch.tensor([0])
     ours, theirs = (
-        call(gumbel, key([3], [0]), first, 400, 50000, 0) for call in (lambda f, *x: f(*x), plain)
+        call(gumbel, key([3], [0]), first, 100, 50000, 0) for call in (lambda f, *x: f(*x), plain)
     )
     assert theirs.max() > 15 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
     torch.testing.assert_close(ours.amax(-1), theirs.amax(-1), atol=0, rtol=1e-6)

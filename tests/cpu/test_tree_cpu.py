@@ -560,7 +560,7 @@ def test_lookup(plain, batch, ngram):
     """Also where the root is the first or the last token of the buffer, and on pools with and without candidates."""
     torch.manual_seed(batch)
     for vocab, size in itertools.product((1, 2, 5), (1, 2, 20)):
-        for _ in range(8):
+        for _ in range(4):
             text = Text(whole(vocab, batch, size), whole(size, batch))
             drafter, matches = (
                 NgramDrafter(ngram),

@@ -2,6 +2,7 @@
 texts."""
 
 import builtins
+import functools
 import sys
 import time
 from datetime import datetime
@@ -81,14 +82,20 @@ def own(path, text=None, system=None):
 # ----------------------------------------------------------------------------- against transformers
 
 
+@functools.cache
+def transformers_own(path: Path, name: str):
+    """The tokenizer of transformers for a directory of `checkpoint`. Shared between tests."""
+    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    special, _ = CHECKPOINTS[name]
+    file = str(path / "tokenizer.json")
+    return fast(tokenizer_file=file, chat_template=template_of(name), **special)
+
+
 @pytest.mark.parametrize("system", [None, "", " Be brief.\n"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_text_and_ids_equal_apply_chat_template(checkpoint, name, system):
-    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
-    path, (special, _) = checkpoint(name), CHECKPOINTS[name]
-    reference = fast(
-        tokenizer_file=str(path / "tokenizer.json"), chat_template=template_of(name), **special
-    )
+    path = checkpoint(name)
+    reference = transformers_own(path, name)
     tokenizer, template = Tokenizer.load(path), own(path, system=system)
     for n in range(len(TURNS)):
         turns, answers = TURNS[: n + 1], ANSWERS[:n]

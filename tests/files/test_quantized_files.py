@@ -8,11 +8,8 @@ compared with these once by hand; as packages they are no requirement of the tes
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_moe import WATCH
+from test_moe import watch_loading
 from torch import Tensor
 
 import quantize
@@ -901,28 +898,26 @@ def write_random_model(
     not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
 )
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("awq", "small"), ("fp8", "small")]
+    ("names", "size"),
+    [(("awq", "fp8"), "small")]
     + [
-        pytest.param(name, "1b", marks=pytest.mark.slow)
+        pytest.param((name,), "1b", marks=pytest.mark.slow)
         for name in ("gptq", "awq", "packed-128", "int8", "fp8")
     ],
 )
-def test_loading_takes_little_more_memory_than_the_file_has(tmp_path, name, size):
+def test_loading_takes_little_more_memory_than_the_file_has(tmp_path, names, size):
     """Weights are unpacked and packed one by one."""
-    write_random_model(tmp_path / "first", name, 256, 256, 1, 200)
-    file_bytes = write_random_model(tmp_path / "m", name, *SHAPES[size])
-    assert file_bytes > (1.9e6 if size == "small" else 6e8)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # the allocator keeps small blocks: these shall be given back as those of a real model are
-    environment |= {"MALLOC_MMAP_THRESHOLD_": "100000"} if size == "small" else {}
-    house = str(Path(quantize.__file__).parent)
-    command = [sys.executable, "-c", WATCH, house, tmp_path / "first", tmp_path / "m", "none"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    peak_bytes, model_bytes = map(int, done.stdout.split())
-    sizes = {"of files": file_bytes, "kept": model_bytes, "at most": peak_bytes}
-    print(
-        name, ", ".join(f"{said}: {size_bytes / 1e6:.0f} MB" for said, size_bytes in sizes.items())
-    )
-    unpacked = 2e6 if size == "small" else 0  # a weight's codes and words, which a real file dwarfs
-    assert 0.9 * model_bytes <= peak_bytes <= 1.25 * file_bytes + unpacked
+    folders = []
+    files_bytes = []
+    for name in names:
+        write_random_model(tmp_path / f"{name} first", name, 256, 256, 1, 200)
+        files_bytes.append(write_random_model(tmp_path / name, name, *SHAPES[size]))
+        folders += [tmp_path / f"{name} first", tmp_path / name]
+    grown = watch_loading("none", folders, 100_000 if size == "small" else 0)[1::2]
+    for name, file_bytes, (peak_bytes, model_bytes) in zip(names, files_bytes, grown, strict=True):
+        assert file_bytes > (1.9e6 if size == "small" else 6e8)
+        sizes = {"of files": file_bytes, "kept": model_bytes, "at most": peak_bytes}
+        print(name, ", ".join(f"{said}: {n / 1e6:.0f} MB" for said, n in sizes.items()))
+        # a weight's codes and words, which a real file dwarfs
+        unpacked = 2e6 if size == "small" else 0
+        assert 0.9 * model_bytes <= peak_bytes <= 1.25 * file_bytes + unpacked
