@@ -448,7 +448,7 @@ def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
     model, head = pair(form)
     options = {
         "batch_size": batch,
-        "max_new_tokens": 30,
+        "max_new_tokens": 48,
         "ignore_eos": True,
         "temperature": temperature,
         "seed": 7,
