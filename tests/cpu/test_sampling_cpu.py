@@ -41,7 +41,7 @@ def test_noise(plain, vocab, domain):
 
 def test_the_tail_of_the_noise(plain):
     """The likeliest winners of 5 million are as exact as the others."""
-    first = torch.tensor([0])
+    first = torch.tensor([100])  # of its 100 draws one is 19.2
     ours, theirs = (
         call(gumbel, key([3], [0]), first, 100, 50000, 0) for call in (lambda f, *x: f(*x), plain)
     )
