@@ -33,6 +33,7 @@ from files import load_pickle, one_line, read_json, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
+BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (hf/blocks.py)
 SHARD_BYTES = 2 * 10**9
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
 # vocabulary
@@ -55,7 +56,7 @@ COPIED = (
 class Quantization:
     """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
-    format: str  # one of FORMAT_NAMES
+    format: str  # one of FORMAT_NAMES, or BLOCKS
     group_size: int = 0  # int4: inputs that share a scale; 0: `fit_group` chooses it
     saved: bool = False  # the files hold codes already
 
@@ -63,6 +64,11 @@ class Quantization:
     def of(format: str, group_size: int) -> Quantization | None:
         """Return the value of `--quant` or `--quant_draft`; None for `none`."""
         return None if format == "none" else Quantization(format, group_size)
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether weights stay in the blocks of a GGUF file."""
+        return self.format == BLOCKS
 
     def check(self, where: str) -> Quantization:
         """Check the format and the group size.

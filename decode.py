@@ -153,7 +153,7 @@ def with_cycles(engine: Engine) -> Engine:
         eos_ids = ()
     engine = replace(
         engine,
-        eos_tensor=torch.tensor([-1, *eos_ids], device=engine.target.embedding.weight.device),
+        eos_tensor=torch.tensor([-1, *eos_ids], device=engine.target.norm.weight.device),
         captured=config.compile and cuda,
         tree_policy=LargestTree(),
         pool=[],
@@ -183,7 +183,7 @@ class Cycle:
         self.in_place = False
         self.accept = accept
         self.advance = advance
-        on_cpu = engine.target.embedding.weight.device.type == "cpu"
+        on_cpu = engine.target.norm.weight.device.type == "cpu"
         if engine.config.compile and on_cpu and has_cpu_operators():
             self.accept = accept_fused
             self.advance = advance_fused

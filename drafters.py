@@ -214,7 +214,7 @@ class TreeDrafter(Drafter):
         self.lookup = lookup
         self.children = children if rule.temperature > 0 else "topk"
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
-        self.device = target.embedding.weight.device
+        self.device = target.norm.weight.device
         self._set_tree(tree.on(self.device))
         if tree.width > self.vocab.kept:
             raise ValueError(

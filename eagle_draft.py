@@ -156,7 +156,7 @@ def load_head(
     source: tensors that replace the files
     Raises: ValueError for a head of another target, or broken files.
     """
-    weight = target.embedding.weight
+    weight = target.norm.weight
     files = HeadFiles(path, source or WeightFiles(path))
     config = read_head(files, target.config)
     with torch.device("meta"):
@@ -166,10 +166,16 @@ def load_head(
     storage = Storage(weight.dtype, str(weight.device), saved or quant)
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
     head.rope_freq = rope_frequencies(config.model, weight.device)
-    if head.embedding is not None and torch.equal(head.embedding.weight, weight):
+    if head.embedding is not None and is_same_embedding(head.embedding, target.embedding):
         head.embedding = None  # one copy is enough
     print_notes(files, config)
     return head.eval()
+
+
+def is_same_embedding(of_head: nn.Embedding, of_target: nn.Module) -> bool:
+    """Check whether a head's embedding repeats the target's, packed or not."""
+    every = torch.arange(of_head.num_embeddings, device=of_head.weight.device)
+    return torch.equal(of_head.weight, of_target(every))
 
 
 # ---------------------------------------------------------------------------------------- drafting
@@ -212,8 +218,9 @@ class EagleDrafter(TreeDrafter):
     def init(self, batch: int, slots: int) -> EagleState:
         """Make an empty state; the cache has room for a draft behind `slots`."""
         config = self.head.config.model
-        dtype = self.embedding.weight.dtype
-        device = self.embedding.weight.device
+        weight = self.layers[0].ffn_norm.weight
+        dtype = weight.dtype
+        device = weight.device
         cache = KVCache.empty(config, batch, slots + self.scratch, dtype, str(device))
         length = torch.zeros(batch, dtype=torch.long, device=device)
         hidden = torch.zeros(batch, 1, config.dim, dtype=dtype, device=device)
@@ -223,7 +230,7 @@ class EagleDrafter(TreeDrafter):
         """Run the head's passes in one C++ call each, if it fits. Writes: `fused` of the head."""
         self.head.fused = None
         if enable and fits(self.head.layers):
-            self.head.fused = FusedHead(self.head, self.embedding.weight)
+            self.head.fused = FusedHead(self.head, self.embedding)
 
     def extend(self, state: EagleState, confirmed: Confirmed) -> EagleState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1, padding included."""

@@ -18,15 +18,17 @@ from typing import Any
 import eagle_draft
 import ranks
 import tp
-from checkpoint import Quantization, saved_quantization
+from checkpoint import BLOCKS, Quantization, saved_quantization
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly, TreeDrafter
+from files import is_gguf
 from hf.chat import chat_template
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.tokenizer import load_tokenizer
 from hf.weights import int4_group
 from model import DTYPES, Transformer
+from ops.library import has_cpu_operators
 from options import GenerateConfig, pick_device
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
 from session import PREFILL_WIDTHS, Session
@@ -55,7 +57,9 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
-    config = replace(config, dtype=str(target.embedding.weight.dtype).removeprefix("torch."))
+    if any(getattr(layer, "format", "") == BLOCKS for layer in target.modules()):
+        config = replace(config, quant=BLOCKS)
+    config = replace(config, dtype=str(target.norm.weight.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
     template = None
     if config.chat is not None:
@@ -92,7 +96,21 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
 
         source = target_source(config)
     quant = Quantization.of(config.quant, config.group_size)
+    if quant is None and keeps_blocks(config, path):
+        quant = Quantization(BLOCKS, saved=True)
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
+
+
+def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
+    """Check whether weights stay in the file's own blocks: on one CPU, unless --dtype is given."""
+    return (
+        is_gguf(path)
+        and not config.dtype
+        and not config.inflate
+        and config.device == "cpu"
+        and ranks.this_rank().world_size == 1
+        and has_cpu_operators()
+    )
 
 
 def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Buffers:
         """Allocate. Raises: ValueError when memory does not suffice."""
         sequence_memory(engine)
         batch = engine.config.batch_size
-        weight = engine.target.embedding.weight
+        weight = engine.target.norm.weight
         device = weight.device
         config = engine.target.config
         self.cache = KVCache.empty(config, batch, engine.slots, weight.dtype, str(device))

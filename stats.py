@@ -240,7 +240,7 @@ def sequence_memory(engine: Any) -> str:
     """
     target = engine.target
     drafter = engine.drafter
-    weight = target.embedding.weight
+    weight = target.norm.weight
     target_cache = engine.slots * weight.itemsize * _cache_width(target.layers)
     draft_cache = engine.slots * weight.itemsize * _cache_width(drafter.layers or ())
     # sets of scores over the vocabulary; sampling adds the noise and the adjusted scores

@@ -49,7 +49,7 @@ MISS = 0.25
 # weight of MISS (tokens)
 MISS_WEIGHT = 2
 # initial cost of a further node, by weight format, measured with AVX2 (LOG.md)
-NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4}
+NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4, "blocks": 0.4}
 # cycles for which a decision holds
 HOLD = 3
 # budget for the first probe of a new process (cycles without a tree)

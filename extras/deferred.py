@@ -58,7 +58,7 @@ class Deferred(Drafter):
         """
         self.drafter = drafter
         self.grower = grower or drafter
-        self.weight = target.embedding.weight
+        self.weight = target.norm.weight
         self.smaller = (*smaller,)
         self.depth = self.grower.depth
         self.size = self.grower.size
@@ -83,7 +83,7 @@ class Deferred(Drafter):
         return self.drafter.resolved_options() | {"tree": "auto", "trees": names}
 
     def init(self, batch: int, slots: int) -> DeferredState:
-        width = (1 + len(self.aux_layers)) * self.weight.shape[1]
+        width = (1 + len(self.aux_layers)) * self.weight.shape[-1]
         features = self.weight.new_zeros(batch, MAX_KEPT + 1, width)
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
         return DeferredState(self.drafter.init(batch, slots), features, count, count.clone())

@@ -43,7 +43,7 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     count = config.draft_vocab
     size = target.config.vocab_size
     head = Path(config.eagle)
-    device = target.embedding.weight.device
+    device = target.norm.weight.device
     files = HeadFiles(head, WeightFiles(head))
     if "d2t" in files.readers and draft_vocab(files, read_head(files, target.config), device):
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")

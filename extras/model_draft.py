@@ -88,7 +88,7 @@ class ModelDrafter(TreeDrafter):
 
     def init(self, batch: int, slots: int) -> ModelState:
         """Return an empty state; the cache has room for the root and a draft behind `slots`."""
-        weight = self.model.embedding.weight
+        weight = self.model.norm.weight
         slots += 1 + self.scratch
         cache = KVCache.empty(self.model.config, batch, slots, weight.dtype, str(weight.device))
         return ModelState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
@@ -176,7 +176,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     Raises: ValueError for a draft model or a tree that does not fit.
     """
     path = Path(config.draft_checkpoint)
-    weight = target.embedding.weight
+    weight = target.norm.weight
     check_same_tokens(Path(config.checkpoint), path, target.config.vocab_size)
     quant = None  # a quantized checkpoint keeps its own format
     if not saved_quantization(read_raw(path)):

@@ -684,7 +684,7 @@ def head_config(path: Path) -> ModelConfig:
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     """Return the tensors of the head under `--inflate`."""
     path = Path(config.eagle)
-    weight = target.embedding.weight
+    weight = target.norm.weight
     small = head_config(path)
     shape = Shape.parse(config.inflate)
     return inflate_head(path, small, shape, weight.dtype, str(weight.device), config.random_twin)

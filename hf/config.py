@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint import TensorSource, WeightFiles, foreign_quantization, saved_quantization
+from checkpoint import BLOCKS, TensorSource, WeightFiles, foreign_quantization, saved_quantization
 from files import is_gguf, read_json
 from hf.fields import (
     FLAG,
@@ -440,9 +440,9 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
         return saved.format
     if config.quant_draft:
         return config.quant_draft
-    if config.eagle and config.quant == "none":
+    if config.eagle and config.quant in ("none", BLOCKS):
         return _small_format(config, raw)
-    return config.quant
+    return "none" if config.quant == BLOCKS else config.quant
 
 
 def _small_format(config: GenerateConfig, raw: dict) -> str:

@@ -2,10 +2,10 @@
 
 1. `GgufFile` is a `TensorSource`. It writes the metadata (hf/gguf_header.py) as a config.json and
    translates llama.cpp's names.
-2. Blocks become numbers when a tensor is read, one tensor at a time. A C++ operator
-   (ops/cpu/blocks.cpp) reads those of usual types and rounds them to bfloat16 on the way. Others,
-   and all where the operator is not loaded, are read as fp32 by the package `gguf`, which gives the
-   same bits.
+2. `keep_blocks` leaves matrices in their blocks, for the layers of hf/blocks.py. Otherwise blocks
+   become numbers when a tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp)
+   rounds them to bfloat16 on the way. Where it is not loaded, the package `gguf` reads them as
+   fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
 Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from checkpoint import TensorSource
+from hf.blocks import Blocks
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from model import rope_frequencies
 from ops.library import cpu_operators_are_loaded
 
 STORED = ("F32", "F16", "BF16")
-IN_CPP = ("Q4_0", "Q4_1", "Q8_0")  # types that ops/cpu/blocks.cpp knows
 # torch warns of a mapping that cannot be written to; nothing writes to this one
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
@@ -64,25 +64,26 @@ ENDS_TURN = ("<|eot_id|>", "<|im_end|>")
 class Type(NamedTuple):
     """A storage format in blocks."""
 
+    type_id: int
     name: str
     elements: int  # of a block
     size: int  # of a block (bytes)
 
 
 TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZES
-    0: Type("F32", 1, 4),
-    1: Type("F16", 1, 2),
-    30: Type("BF16", 1, 2),
-    8: Type("Q8_0", 32, 34),
-    2: Type("Q4_0", 32, 18),
-    3: Type("Q4_1", 32, 20),
-    6: Type("Q5_0", 32, 22),
-    7: Type("Q5_1", 32, 24),
-    10: Type("Q2_K", 256, 84),
-    11: Type("Q3_K", 256, 110),
-    12: Type("Q4_K", 256, 144),
-    13: Type("Q5_K", 256, 176),
-    14: Type("Q6_K", 256, 210),
+    0: Type(0, "F32", 1, 4),
+    1: Type(1, "F16", 1, 2),
+    30: Type(30, "BF16", 1, 2),
+    8: Type(8, "Q8_0", 32, 34),
+    2: Type(2, "Q4_0", 32, 18),
+    3: Type(3, "Q4_1", 32, 20),
+    6: Type(6, "Q5_0", 32, 22),
+    7: Type(7, "Q5_1", 32, 24),
+    10: Type(10, "Q2_K", 256, 84),
+    11: Type(11, "Q3_K", 256, 110),
+    12: Type(12, "Q4_K", 256, 144),
+    13: Type(13, "Q5_K", 256, 176),
+    14: Type(14, "Q6_K", 256, 210),
 }
 
 
@@ -117,9 +118,39 @@ class GgufFile(TensorSource):
             self._package()
         self.config = _config(header, type_names)
         self._add_rope_scaling()
+        self.quantized = {}
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for name in header.tensors:
             self.readers.update(self._readers(name))
+
+    def keep_blocks(self) -> None:
+        """Leave the matrices that are stored in blocks to `quantized`, as `hf.blocks.Blocks`.
+
+        Writes: readers, quantized, note.
+        """
+        types = set()
+        for name, read in list(self.readers.items()):
+            info = self._header.tensors[read.args[0]] if isinstance(read, partial) else None
+            if info is None or len(info.shape) < 2 or TYPES[info.type_id].name in STORED:
+                continue
+            if name.endswith(".gate.weight"):  # a router is small, and decides
+                continue
+            del self.readers[name]
+            self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
+            types.add(TYPES[info.type_id].name)
+        if types:
+            kinds = ", ".join(sorted(types))
+            self.note = f"weights stay in the file's own blocks ({kinds}); --dtype widens them"
+
+    def _blocks(self, name: str, part: int | None = None, heads: int = 0) -> Blocks:
+        """Return a weight in its blocks. Arguments: as for `_tensor`."""
+        info = self._header.tensors[name]
+        shape, content = self._content(name, part)
+        rows, inputs = shape
+        order = None
+        if heads and rows % (2 * heads) == 0:
+            order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+        return Blocks(name, torch.from_numpy(content).view(rows, -1), info.type_id, inputs, order)
 
     def _package(self) -> Any:
         """Import the package `gguf`, which takes 0.1 s. Raises: ValueError when it is missing."""
@@ -146,7 +177,7 @@ class GgufFile(TensorSource):
             known = ", ".join(kind.name for kind in TYPES.values())
             found = f"the type {_name_of(info.type_id)}, which is not one of {known}"
             raise ValueError(f"{self.path}: {name} has {found}; use another")
-        _, block, block_size = TYPES[info.type_id]
+        _, _, block, block_size = TYPES[info.type_id]
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
             raise ValueError(
@@ -204,6 +235,17 @@ class GgufFile(TensorSource):
 
         heads: undo the order of rows that llama.cpp's rotation needs; dtype: as in `read`
         """
+        shape, blocks = self._content(name, part)
+        info = self._header.tensors[name]
+        value = self._values(blocks, TYPES[info.type_id], dtype).view(shape)
+        rows = shape[0]
+        # a shape that heads do not divide stays: the loader's error names it
+        if heads and rows % (2 * heads) == 0:
+            value = value.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(shape)
+        return value
+
+    def _content(self, name: str, part: int | None) -> tuple[tuple[int, ...], np.ndarray]:
+        """Return a tensor's shape and its bytes, or those of one part along its first dimension."""
         info = self._header.tensors[name]
         shape = info.shape
         size = self._sizes[name]
@@ -212,20 +254,14 @@ class GgufFile(TensorSource):
             size //= shape[0]
             start += part * size
             shape = shape[1:]
-        blocks = np.frombuffer(self._header.file, np.uint8, size, start)
-        value = self._values(blocks, TYPES[info.type_id], dtype).view(shape)
-        rows = shape[0]
-        # a shape that heads do not divide stays: the loader's error names it
-        if heads and rows % (2 * heads) == 0:
-            value = value.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(shape)
-        return value
+        return shape, np.frombuffer(self._header.file, np.uint8, size, start)
 
     def _values(self, blocks: np.ndarray, kind: Type, dtype: torch.dtype | None) -> Tensor:
         """Read the numbers in blocks. blocks: uint8; dtype: as in `read`.
 
         Returns: [elements], in the file's own dtype, or fp32 for blocks.
         """
-        type_name, block, block_size = kind
+        type_id, type_name, block, block_size = kind
         if type_name == "F32":
             return torch.from_numpy(blocks.view(np.float32).copy())
         if type_name == "F16":
@@ -236,7 +272,7 @@ class GgufFile(TensorSource):
         if _read_without_package(type_name):
             rounded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
             value = torch.empty(elements, dtype=rounded)
-            torch.ops.gpt_eagle.widen_blocks(torch.from_numpy(blocks), type_name, value)
+            torch.ops.gpt_eagle.widen_blocks(torch.from_numpy(blocks), type_id, value)
             return value
         value = np.empty(elements, np.float32)
         bytes_each = PIECE // block * block_size
@@ -292,7 +328,7 @@ def _name_of(type_id: int) -> str:
 
 
 def _read_without_package(type_name: str) -> bool:
-    return type_name in STORED or type_name in IN_CPP and cpu_operators_are_loaded()
+    return type_name in STORED or cpu_operators_are_loaded()
 
 
 # --------------------------------------------------------------------------------------- config

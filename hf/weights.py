@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from checkpoint import Quantization, TensorSource, fit_group, saved_quantization, scale_name
 from files import is_gguf
+from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
@@ -129,22 +130,27 @@ def load_weights(
         linear = _linear_weights(model)
         if files.quantized:
             linear = _quantized_by_others(files, names, linear)
-        where = f" of {files.path}" if storage.quant.saved else ""
-        inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
-        storage = storage._replace(quant=fit_group(storage.quant, inputs))
-    stored_bytes = _check_memory(files, params, linear, storage)
+        if not storage.quant.is_blocks:
+            where = f" of {files.path}" if storage.quant.saved else ""
+            inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
+            storage = storage._replace(quant=fit_group(storage.quant, inputs))
+    stored_bytes = _check_memory(files, params, names, linear, storage)
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
     _check_names(files, wanted, ignored)
-    loading = _Loading(files, storage)
     pages = HugePages() if stored_bytes >= REGION else None
+    loading = _Loading(files, storage, pages)
     with single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
         for ours, theirs in names.items():
             if ours in linear:
-                _set_quantized(model, ours, loading, theirs, pages)
+                _set_quantized(model, ours, loading, theirs)
                 continue
             owner, _, leaf = ours.rpartition(".")
+            if theirs[0] in files.quantized:  # an embedding in blocks
+                packed, table = loading.blocks(theirs, params[ours].shape)
+                setattr(model, owner, BlockEmbedding(packed, table))
+                continue
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return storage.quant
@@ -173,16 +179,15 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
 
 
 def _set_quantized(
-    model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...], pages: HugePages | None
+    model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]
 ) -> None:
     """Put a quantized layer in the place of a linear one. Writes: `model`."""
     owner = ours.rpartition(".")[0]
     parent, _, child = owner.rpartition(".")
     layer = loading.quantized(theirs, model.get_submodule(owner), fp32_out=ours == "lm_head.weight")
-    if pages and isinstance(layer, QuantLinear):  # experts are too much to be there twice
-        pages.move(layer)
     setattr(model.get_submodule(parent), child, layer)
-    _trim_heap()
+    if not loading.storage.quant.is_blocks:  # which are packed where they stay
+        _trim_heap()
 
 
 def _quantized_by_others(
@@ -196,7 +201,7 @@ def _quantized_by_others(
     for ours, theirs in names.items():
         codes = [name for name in theirs if name in files.quantized]
         rest = [name for name in theirs if name in files.readers]
-        if codes and ours not in linear:
+        if codes and ours not in linear and not is_gguf(files.path):
             raise ValueError(
                 f"{files.path}: {codes[0]} is quantized, and only linear layers may be; "
                 "use another checkpoint"
@@ -207,13 +212,17 @@ def _quantized_by_others(
                 f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
                 "and they are one layer here; use another checkpoint"
             )
-        if codes:
+        if codes and ours in linear:
             found.add(ours)
     return found
 
 
 def _check_memory(
-    files: TensorSource, params: dict[str, Tensor], linear: set[str], storage: Storage
+    files: TensorSource,
+    params: dict[str, Tensor],
+    names: dict[str, tuple[str, ...]],
+    linear: set[str],
+    storage: Storage,
 ) -> int:
     """Check that the weights, in the shapes that config.json says, fit in memory.
 
@@ -222,6 +231,9 @@ def _check_memory(
     quant = storage.quant
     need = 0
     for name, parameter in params.items():
+        if quant is not None and quant.is_blocks and names[name][0] in files.quantized:
+            need += sum(files.quantized[theirs]().packed_bytes for theirs in names[name])
+            continue
         if name not in linear or quant is None:
             need += parameter.numel() * storage.dtype.itemsize
             continue
@@ -242,6 +254,7 @@ class _Loading:
 
     files: TensorSource
     storage: Storage
+    pages: HugePages | None
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
         """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
@@ -260,13 +273,42 @@ class _Loading:
         self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, fp32_out: bool
     ) -> QuantLinear | QuantExperts:
         """Return the quantized layer that replaces `layer`. fp32_out: its outputs are fp32."""
-        kind = FORMATS[self.storage.quant.format]
         shape = layer.weight.shape
+        if self.storage.quant.is_blocks:
+            if len(shape) == 3:
+                return BlockExperts(*self.blocks(names, shape))
+            return BlockLinear(*self.blocks(names, shape), layer.bias, fp32_out)
+        kind = FORMATS[self.storage.quant.format]
         if isinstance(layer, nn.Linear):
             codes, scale, *zero = self._codes(kind, names, shape)
-            return kind(codes, scale, layer.bias, fp32_out, *zero)
+            made = kind(codes, scale, layer.bias, fp32_out, *zero)
+            return self.pages.move(made) if self.pages else made
+        # experts are too much to be there twice: they stay in normal pages
         parts = (self._codes(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
         return QuantExperts(kind, parts, shape[0])
+
+    def blocks(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Pack a weight, or a stack of them, that stays in the file's blocks.
+
+        Returns: packed [bytes] or [experts, bytes] uint8; their table.
+        """
+        experts = list(_by_expert(names, shape[0])) if len(shape) == 3 else [names]
+        stack = [[self.files.quantized[name]() for name in part_names] for part_names in experts]
+        tables = []
+        for parts, part_names in zip(stack, experts):
+            self._check_shape([(part.outputs, part.inputs) for part in parts], part_names, shape[-2:])
+            tables.append(table_of(parts))
+        table = tables[0]
+        if not all(torch.equal(table, other) for other in tables):
+            raise ValueError(
+                f"{self.files.path}: the experts of {names[0]} and others are of several types; "
+                "use --dtype bfloat16"
+            )
+        size = torch.Size((len(stack), int(table[2])))
+        packed = self.pages.empty(size, torch.uint8) if self.pages else torch.empty(size, dtype=torch.uint8)
+        for parts, strips in zip(stack, packed):
+            pack(parts, table, strips, self.files.path)
+        return packed if len(shape) == 3 else packed[0], table
 
     def _codes(
         self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size
@@ -313,13 +355,7 @@ class _Loading:
         shape: torch.Size,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        rows = sum(part.shape[0] for part in parts if part.dim())
-        if any(part.shape[1:] != shape[1:] for part in parts) or rows != shape[0]:
-            got = " + ".join(str(list(part.shape)) for part in parts)
-            raise ValueError(
-                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for "
-                f"{list(shape)} in all; use the config made for these weights"
-            )
+        self._check_shape([tuple(part.shape) for part in parts], names, shape)
         dtype = dtype or parts[0].dtype
         device = self.storage.device
         is_new = len(parts) == 1 and self.files.makes_tensors
@@ -329,6 +365,19 @@ class _Loading:
         for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
             target.copy_(part)
         return value
+
+
+    def _check_shape(
+        self, parts: Sequence[tuple[int, ...]], names: tuple[str, ...], shape: torch.Size
+    ) -> None:
+        """Check that parts, one below the other, have a shape. Raises: ValueError otherwise."""
+        rows = sum(part[0] for part in parts if part)
+        if any(part[1:] != tuple(shape[1:]) for part in parts) or rows != shape[0]:
+            got = " + ".join(str(list(part)) for part in parts)
+            raise ValueError(
+                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for "
+                f"{list(shape)} in all; use the config made for these weights"
+            )
 
 
 def _trim_heap() -> None:
@@ -390,6 +439,8 @@ def load_model(
     if device.startswith("cpu"):
         has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
+    if quant is not None and quant.is_blocks:
+        files.keep_blocks()
     config = read_config(path, files.config)
     saved = saved_quantization(files.config)
     if dtype is None:
@@ -401,7 +452,7 @@ def load_model(
     if saved is not None and quant is not None:
         raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
     quant = saved or quant
-    if config.tie_embeddings and "lm_head.weight" in files.quantized:
+    if config.tie_embeddings and "lm_head.weight" in files.quantized and not is_gguf(path):
         raise ValueError(
             f"{path}: tie_word_embeddings is true, and lm_head.weight is quantized, "
             "so that they differ; set tie_word_embeddings to false in config.json"
@@ -412,8 +463,11 @@ def load_model(
     check_experts(config, files)
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
-    if config.tie_embeddings:
-        weight = model.embedding.weight
+    embedding = model.embedding
+    if config.tie_embeddings and isinstance(embedding, BlockEmbedding):
+        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
+    elif config.tie_embeddings:
+        weight = embedding.weight
         if quant is None or files.quantized:  # others leave the LM head in 16 bits
             model.lm_head.weight = weight
         else:
@@ -430,7 +484,7 @@ def check_layers(config: ModelConfig, files: TensorSource) -> None:
 
     Raises: ValueError for more layers than tensors.
     """
-    held = len(files.readers)
+    held = len(files.readers) + len(files.quantized)
     if config.n_layers > held:
         raise ValueError(
             f"{files.path}: the config says num_hidden_layers {config.n_layers}, "

@@ -1,6 +1,6 @@
-"""Products with int8 and int4 weights, x W^T: a function per format and device, for any row count.
+"""Products with quantized weights, x W^T: a function per format and device, for any row count.
 
-CPU (`w4a8`, `w8a8`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row
+CPU (`w4a8`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row
 and block of K, and all dot products are in integers. A row's result does not depend on the other
 rows, bit for bit. Without a C++ compiler the references below compute the same function, slowly.
 CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits.
@@ -117,6 +117,13 @@ def _w8a8(
     return y if fp32_out else y.to(x.dtype)
 
 
+def _blocks(
+    x: Tensor, packed: Tensor, table: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
+) -> Tensor:
+    y = torch.ops.gpt_eagle.blocks(_readable(x), packed, table, fp32_out, expert)
+    return y if fp32_out else y.to(x.dtype)
+
+
 def _readable(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x  # the operators read bf16 and fp32
 
@@ -175,6 +182,17 @@ def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     weights = padded.unflatten(1, (-1, BLOCK8))
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)
     return (sums * scales).sum(1) * scale
+
+
+def blocks_reference(x: Tensor, weight: Tensor, group: int) -> Tensor:
+    """Compute `blocks` plainly, in fp64.
+
+    x: [M, K]; weight: [N, K], the numbers of the blocks; group: values of K that share a scale
+    Returns: [M, N] fp64.
+    """
+    activations, scales = round_activations(x, group)
+    rounded = (activations.double() * scales.double()).flatten(1)
+    return rounded @ weight.double().T
 
 
 # -------------------------------------------------------------------------------------------- CUDA
@@ -304,6 +322,7 @@ PRODUCTS = {
         lambda packed, scale, n, k: (unpack_int8_strips(packed, n), scale),
         _w8a8,
     ),
+    ("blocks", "cpu"): Product(None, None, _blocks),  # hf/blocks.py packs them
     ("int4", "cuda"): Product(
         lambda codes, scale: (
             pack_int4_planes(codes),

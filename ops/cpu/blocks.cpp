@@ -1,68 +1,266 @@
-// Dequantization of the blocks of a GGUF file: 32 numbers share a scale, and in Q4_1 a minimum, in 16 bits.
+// The blocks of a GGUF file: as numbers, and packed into strips for the products of quantized.cpp.
 //
-// A product is rounded before the addition, and the sum before it becomes bfloat16, as in the package gguf and in
-// PyTorch: the bits are the same.
+// `unpack` turns a block of any type into codes, scales and minima of one form. Everything else follows from that form
+// and the type's `Layout` (strips.h). Nothing is rounded but numbers in bfloat16: a product is rounded before the
+// addition, and the sum before it becomes bfloat16, as in the package gguf and in PyTorch, so the bits are the same.
+//
+// Source: dequantize_row_* of ggml (ggml-quants.c).
 
 #include "common.h"
+#include "strips.h"
 
-#include <c10/util/Half.h>
+#include <atomic>
 
 namespace blocks {
 namespace {
 
-constexpr int64_t COUNT = 32;       // numbers of a block
-constexpr int64_t GRAIN = 1 << 10;  // blocks that pay for a thread's wake-up
+constexpr int64_t GRAIN = 1 << 15;  // numbers that pay for a thread's wake-up
 
-inline float half(const uint8_t* p) {
-  c10::Half value;
-  std::memcpy(&value, p, 2);
-  return value;
+struct Block {
+  uint8_t codes[256];
+  uint16_t d, dmin;                   // float16; of flat types the scale and the minimum
+  uint8_t scales[16], minima[16];     // of groups, of K types only
+};
+
+inline uint16_t half_at(const uint8_t* p) {
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  return bits;
+}
+inline uint32_t word_at(const uint8_t* p) {
+  uint32_t bits;
+  std::memcpy(&bits, p, 4);
+  return bits;
 }
 
-struct Q4_0 {
-  static constexpr int64_t BYTES = 18;
-  template <class Out> static void widen(const uint8_t* p, Out* y) {
-    const float scale = half(p);
-    for (int i = 0; i < 16; i++) put(y + i, float((p[2 + i] & 15) - 8) * scale);
-    for (int i = 0; i < 16; i++) put(y + 16 + i, float((p[2 + i] >> 4) - 8) * scale);
+// Writes `count` codes of half bytes: the low halves, then the high ones.
+inline void unpack_halves(const uint8_t* from, int64_t count, uint8_t* codes) {
+  for (int64_t i = 0; i < count / 2; i++) codes[i] = from[i] & 15;
+  for (int64_t i = 0; i < count / 2; i++) codes[count / 2 + i] = from[i] >> 4;
+}
+
+// Reads the 6-bit scales and minima of Q4_K and Q5_K.
+inline void unpack_scales(const uint8_t* p, Block& to) {
+  for (int j = 0; j < 4; j++) {
+    to.scales[j] = p[j] & 63, to.minima[j] = p[j + 4] & 63;
+    to.scales[j + 4] = (p[j + 8] & 15) | (p[j] >> 6 << 4), to.minima[j + 4] = (p[j + 8] >> 4) | (p[j + 4] >> 6 << 4);
+  }
+}
+
+void unpack_q5(const uint8_t* high, const uint8_t* low, uint8_t* codes) {
+  const uint32_t fifth = word_at(high);
+  unpack_halves(low, 32, codes);
+  for (int i = 0; i < 32; i++) codes[i] |= (fifth >> i & 1) << 4;
+}
+
+void unpack_q2_k(const uint8_t* p, Block& to) {
+  const uint8_t* two = p + 16;
+  for (int g = 0; g < 16; g++) to.scales[g] = p[g] & 15, to.minima[g] = p[g] >> 4;
+  for (int i = 0; i < 256; i++) to.codes[i] = two[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+  to.d = half_at(p + 80), to.dmin = half_at(p + 82);
+}
+
+void unpack_q3_k(const uint8_t* p, Block& to) {
+  const uint8_t *high = p, *two = p + 32, *packed = p + 96;
+  for (int g = 0; g < 16; g++) {
+    const int low = g < 8 ? packed[g] & 15 : packed[g - 8] >> 4;
+    to.scales[g] = uint8_t((low | (packed[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32);
+  }
+  for (int i = 0; i < 256; i++)
+    to.codes[i] = (two[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) | (high[i % 32] >> i / 32 & 1) << 2;
+  to.d = half_at(p + 108);
+}
+
+void unpack_q4_k(const uint8_t* p, Block& to) {
+  to.d = half_at(p), to.dmin = half_at(p + 2);
+  unpack_scales(p + 4, to);
+  for (int j = 0; j < 4; j++) unpack_halves(p + 16 + 32 * j, 64, to.codes + 64 * j);
+}
+
+void unpack_q5_k(const uint8_t* p, Block& to) {
+  to.d = half_at(p), to.dmin = half_at(p + 2);
+  unpack_scales(p + 4, to);
+  for (int j = 0; j < 4; j++) unpack_halves(p + 48 + 32 * j, 64, to.codes + 64 * j);
+  for (int i = 0; i < 256; i++) to.codes[i] |= (p[16 + i % 32] >> i / 32 & 1) << 4;
+}
+
+void unpack_q6_k(const uint8_t* p, Block& to) {
+  for (int n = 0; n < 2; n++) {
+    const uint8_t *low = p + 64 * n, *high = p + 128 + 32 * n;
+    uint8_t* codes = to.codes + 128 * n;
+    for (int i = 0; i < 32; i++) {
+      codes[i] = (low[i] & 15) | (high[i] & 3) << 4;
+      codes[i + 32] = (low[i + 32] & 15) | (high[i] >> 2 & 3) << 4;
+      codes[i + 64] = (low[i] >> 4) | (high[i] >> 4 & 3) << 4;
+      codes[i + 96] = (low[i + 32] >> 4) | (high[i] >> 6) << 4;
+    }
+  }
+  std::memcpy(to.scales, p + 192, 16);
+  to.d = half_at(p + 208);
+}
+
+void unpack(int64_t type, const uint8_t* p, Block& to) {
+  switch (type) {
+    case 2: to.d = half_at(p), unpack_halves(p + 2, 32, to.codes); return;
+    case 3: to.d = half_at(p), to.dmin = half_at(p + 2), unpack_halves(p + 4, 32, to.codes); return;
+    case 6: to.d = half_at(p), unpack_q5(p + 2, p + 6, to.codes); return;
+    case 7: to.d = half_at(p), to.dmin = half_at(p + 2), unpack_q5(p + 4, p + 8, to.codes); return;
+    case 8:
+      to.d = half_at(p);
+      for (int i = 0; i < 32; i++) to.codes[i] = uint8_t(p[2 + i] + 128);
+      return;
+    case 10: return unpack_q2_k(p, to);
+    case 11: return unpack_q3_k(p, to);
+    case 12: return unpack_q4_k(p, to);
+    case 13: return unpack_q5_k(p, to);
+    case 14: return unpack_q6_k(p, to);
+  }
+}
+
+// The scale and the minimum of one group, from the header of one output.
+struct Scale {
+  float scale, least;
+  Scale(const Layout& layout, uint16_t d, uint16_t dmin, uint8_t of_scale, uint8_t of_least) {
+    scale = widen_half(d), least = layout.has_least ? widen_half(dmin) : 0.0f;
+    if (layout.header == Header::HALF) return;
+    scale *= layout.has_least ? float(of_scale) : float(int8_t(of_scale));
+    least *= -float(of_least);
   }
 };
 
-struct Q4_1 {
-  static constexpr int64_t BYTES = 20;
-  template <class Out> static void widen(const uint8_t* p, Out* y) {
-    const float scale = half(p), least = half(p + 2);
-    for (int i = 0; i < 16; i++) put(y + i, float(p[4 + i] & 15) * scale + least);
-    for (int i = 0; i < 16; i++) put(y + 16 + i, float(p[4 + i] >> 4) * scale + least);
-  }
-};
+template <class Out> inline void put_number(Out* y, const Layout& layout, const Scale& by, uint8_t code) {
+  const float product = float(int32_t(code) - layout.offset) * by.scale;
+  put(y, layout.has_least ? product + by.least : product);
+}
 
-struct Q8_0 {
-  static constexpr int64_t BYTES = 34;
-  template <class Out> static void widen(const uint8_t* p, Out* y) {
-    const float scale = half(p);
-    for (int i = 0; i < 32; i++) put(y + i, float(int8_t(p[2 + i])) * scale);
-  }
-};
-
-template <class Kind> void widen_all(const at::Tensor& content, const at::Tensor& out) {
-  const int64_t count = out.numel() / COUNT;
-  TORCH_CHECK(content.numel() == count * Kind::BYTES, "blocks must fill out");
+// content: [bytes], blocks of a type. Writes: out [elements], float or bfloat16.
+void widen_blocks(const at::Tensor& content, int64_t type_id, const at::Tensor& out) {
+  const BlockType& type = block_type(type_id);
+  const int64_t count = out.numel() / type.elements;
+  TORCH_CHECK(content.is_contiguous() && out.is_contiguous(), "tensors must be contiguous");
+  TORCH_CHECK(content.numel() == count * type.bytes, "blocks must fill out");
   const uint8_t* from = content.const_data_ptr<uint8_t>();
   fill(out, [&](auto* y) {
-    parallel(count, GRAIN, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) Kind::widen(from + i * Kind::BYTES, y + i * COUNT);
+    parallel(count, GRAIN / type.elements, [&](int64_t begin, int64_t end) {
+      Block block{};
+      for (int64_t i = begin; i < end; i++) {
+        unpack(type_id, from + i * type.bytes, block);
+        auto* to = y + i * type.elements;
+        for (int64_t e = 0; e < type.elements; e += type.layout.group) {
+          const int64_t g = e / type.layout.group;
+          const Scale by(type.layout, block.d, block.dmin, block.scales[g], block.minima[g]);
+          for (int64_t j = e; j < e + type.layout.group; j++) put_number(to + j, type.layout, by, block.codes[j]);
+        }
+      }
     });
   });
 }
 
-// content: [bytes], of the type that ggml calls `kind`. Writes: out [elements], float or bfloat16.
-void widen_blocks(const at::Tensor& content, const c10::string_view kind, const at::Tensor& out) {
-  TORCH_CHECK(content.is_contiguous() && out.is_contiguous(), "tensors must be contiguous");
-  if (kind == "Q4_0") widen_all<Q4_0>(content, out);
-  else if (kind == "Q4_1") widen_all<Q4_1>(content, out);
-  else if (kind == "Q8_0") widen_all<Q8_0>(content, out);
-  else TORCH_CHECK(false, "unknown blocks");
+// ------------------------------------------------------------------------------------------------- strips
+
+// Writes the header and codes of 32 outputs, one superblock each; their codes are halves of bytes, or bytes.
+void pack_super(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
+  uint16_t* halves = (uint16_t*)to;
+  uint8_t* bytes = to + (layout.has_least ? 4 : 2) * STRIP;
+  const int64_t groups = layout.header == Header::SUPER ? layout.super / layout.group : 0;
+  const int64_t stride = (layout.has_least ? 2 : 1) * STRIP;
+  for (int64_t i = 0; i < STRIP; i++) {
+    halves[i] = of[i].d;
+    if (layout.has_least) halves[STRIP + i] = of[i].dmin;
+    for (int64_t g = 0; g < groups; g++) {
+      bytes[g * stride + i] = of[i].scales[g];
+      if (layout.has_least) bytes[g * stride + STRIP + i] = of[i].minima[g];
+    }
+  }
+  uint8_t* codes = to + layout.header_bytes;
+  if (layout.codes != Codes::NIBBLES) {
+    for (int64_t i = 0; i < STRIP; i++)
+      for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(codes + (k / 4 * STRIP + i) * 4, of[i].codes + k, 4);
+    return;
+  }
+  for (int64_t i = 0; i < STRIP / 2; i++) {
+    uint8_t both[256];
+    for (int64_t k = 0; k < layout.super; k++) both[k] = uint8_t(of[i].codes[k] | of[i + STRIP / 2].codes[k] << 4);
+    for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(codes + (k / 4 * STRIP / 2 + i) * 4, both + k, 4);
+  }
+}
+
+// Returns the bytes of packed blocks of a type, [n, k].
+int64_t block_bytes(int64_t type, int64_t n, int64_t k) {
+  return (n + STRIP - 1) / STRIP * block_type(type).layout.strip_bytes(k);
+}
+
+// Packs the rows of a tensor of blocks. content: [n, bytes of a row], of one type; order: [n] int64, the row of each
+// output, or null. Writes: out [ceil(n / 32) strip_bytes]. Returns: whether all scales are finite.
+bool pack_blocks(const at::Tensor& content, int64_t type_id, const std::optional<at::Tensor>& order, const at::Tensor& out) {
+  const BlockType& type = block_type(type_id);
+  const Layout& layout = type.layout;
+  const int64_t n = content.size(0), row_bytes = content.size(1), blocks = row_bytes / type.bytes;
+  const int64_t strips = (n + STRIP - 1) / STRIP, strip_bytes = layout.strip_bytes(blocks * type.elements);
+  TORCH_CHECK(content.is_contiguous() && out.is_contiguous() && blocks * type.bytes == row_bytes &&
+              out.numel() == strips * strip_bytes, "blocks must fill rows, and strips out");
+  std::optional<Whole> rows;
+  if (order) rows.emplace(*order, at::IntArrayRef{n}, "order");
+  const uint8_t* from = content.const_data_ptr<uint8_t>();
+  uint8_t* to = out.mutable_data_ptr<uint8_t>();
+  std::atomic<bool> finite{true};
+  parallel(strips, 1, [&](int64_t begin, int64_t end) {
+    const auto is_finite = [](uint16_t half) { return (half & 0x7c00) != 0x7c00; };
+    Block of[STRIP] = {};
+    bool all = true;
+    for (int64_t strip = begin; strip < end; strip++)
+      for (int64_t b = 0; b < blocks; b++) {
+        for (int64_t i = 0; i < STRIP; i++) {
+          const int64_t output = strip * STRIP + i;
+          if (output >= n) {  // no such output: zeros
+            of[i] = {};
+            continue;
+          }
+          const int64_t row = rows ? (*rows)[output] : output;
+          unpack(type_id, from + row * row_bytes + b * type.bytes, of[i]);
+          all &= is_finite(of[i].d) && (!layout.has_least || is_finite(of[i].dmin));
+        }
+        pack_super(layout, of, to + strip * strip_bytes + b * layout.super_bytes());
+      }
+    if (!all) finite = false;
+  });
+  return finite;
+}
+
+// Writes a row of packed blocks as numbers, y [k].
+template <class Out> void read_row(const BlockTable& of, const uint8_t* packed, int64_t row, Out* y) {
+  size_t p = 0;
+  while (row >= of.parts[p].first + of.parts[p].n) p++;
+  const BlockTable::Part& part = of.parts[p];
+  const Layout& layout = part.layout;
+  const int64_t output = row - part.first, i = output % STRIP;
+  const uint8_t* super = packed + part.offset + output / STRIP * layout.strip_bytes(of.k);
+  const int64_t stride = (layout.has_least ? 2 : 1) * STRIP;
+  for (int64_t k = 0; k < of.k; k += layout.super, super += layout.super_bytes()) {
+    const uint8_t *bytes = super + 2 * stride + i, *codes = super + layout.header_bytes;
+    for (int64_t j = 0; j < layout.super; j++, y++) {
+      const int64_t g = j / layout.group;
+      const Scale by(layout, half_at(super + 2 * i), half_at(super + 2 * (STRIP * layout.has_least + i)),
+                     bytes[g * stride], bytes[g * stride + STRIP * layout.has_least]);
+      const bool halves = layout.codes == Codes::NIBBLES;
+      const int64_t width = halves ? STRIP / 2 : STRIP;
+      const uint8_t code = codes[(j / 4 * width + i % width) * 4 + j % 4];
+      put_number(y, layout, by, !halves ? code : i < width ? code & 15 : code >> 4);
+    }
+  }
+}
+
+// Reads rows of packed blocks as numbers. table: see BlockTable; rows: [R] int64. Writes: out [R, k], float or bfloat16.
+void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Tensor& rows, const at::Tensor& out) {
+  const BlockTable of(table, packed);
+  const Whole row(rows, {rows.numel()}, "rows");
+  TORCH_CHECK(out.is_contiguous() && out.numel() == rows.numel() * of.k, "out must be [R, k]");
+  fill(out, [&](auto* y) {
+    parallel(rows.numel(), std::max<int64_t>(1, GRAIN / of.k), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++)
+        read_row(of, packed.const_data_ptr<uint8_t>(), within(row[r], of.n, "a row"), y + r * of.k);
+    });
+  });
 }
 
 }  // namespace

@@ -168,8 +168,8 @@ OPERATORS: dict[str, Callable | None] = {
     ),
     "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) "
     "-> Tensor": None,
-    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, Tensor freq, "
-    "Tensor norm, float factor, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, "
+    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, "
+    "Tensor? embedding_table, Tensor freq, Tensor norm, float factor, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, "
     "Tensor mask, int[] aux_layers) -> Tensor": None,
     "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, "
     "Tensor?[] parts, float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, "
@@ -207,7 +207,12 @@ OPERATORS: dict[str, Callable | None] = {
     "-> (Tensor, Tensor, Tensor)": _add_chains,
     "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)": _causal,
     "with_times(Tensor facts, int[] times) -> Tensor": None,
-    "widen_blocks(Tensor content, str kind, Tensor(a!) out) -> ()": None,
+    "blocks(Tensor x, Tensor packed, Tensor table, bool fp32_out, Tensor? expert=None) "
+    "-> Tensor": None,
+    "block_bytes(int type, int n, int k) -> int": None,
+    "widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()": None,
+    "pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool": None,
+    "block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Half.h>
 
 #include <cmath>
 #include <cstdint>
@@ -25,6 +26,8 @@ at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool w
                 const std::optional<at::Tensor>& expert);
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert);
+at::Tensor blocks(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& table, bool wide,
+                  const std::optional<at::Tensor>& expert);
 }  // namespace quantized
 namespace linear {
 at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
@@ -66,14 +69,19 @@ template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
   run_loop({run, &f, size, grain});
 }
 
+// Returns the number of a float16's bits.
+inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_bits()); }
+
 // ------------------------------------------------------------------------------------------------ vectors
-// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
+// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
+// where FOLDS, a SMALL one adds two products to either half of acc[i], and fold adds both halves of a sum to acc.
 // words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
 // becomes word i of vector j.
 
 #if defined(__AVX512VNNI__)
 
-constexpr int LANES = 16, MB = 7;
+constexpr int LANES = 16, MB = 7, MOST_SUMS = 14;
+constexpr bool FOLDS = false;
 using Ints = __m512i;
 using Floats = __m512;
 inline Ints splat(int32_t v) { return _mm512_set1_epi32(v); }
@@ -100,6 +108,7 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
 inline Floats from_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline Floats from_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline Floats low_half(Ints v) { return words_of(_mm512_slli_epi32(v, 16)); }
 inline void transpose(Ints (&w)[LANES]) {
   Ints t[LANES];
@@ -118,9 +127,9 @@ inline void transpose(Ints (&w)[LANES]) {
   }
 }
 
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-constexpr int LANES = 8, MB = 2;
+constexpr int LANES = 8, MB = 4, MOST_SUMS = 4;
 using Ints = __m256i;
 using Floats = __m256;
 inline Ints splat(int32_t v) { return _mm256_set1_epi32(v); }
@@ -131,18 +140,25 @@ inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
-template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
 #if defined(__AVXVNNI__)
-  return _mm256_dpbusd_avx_epi32(acc, w, x);
+constexpr bool FOLDS = false;
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
 #else
-  if (SMALL) {  // 2 * 15 * 127 fits 16 bits, so nothing saturates
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+constexpr bool FOLDS = true;
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+  if (SMALL) {  // gcc would compute all products first, and put them all on the stack: 4x
+    Ints both;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(both) : "x"(w), "x"(x));
+    return acc;
   }
   const Ints even_w = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd_w = _mm256_srli_epi16(w, 8);
   const Ints even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
   const Ints even = _mm256_madd_epi16(even_w, even_x), odd = _mm256_madd_epi16(odd_w, odd_x);
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
 #endif
+inline Ints fold(Ints acc, Ints sums) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
 }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
@@ -156,6 +172,7 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
 inline Floats from_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+inline Floats from_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline Floats low_half(Ints v) { return words_of(_mm256_slli_epi32(v, 16)); }
 inline void transpose(Ints (&w)[LANES]) {
   Ints t[LANES];
@@ -174,7 +191,8 @@ inline void transpose(Ints (&w)[LANES]) {
 
 #else  // any processor: the same steps in plain loops
 
-constexpr int LANES = 16, MB = 2;
+constexpr int LANES = 16, MB = 2, MOST_SUMS = 4;
+constexpr bool FOLDS = false;
 struct Ints {
   int32_t lane[LANES];
 };
@@ -207,6 +225,11 @@ inline Floats add_scaled(Ints v, Floats scale, Floats acc) {
 inline Floats from_bf16(const uint16_t* p) {
   Floats r;
   EACH_LANE { uint32_t bits = uint32_t(p[i]) << 16; std::memcpy(&r.lane[i], &bits, 4); }
+  return r;
+}
+inline Floats from_f16(const uint16_t* p) {
+  Floats r;
+  EACH_LANE r.lane[i] = widen_half(p[i]);
   return r;
 }
 inline Floats low_half(Ints v) { EACH_LANE v.lane[i] = int32_t(uint32_t(v.lane[i]) << 16); return words_of(v); }

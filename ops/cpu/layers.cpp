@@ -34,7 +34,7 @@ template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
 
 // ------------------------------------------------------------------------------------------------- weights
 
-struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it in bfloat16, or as layout.py packs it
+struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it in bfloat16, or packed in strips
   at::Tensor weight;
   std::optional<at::Tensor> scale, bias;
 };
@@ -87,13 +87,19 @@ const Prepared& prepared_in(const at::Tensor& holder) {
   return *static_cast<const Prepared*>(at);
 }
 
+// x [..., K] -> [..., n], by the product of quantized weights; blocks have a table in place of scales, and int4 has its
+// scales among the codes.
+at::Tensor product(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert) {
+  if (!by.scale || !by.scale->numel()) return quantized::w4a8(x, by.weight, n, false, expert);
+  if (by.scale->scalar_type() == at::kLong) return quantized::blocks(x, by.weight, *by.scale, false, expert);
+  return quantized::w8a8(x, by.weight, *by.scale, false, expert);
+}
+
 // x [..., K] -> [..., n], by the product for the weight's layout. expert: of each row, int64, for a stack.
 at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
   if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, false, expert);
-  const bool int8 = by.scale && by.scale->numel();  // int4 has its scales among the codes
-  const at::Tensor y = int8 ? quantized::w8a8(x, by.weight, *by.scale, false, expert)
-                            : quantized::w4a8(x, by.weight, n, false, expert);
+  const at::Tensor y = product(x, by, n, expert);
   if (by.bias) {
     Value* to = y.mutable_data_ptr<Value>();
     const Value* bias = data(*by.bias);
@@ -333,14 +339,19 @@ at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
   return y;
 }
 
-// tokens [B, T] -> their rows of the weight [V, F], [B, T, F]
-at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight) {
-  TORCH_CHECK(tokens.dim() == 2 && weight.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], weights [V, F]");
-  const int64_t V = weight.size(0), F = weight.size(1), count = tokens.numel();
+// tokens [B, T] -> their rows of the weight [V, F], or of packed blocks with their table, [B, T, F]
+at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::optional<at::Tensor>& table) {
+  TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], and weights contiguous");
+  const int64_t F = table ? table->const_data_ptr<int64_t>()[1] : weight.size(1), count = tokens.numel();
+  const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kBFloat16));
+  if (table) {
+    blocks::block_rows(weight, *table, tokens.flatten(), x);
+    return x;
+  }
   const Whole token(tokens, tokens.sizes(), "tokens");
-  const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options());
   Value* to = x.mutable_data_ptr<Value>();
-  for (int64_t r = 0; r < count; r++) std::copy_n(data(weight) + within(token[r], V, "a token") * F, F, to + r * F);
+  for (int64_t r = 0; r < count; r++)
+    std::copy_n(data(weight) + within(token[r], weight.size(0), "a token") * F, F, to + r * F);
   return x;
 }
 
@@ -380,7 +391,7 @@ at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& 
 // ------------------------------------------------------------------------------------------------- a draft head
 
 // The parts of a head besides its layers, in this order; some heads lack some. Then one norm per aux hidden state.
-enum Part { EMBEDDING, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_SCALE, FC_BIAS, FC_NORMS };
+enum Part { EMBEDDING, EMBEDDING_TABLE, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_SCALE, FC_BIAS, FC_NORMS };
 
 struct Head {
   const Prepared& prepared;
@@ -411,7 +422,7 @@ struct Head {
   // One forward pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F].
   at::Tensor step(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& positions,
                   const Cache& cache) const {
-    const at::Tensor embedded = embed(tokens, *part(EMBEDDING));
+    const at::Tensor embedded = embed(tokens, *part(EMBEDDING), part(EMBEDDING_TABLE));
     at::Tensor x = features;
     std::optional<at::Tensor> h;
     if (of_version_3()) {
@@ -433,11 +444,11 @@ struct Head {
 // `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final norm, and behind them
 // the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. Writes: k, v at the slots.
 at::Tensor model(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& holder,
-                 const at::Tensor& embedding, const at::Tensor& freq, const at::Tensor& final_norm, double factor,
-                 at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
+                 const at::Tensor& embedding, const std::optional<at::Tensor>& embedding_table, const at::Tensor& freq,
+                 const at::Tensor& final_norm, double factor, at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
                  const at::Tensor& mask, at::IntArrayRef aux_layers) {
   const Prepared& prepared = prepared_in(holder);
-  const at::Tensor x = embed(tokens, embedding);
+  const at::Tensor x = embed(tokens, embedding, embedding_table);
   const at::Tensor features = empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
   const Cache cache{k, v, slots, start, mask};
   const at::Tensor y = run_layers(prepared, x, freq, factor, positions, cache, aux_layers, features, std::nullopt);

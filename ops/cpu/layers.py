@@ -22,7 +22,7 @@ def fits(layers: Sequence[nn.Module]) -> bool:
     weight = layers[0].ffn_norm.weight
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     formats = [getattr(layer.attention.wo, "format", "none") for layer in layers]
-    known = all(name in ("none", "int8", "int4") for name in formats)
+    known = all(name in ("none", "int8", "int4", "blocks") for name in formats)
     return on_cpu and known and layers[0].attention.head_dim % 16 == 0 and has_cpu_operators()
 
 
@@ -67,13 +67,23 @@ def _weights_of(layer: nn.Module) -> list[Tensor | None]:
     ]
 
 
+def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return an embedding's weight, [V, F], or its packed blocks; the blocks' table, or None."""
+    table = getattr(embedding, "table", None)
+    return embedding.weight.detach() if table is None else embedding.packed, table
+
+
 class FusedModel:
     """The forward pass of a `Transformer`, from tokens to features."""
 
     def __init__(self, model: nn.Module):
         self.prepared = prepare(model.layers)
-        weights = (model.embedding.weight, model.rope_freq, model.norm.weight)
-        self.parts = (*(weight.detach() for weight in weights), model.config.rope_factor)
+        self.parts = (
+            *embedding_operands(model.embedding),
+            model.rope_freq,
+            model.norm.weight.detach(),
+            model.config.rope_factor,
+        )
 
     def __call__(
         self,
@@ -96,17 +106,14 @@ class FusedModel:
 class FusedHead:
     """The forward passes of an `EagleHead`."""
 
-    def __init__(self, head: nn.Module, embedding: Tensor):
-        """Pass the head's weights to the operators.
-
-        embedding: [V, F], the head's or the target's
-        """
+    def __init__(self, head: nn.Module, embedding: nn.Module):
+        """Pass the head's weights to the operators. embedding: the head's or the target's"""
         names = ("norm", "embedding_norm", "hidden_norm", "input_norm")
         norms = [getattr(getattr(head, name, None), "weight", None) for name in names]
         fc = head.fc.operands() if hasattr(head.fc, "operands") else (None, None, None)
         aux_norms = [norm.weight for norm in getattr(head, "fc_norm", ())]
         # in the order of `Part` in layers.cpp
-        weights = [embedding, head.rope_freq, *norms, *fc, *aux_norms]
+        weights = [*embedding_operands(embedding), head.rope_freq, *norms, *fc, *aux_norms]
         eagle3 = head.config.eagle3
         self.prepared = prepare(head.layers)
         self.parts = [None if weight is None else weight.detach() for weight in weights]

@@ -21,6 +21,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
   add(c10::DispatchKey::CPU)
       .impl("w4a8", quantized::w4a8)
       .impl("w8a8", quantized::w8a8)
+      .impl("blocks", quantized::blocks)
       .impl("linear_bf16", linear::linear_bf16)
       .impl("attention", attention::attention)
       .impl("topk", topk::topk)
@@ -31,6 +32,8 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("cut", sampling::cut)
       .impl("best", topk::best)
       .impl("widen_blocks", blocks::widen_blocks)
+      .impl("pack_blocks", blocks::pack_blocks)
+      .impl("block_rows", blocks::block_rows)
       .impl("rms_norm", layers::rms_norm)
       .impl("prepare_layers", layers::prepare_layers)
       .impl("model", layers::model)
@@ -48,5 +51,6 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("lookup", lookup::lookup)
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
+      .impl("block_bytes", blocks::block_bytes)
       .impl("own_threads", own_threads);
 }

@@ -1,24 +1,29 @@
-// Linear layers with int8 or int4 weights for 1 to a few hundred tokens on a CPU, in integer dot products.
+// Linear layers with weights of 4 or 8 bits for 1 to a few hundred tokens on a CPU, in integer dot products.
 //
-// 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group for int4, else BLOCK8),
-//    so that an outlier costs precision in its own block only.
-// 2. Weights lie in strips of 32 outputs (layout.py), one contiguous stream each. Codes are stored with an offset (8 or
-//    128), because the hardware multiplies unsigned by signed bytes; integer sums start at -offset * sum(activations),
-//    which takes it out again, exactly. A zero point of a group of int4 is one more offset.
+// 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group, or BLOCK8), so that an
+//    outlier costs precision in its own block only.
+// 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
+//    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
+//    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
+//    of weights is multiplied by the sum of its activations, in floating point.
 // 3. Threads share the strips. Within a strip, k is cut into panels that stay in the L1 cache while tiles of up to MB
-//    rows pass over them. In a mixture, each expert's rows pass over its own strips; idle experts are not read.
+//    rows pass over them; a panel's scales become fp32 once. In a mixture, each expert's rows pass over its own strips;
+//    idle experts are not read.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sum in floating point
 // runs over the blocks of k in their order. Plain references: ops/quantized.py. Sources of the idea: Q8_0 x Q4_0
 // products of llama.cpp (blockwise activations); VNNI packing of oneDNN.
 
 #include "common.h"
+#include "strips.h"
+
+#include <algorithm>
 
 namespace quantized {
 namespace {
 
-constexpr int64_t STRIP = 32;    // outputs whose weights are interleaved
 constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
+constexpr int64_t MOST_BLOCK = 128;
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 19;  // multiply-adds (and bytes) that pay for a thread's wake-up
 
@@ -37,14 +42,18 @@ inline Tile tile_of(const Group& group, int64_t t) {
   return {group.first + first, group.rows * (t + 1) / count - first};
 }
 struct Activations {
-  int64_t rows, k, block, blocks;
+  int64_t rows, k, block = 0, blocks;
+  int32_t offset;  // of the weights' codes
   Order order;
+  std::vector<Tile> tiles;
   std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4]
   std::vector<float> scales;    // per tile: [blocks, T]
   std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
+  std::vector<float> sums;      // per tile: [blocks, T], of the block's codes times their scale
 };
 
-template <class T> void round_block(const T* x, int64_t n, int offset, int8_t* codes, float* scale, int32_t* start) {
+// Returns the sum of the codes.
+template <class T> int32_t round_block(const T* x, int64_t n, int8_t* codes, float* scale) {
   uint32_t most = 0;  // of the magnitudes' bits, which order like the magnitudes, NaN last
   for (int64_t i = 0; i < n; i++) {
     float v = widen(x[i]);
@@ -56,35 +65,39 @@ template <class T> void round_block(const T* x, int64_t n, int offset, int8_t* c
   float magnitude;
   std::memcpy(&magnitude, &most, 4);
   const float to_code = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
-  int32_t sum = 0;
+  int32_t total = 0;
   for (int64_t i = 0; i < n; i++) {
     float shifted = widen(x[i]) * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
     int32_t code;
     std::memcpy(&code, &shifted, 4);
     code -= 0x4b400000;
     codes[i] = int8_t(code);
-    sum += int8_t(code);
+    total += int8_t(code);
   }
   *scale = magnitude / 127.0f;
-  *start = -offset * sum;
+  return total;
 }
 
-template <class T> void round_rows(Activations& a, const T* x, int offset) {
+template <class T> void round_rows(Activations& a, const T* x) {
+  a.blocks = (a.k + a.block - 1) / a.block;
   a.codes.resize(a.rows * a.k);
   a.scales.resize(a.rows * a.blocks);
   a.starts.resize(a.rows * a.blocks);
-  std::vector<Tile> tiles;
+  a.sums.resize(a.rows * a.blocks);
+  std::vector<Tile>& tiles = a.tiles;
+  tiles.clear();
   for (const Group& group : a.order.groups)
     for (int64_t t = 0; t < count_tiles(group); t++) tiles.push_back(tile_of(group, t));
   parallel(tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
-    std::vector<int8_t> codes(a.block);
+    int8_t codes[MOST_BLOCK];
     for (int64_t t = begin; t < end; t++) {
       const auto [first, height] = tiles[t];
       for (int64_t b = 0; b < a.blocks; b++)
         for (int64_t m = 0; m < height; m++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
           const T* from = x + a.order.row[first + m] * a.k + b * a.block;
-          round_block(from, n, offset, codes.data(), &a.scales[i], &a.starts[i]);
+          const int32_t sum = round_block(from, n, codes, &a.scales[i]);
+          a.starts[i] = -a.offset * sum, a.sums[i] = a.scales[i] * float(sum);
           int8_t* to = &a.codes[first * a.k + b * a.block * height + 4 * m];
           for (int64_t s = 0; s < n / 4; s++) std::memcpy(to + 4 * height * s, &codes[4 * s], 4);
         }
@@ -92,166 +105,275 @@ template <class T> void round_rows(Activations& a, const T* x, int offset) {
   });
 }
 
-// ---------------------------------------------------------------------------------------------- formats
-// A block of a strip: `codes` and, for int4, the 32 scales in front of them: bf16, or with ZEROS words of join_zeros
-// (ops/quantized.py). start: of the integer sums, for an activation sum times -OFFSET.
+// ------------------------------------------------------------------------------------------------- panels
+// A part of a strip's k, whole superblocks, and its scales in fp32.
 
-template <bool ZEROS> struct Int4 {
+struct Panel {
+  const uint8_t* weights;  // its first superblock
+  const uint8_t* ahead;    // the next panel, fetched meanwhile; null: somebody else fetches it
+  int64_t first, last;     // k
+  alignas(64) float scale[PANEL / 16 * STRIP];  // per group of k
+  alignas(64) float least[PANEL / 16 * STRIP];  // minima
+  alignas(64) int32_t zero[PANEL / 16 * STRIP];
+};
+
+// Reads the headers of a panel. output_scale: of the strip's outputs, where the header has none
+void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
+  const uint8_t* header = panel.weights;
+  int64_t g = 0;
+  for (int64_t k = panel.first; k < panel.last; k += layout.super, header += layout.super_bytes())
+    for (int64_t i = 0; i < layout.super && k + i < panel.last; i += layout.group, g += STRIP) {
+      float *scale = panel.scale + g, *least = panel.least + g;
+      switch (layout.header) {
+        case Header::OUTPUT:
+          for (int64_t j = 0; j < STRIP; j++) scale[j] = output_scale[j];
+          break;
+        case Header::BF16:
+          for (int64_t j = 0; j < STRIP; j += LANES) store(scale + j, from_bf16((const uint16_t*)header + j));
+          break;
+        case Header::WORDS:
+          for (int64_t j = 0; j < STRIP; j += LANES) {
+            const Ints words = load(header + 4 * j);
+            store(scale + j, words_of(mask(words, ~31)));
+            store(panel.zero + g + j, mask(words, 31));
+          }
+          break;
+        default:
+          open_blocks(layout, header, i / layout.group, scale, least);
+      }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- codes
+// The codes of a step, 4 values of k: V vectors of outputs, from vector `first` of the strip on. Where FOLDS, a sum of
+// dot products takes FOLD steps in 16 bits.
+
+struct Nibbles {  // a byte: output i low, output i + 16 high
+  static constexpr int STEP_BYTES = 64, FOLD = 8;  // 8 * 2 * 15 * 127 fits 16 bits
   static constexpr bool SMALL = true;
-  static constexpr int OFFSET = ZEROS ? 1 : 8, STEP_BYTES = 64;  // a byte: output i low, output i + 16 high
-  static constexpr int HEADER = (ZEROS ? 4 : 2) * STRIP;
-  static inline Ints words(const uint8_t* block, int j) { return load(block + j * 4 * LANES); }
-  static inline Ints start(const uint8_t* block, int j, int32_t sum) {
-    return ZEROS ? multiply(mask(words(block, j), 31), splat(sum)) : splat(sum);
-  }
-  static inline void codes(const uint8_t* p, Ints (&w)[NV]) {
-    for (int j = 0; j < NV / 2; j++) {
-      Ints both = load(p + j * 4 * LANES);
-      w[j] = low_nibbles(both);
-      w[j + NV / 2] = high_nibbles(both);
+  template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
+    for (int j = 0; j < V; j++) {
+      const int v = first + j;
+      const Ints both = load(p + v % (NV / 2) * 4 * LANES);
+      w[j] = v < NV / 2 ? low_nibbles(both) : high_nibbles(both);
     }
   }
-  static inline Floats scale(const uint8_t* block, int j) {
-    return ZEROS ? words_of(mask(words(block, j), ~31)) : from_bf16((const uint16_t*)block + j * LANES);
+};
+template <bool SIX_BITS> struct Bytes {
+  static constexpr int STEP_BYTES = 128, FOLD = SIX_BITS ? 2 : 1;  // 2 * 2 * 63 * 127 fits 16 bits
+  static constexpr bool SMALL = SIX_BITS;
+  template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
+    for (int j = 0; j < V; j++) w[j] = load(p + (first + j) * 4 * LANES);
   }
 };
 
-struct Int8 {
-  static constexpr bool SMALL = false;
-  static constexpr int OFFSET = 128, STEP_BYTES = 128;
-  static constexpr int HEADER = 0;  // one scale per output, applied at the end
-  static inline Ints start(const uint8_t*, int, int32_t sum) { return splat(sum); }
-  static inline void codes(const uint8_t* p, Ints (&w)[NV]) {
-    for (int j = 0; j < NV; j++) w[j] = load(p + j * 4 * LANES);
-  }
-  static inline Floats scale(const uint8_t*, int) { return splat(1.0f); }
-};
-
-// One tile's pass over a panel: the blocks first .. last of a strip.
-struct Pass {
-  int64_t row, first, last;
-  const uint8_t* w;      // the first block
-  const uint8_t* ahead;  // this pass's share of the next panel, fetched meanwhile ...
-  int64_t stride;        // ... at so many bytes per step
-  float* acc;            // [M, 32], read and written
-};
-
-template <class F, int M> void tile(const Activations& a, Pass pass) {
-  constexpr int U = M * NV >= 8 ? 1 : M * NV >= 4 ? 2 : 4;  // steps at a time: independent sums hide dot's latency
-  const auto [row, first, last, panel, next, stride, acc] = pass;
-  const uint8_t *w = panel, *ahead = next;
-  const int8_t* x = &a.codes[row * a.k + first * a.block * M];
-  for (int64_t b = first; b < last; b++) {
-    const int64_t steps = std::min(a.block, a.k - b * a.block) / 4;
-    const int32_t* starts = &a.starts[row * a.blocks + b * M];
-    const float* scales = &a.scales[row * a.blocks + b * M];
-    const uint8_t* p = w + F::HEADER;
-    Ints dots[U][M][NV];
-    for (int u = 0; u < U; u++)
+// A group of k: sums [M][V] = the dot products of `steps` steps. x: [steps, M, 4]
+template <class F, int M, int V, int FIRST>
+inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
+  const auto step = [&](Ints(&into)[M][V]) {
+    Ints w[V];
+    F::codes(p, FIRST, w);
+    for (int m = 0; m < M; m++) {
+      int32_t four;
+      std::memcpy(&four, x + 4 * m, 4);
+      const Ints xs = splat(four);
+      for (int j = 0; j < V; j++) into[m][j] = dot<F::SMALL>(into[m][j], w[j], xs);
+    }
+    p += F::STEP_BYTES, x += 4 * M;
+  };
+  if constexpr (FOLDS && F::FOLD > 1) {
+    while (steps > 0) {
+      Ints part[M][V];
       for (int m = 0; m < M; m++)
-        for (int j = 0; j < NV; j++) dots[u][m][j] = u ? splat(0) : F::start(w, j, starts[m]);
-    const auto step = [&](Ints(&sums)[M][NV]) {
-      Ints codes[NV];
-      F::codes(p, codes);
-      for (int i = 0; i < F::STEP_BYTES; i += 64) __builtin_prefetch(ahead + i);
-      for (int m = 0; m < M; m++) {
-        int32_t four;
-        std::memcpy(&four, x + 4 * m, 4);
-        const Ints xs = splat(four);
-        for (int j = 0; j < NV; j++) sums[m][j] = dot<F::SMALL>(sums[m][j], codes[j], xs);
-      }
-      p += F::STEP_BYTES, x += 4 * M, ahead += stride;
-    };
-    int64_t s = 0;
-    for (; s + U <= steps; s += U)
-      for (int u = 0; u < U; u++) step(dots[u]);
-    for (; s < steps; s++) step(dots[0]);
-    for (int j = 0; j < NV; j++) {
-      const Floats scale = F::scale(w, j);
-      for (int m = 0; m < M; m++) {
-        Ints total = dots[0][m][j];
-        for (int u = 1; u < U; u++) total = add(total, dots[u][m][j]);
-        float* sum = acc + m * STRIP + j * LANES;
-        store(sum, add_scaled(total, multiply(scale, splat(scales[m])), load(sum)));
-      }
+        for (int j = 0; j < V; j++) part[m][j] = splat(0);
+      if (steps >= F::FOLD)
+        for (int s = 0; s < F::FOLD; s++) step(part);
+      else
+        for (int64_t s = 0; s < steps; s++) step(part);
+      steps -= F::FOLD;
+      for (int m = 0; m < M; m++)
+        for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[m][j]);
     }
-    w = p;
+  } else {
+    constexpr int U = FOLDS || M * V >= 8 ? 1 : M * V >= 4 ? 2 : 4;  // independent sums hide the latency of dot
+    Ints more[U][M][V];
+    for (int u = 1; u < U; u++)
+      for (int m = 0; m < M; m++)
+        for (int j = 0; j < V; j++) more[u][m][j] = splat(0);
+    for (; steps >= U; steps -= U) {
+      step(sums);
+      for (int u = 1; u < U; u++) step(more[u]);
+    }
+    for (; steps > 0; steps--) step(sums);
+    for (int u = 1; u < U; u++)
+      for (int m = 0; m < M; m++)
+        for (int j = 0; j < V; j++) sums[m][j] = add(sums[m][j], more[u][m][j]);
   }
 }
 
-template <class F, int M = MB> void tiles(int64_t height, const Activations& a, const Pass& pass) {
-  if constexpr (M > 1)
-    if (height < M) return tiles<F, M - 1>(height, a, pass);
-  tile<F, M>(a, pass);
-}
-
-// y[M, n] = x . w. packed: [experts, strips, ...]; scale: [experts, n] per output, or null
-template <class F, class Out>
-void product(const Activations& a, const uint8_t* packed, int64_t n, const float* scale, Out* y) {
-  const int64_t panel = std::max<int64_t>(1, PANEL / a.block), strips = (n + STRIP - 1) / STRIP;
-  const int64_t block_bytes = F::HEADER + a.block / 4 * F::STEP_BYTES;
-  const int64_t strip_bytes = a.blocks * F::HEADER + a.k / 4 * F::STEP_BYTES;
-  int64_t most = 0, work = 0;  // rows of a group; of a strip
-  for (const Group& group : a.order.groups) {
-    most = std::max(most, group.rows);
-    work += STRIP * a.k * std::max<int64_t>(1, group.rows / 4);
-  }
-  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
-  parallel(strips, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> acc(most * STRIP);
-    for (const Group& group : a.order.groups)
-      for (int64_t strip = begin; strip < end; strip++) {
-        const int64_t T = count_tiles(group);
-        const uint8_t* weights = packed + (group.expert * strips + strip) * strip_bytes;
-        std::fill(acc.begin(), acc.begin() + group.rows * STRIP, 0.0f);
-        for (int64_t first = 0; first < a.blocks; first += panel) {
-          const uint8_t *w = weights + first * block_bytes, *next = w + panel * block_bytes;
-          for (int64_t t = 0; t < T; t++) {
-            const auto [row, height] = tile_of(group, t);
-            tiles<F>(height, a, {row, first, std::min(first + panel, a.blocks), w, next + t * panel * block_bytes / T,
-                                 (F::STEP_BYTES + T - 1) / T, &acc[(row - group.first) * STRIP]});
+// One tile's pass over a panel, for V vectors of outputs from FIRST on. acc: [M, 32], read and written
+template <class F, int M, int V, int FIRST>
+void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_t row, float* acc) {
+  const int64_t place = row * a.blocks + panel.first / a.block * M;
+  const int8_t* x = &a.codes[row * a.k + panel.first * M];
+  const float *scales = &a.scales[place], *sums = &a.sums[place];
+  const int32_t* starts = &a.starts[place];
+  const int64_t size = layout.group, last = panel.last;
+  const bool has_least = layout.has_least, has_zero = layout.header == Header::WORDS;
+  const float *scale = panel.scale + FIRST * LANES, *least = panel.least + FIRST * LANES;
+  const int32_t* zero = panel.zero + FIRST * LANES;
+  const uint8_t *p = panel.weights, *ahead = panel.ahead;
+  for (int64_t k = panel.first; k < last;) {
+    const int64_t end = std::min(k + layout.super, last);
+    for (p += layout.header_bytes; k < end; k += size) {
+      const int64_t steps = std::min(size, end - k) / 4;
+      Ints total[M][V];
+      for (int m = 0; m < M; m++)
+        for (int j = 0; j < V; j++) total[m][j] = splat(starts[m]);
+      if (has_zero)
+        for (int m = 0; m < M; m++)
+          for (int j = 0; j < V; j++) total[m][j] = multiply(load((const uint8_t*)(zero + j * LANES)), total[m][j]);
+      dots<F, M, V, FIRST>(p, x, steps, total);
+      p += steps * F::STEP_BYTES, x += steps * 4 * M;
+      if (ahead)
+        for (int64_t i = 0; i < steps * F::STEP_BYTES; i += 64, ahead += 64) __builtin_prefetch(ahead);
+      for (int m = 0; m < M; m++) {
+        const Floats of_row = splat(scales[m]);
+        for (int j = 0; j < V; j++) {
+          float* sum = acc + m * STRIP + (FIRST + j) * LANES;
+          store(sum, add_scaled(total[m][j], multiply(load(scale + j * LANES), of_row), load(sum)));
+        }
+      }
+      if (has_least)
+        for (int m = 0; m < M; m++) {
+          const Floats of_row = splat(sums[m]);
+          for (int j = 0; j < V; j++) {
+            float* sum = acc + m * STRIP + (FIRST + j) * LANES;
+            store(sum, multiply_add(load(least + j * LANES), of_row, load(sum)));
           }
         }
-        const int64_t column = strip * STRIP, columns = std::min(STRIP, n - column);
-        const float* scales = scale ? scale + group.expert * n + column : nullptr;
-        for (int64_t m = 0; m < group.rows; m++) {
-          float* sums = &acc[m * STRIP];
-          if (scales)
-            for (int64_t i = 0; i < columns; i++) sums[i] *= scales[i];
-          put_row<STRIP>(y + a.order.row[group.first + m] * n + column, sums, columns);
+      scale += STRIP, least += STRIP, zero += STRIP, scales += M, starts += M, sums += M;
+    }
+  }
+}
+
+template <class F, int M = MB>
+void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row, float* acc) {
+  if constexpr (M > 1)
+    if (height < M) return tiles<F, M - 1>(height, a, layout, panel, row, acc);
+  if constexpr (M * NV <= MOST_SUMS) {
+    tile<F, M, NV, 0>(a, layout, panel, row, acc);
+  } else {  // more sums than registers: half of the outputs at a time
+    tile<F, M, NV / 2, 0>(a, layout, panel, row, acc);
+    panel.ahead = nullptr;
+    tile<F, M, NV / 2, NV / 2>(a, layout, panel, row, acc);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ product
+
+struct Part {  // outputs of one layout
+  Layout layout;
+  const Activations* a;
+  const uint8_t* packed;  // [experts, ...]
+  int64_t expert_bytes;
+  int64_t first, n;        // outputs of the layer
+  const float* scale;      // [experts, n] per output, or null
+  int64_t strips() const { return (n + STRIP - 1) / STRIP; }
+};
+
+// acc [rows of the group, 32] = x . w for a strip of a part
+template <class F> void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
+  const Activations& a = *part.a;
+  const Layout& layout = part.layout;
+  const int64_t T = count_tiles(group), supers = std::max<int64_t>(1, PANEL / layout.super);
+  alignas(64) float output_scale[STRIP] = {};
+  if (part.scale)
+    std::copy_n(part.scale + group.expert * part.n + strip * STRIP, std::min(STRIP, part.n - strip * STRIP), output_scale);
+  std::fill(acc, acc + group.rows * STRIP, 0.0f);
+  panel.weights = part.packed + group.expert * part.expert_bytes + strip * layout.strip_bytes(a.k);
+  for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
+    panel.last = std::min(a.k, panel.first + supers * layout.super);
+    open_panel(layout, output_scale, panel);
+    const uint8_t* next = panel.weights + supers * layout.super_bytes();
+    for (int64_t t = 0; t < T; t++) {
+      const auto [row, height] = tile_of(group, t);
+      panel.ahead = t ? nullptr : next;
+      tiles<F>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
+    }
+    panel.weights = next;
+  }
+}
+
+// y [M, n] = x . w, of all parts
+template <class Out> void product(const std::vector<Part>& parts, int64_t n, Out* y) {
+  const Order& order = parts[0].a->order;
+  int64_t most = 0, work = 0, strips = 0;  // rows of a group; work of a strip
+  for (const Group& group : order.groups) {
+    most = std::max(most, group.rows);
+    work += STRIP * parts[0].a->k * std::max<int64_t>(1, group.rows / 4);
+  }
+  for (const Part& part : parts) strips += part.strips();
+  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
+  parallel(strips, grain, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> acc;  // kept from call to call
+    static thread_local Panel panel;
+    if (int64_t(acc.size()) < most * STRIP) acc.resize(most * STRIP);
+    int64_t before = 0;  // strips of the parts before
+    for (const Part& part : parts) {
+      const int64_t from = std::max(begin - before, int64_t(0)), to = std::min(end - before, part.strips());
+      before += part.strips();
+      for (const Group& group : order.groups)
+        for (int64_t strip = from; strip < to; strip++) {
+          switch (part.layout.codes) {
+            case Codes::NIBBLES: strip_sums<Nibbles>(part, group, strip, panel, acc.data()); break;
+            case Codes::SIX_BITS: strip_sums<Bytes<true>>(part, group, strip, panel, acc.data()); break;
+            case Codes::BYTES: strip_sums<Bytes<false>>(part, group, strip, panel, acc.data()); break;
+          }
+          const int64_t column = strip * STRIP, columns = std::min(STRIP, part.n - column);
+          for (int64_t m = 0; m < group.rows; m++)
+            put_row<STRIP>(y + order.row[group.first + m] * n + part.first + column, &acc[m * STRIP], columns);
         }
-      }
+    }
   });
 }
 
-// block: k per activation scale; scale: as for product
-struct Layer {
-  const at::Tensor &x, &packed;
-  const std::optional<at::Tensor>& expert;
-  int64_t n, block, dims;
-  const float* scale;
-  bool wide;
-};
-
-template <class F> at::Tensor multiply(const Layer& layer) {
-  const at::Tensor rows = layer.x.contiguous();
+// Rounds x once for every block size of the parts, and multiplies.
+at::Tensor multiply(const at::Tensor& x, std::vector<Part>& parts, int64_t n, bool wide, int64_t experts,
+                    const std::optional<at::Tensor>& expert) {
+  const at::Tensor rows = x.contiguous();
   const int64_t k = rows.size(-1), M = rows.numel() / k;
-  TORCH_CHECK(k % 4 == 0, "in_features must be a multiple of 4; it is ", k);
   const bool narrow = rows.scalar_type() == at::kBFloat16;
   TORCH_CHECK(narrow || rows.scalar_type() == at::kFloat, "activations must be bfloat16 or float32");
-  const at::Tensor y = empty_rows(rows, layer.n, layer.wide || !narrow ? at::kFloat : at::kBFloat16);
-  static thread_local Activations a;  // its memory is kept from call to call; threads get a reference
-  a.rows = M, a.k = k, a.block = layer.block, a.blocks = (k + layer.block - 1) / layer.block;
-  const int64_t experts = count_experts(layer.packed, layer.dims, M, layer.expert);
-  const int64_t strips = (layer.n + STRIP - 1) / STRIP, whole = a.blocks * F::HEADER + k / 4 * F::STEP_BYTES;
-  TORCH_CHECK(layer.packed.numel() == experts * strips * whole, "an input of ", k, " features does not fit weights of ",
-              layer.packed.numel(), " bytes and ", layer.n, " outputs");
-  group_rows(a.order, layer.expert ? layer.expert->const_data_ptr<int64_t>() : nullptr, experts, M);
-  if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>(), F::OFFSET);
-  else round_rows(a, rows.const_data_ptr<float>(), F::OFFSET);
-  const uint8_t* w = layer.packed.const_data_ptr<uint8_t>();
-  fill(y, [&](auto* to) { product<F>(a, w, layer.n, layer.scale, to); });
+  const at::Tensor y = empty_rows(rows, n, wide || !narrow ? at::kFloat : at::kBFloat16);
+  static thread_local std::vector<Activations> kept;  // their memory is kept from call to call
+  if (kept.size() < parts.size()) kept.resize(parts.size());
+  for (Activations& a : kept) a.block = 0;
+  for (Part& part : parts) {
+    Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {
+      return !of.block || (of.block == part.layout.group && of.offset == part.layout.offset);
+    });
+    part.a = &a;
+    if (a.block) continue;  // rounded for a part before
+    a.rows = M, a.k = k, a.block = part.layout.group, a.offset = part.layout.offset;
+    group_rows(a.order, expert ? expert->const_data_ptr<int64_t>() : nullptr, experts, M);
+    if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>());
+    else round_rows(a, rows.const_data_ptr<float>());
+  }
+  fill(y, [&](auto* to) { product(parts, n, to); });
   return y;
+}
+
+// The same for weights of one layout. dims: dimensions of an expert's layout
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const Layout& layout, int64_t n, const float* scale,
+                    bool wide, int64_t dims, const std::optional<at::Tensor>& expert) {
+  const int64_t k = x.size(-1), bytes = (n + STRIP - 1) / STRIP * layout.strip_bytes(k);
+  TORCH_CHECK(k % 4 == 0, "in_features must be a multiple of 4; it is ", k);
+  const int64_t experts = count_experts(packed, dims, x.numel() / k, expert);
+  TORCH_CHECK(packed.numel() == experts * bytes, "an input of ", k, " features does not fit weights of ", packed.numel(),
+              " bytes and ", n, " outputs");
+  std::vector<Part> parts{{layout, nullptr, packed.const_data_ptr<uint8_t>(), bytes, 0, n, scale}};
+  return multiply(x, parts, n, wide, experts, expert);
 }
 
 }  // namespace
@@ -261,15 +383,30 @@ template <class F> at::Tensor multiply(const Layer& layer) {
 at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
                 const std::optional<at::Tensor>& expert) {
   const int64_t size = packed.size(-1), group = size / 512 * 32, header = size % 512;  // as in layout.py
-  TORCH_CHECK(group && (header == Int4<false>::HEADER || header == Int4<true>::HEADER), "weights in blocks of ", size,
+  const bool words = header == 4 * STRIP;
+  TORCH_CHECK(group && (words || header == 2 * STRIP), "weights in blocks of ", size,
               " bytes do not fit; pack_int4_strips lays them out");
-  const Layer layer{x, packed, expert, n, group, 3, nullptr, wide};
-  return header == Int4<true>::HEADER ? multiply<Int4<true>>(layer) : multiply<Int4<false>>(layer);
+  const Layout layout{Codes::NIBBLES, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
+  return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert) {
-  return multiply<Int8>({x, packed, expert, scale.size(-1), BLOCK8, 4, scale.const_data_ptr<float>(), wide});
+  const Layout layout{Codes::BYTES, Header::OUTPUT, BLOCK8, BLOCK8, 128, 0, false};
+  return multiply(x, packed, layout, scale.size(-1), scale.const_data_ptr<float>(), wide, 4, expert);
+}
+
+// Weights of blocks of GGUF types. packed: [bytes], from pack_blocks; table: [3 + 3 parts], see blocks.cpp
+at::Tensor blocks(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& table, bool wide,
+                  const std::optional<at::Tensor>& expert) {
+  const BlockTable of(table, packed);
+  TORCH_CHECK(x.size(-1) == of.k, "an input of ", x.size(-1), " features does not fit weights for ", of.k);
+  const int64_t experts = count_experts(packed, 1, x.numel() / of.k, expert);
+  std::vector<Part> parts;
+  for (const BlockTable::Part& part : of.parts)
+    parts.push_back({part.layout, nullptr, packed.const_data_ptr<uint8_t>() + part.offset, of.bytes, part.first, part.n,
+                     nullptr});
+  return multiply(x, parts, of.n, wide, experts, expert);
 }
 
 }  // namespace quantized

@@ -1,0 +1,152 @@
+"""Layers whose weights stay in a GGUF file's own blocks: nothing is widened, nothing rounded again.
+
+A block holds 32 or 256 weights of one output: codes of 2 to 8 bits, scales and, for some types,
+minima. `pack` lays the blocks of a weight out for the product (ops/cpu/quantized.cpp) in one pass
+over the mapped file. Codes of 5 and 6 bits take 8. The parts of a layer, as query, key and value,
+may be of different types.
+
+Trade-off: activations are rounded to 8 bits, in blocks of 16 or 32, as llama.cpp does it.
+Not here: CUDA, several ranks, machines without a C++ compiler. There, blocks are widened
+(hf/gguf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model import LMHead
+from ops.quantized import PRODUCTS
+from quantize import QuantLinear
+
+Empty = Callable[[torch.Size, torch.dtype], Tensor]  # allocates
+
+
+class Blocks(NamedTuple):
+    """A weight of a file, in its blocks."""
+
+    name: str  # in the file
+    content: Tensor  # [N, bytes of a row] uint8, mapped
+    type_id: int  # of GGUF
+    inputs: int  # K
+    order: Tensor | None = None  # [N] int64, the row in the file of each output; None: the same
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return len(self.content)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The size of the packed weight."""
+        return torch.ops.gpt_eagle.block_bytes(self.type_id, self.outputs, self.inputs)
+
+
+def table_of(parts: Sequence[Blocks]) -> Tensor:
+    """Return the table of a layer with these parts, one below the other, as strips.h reads it.
+
+    Returns: [3 + 3 parts] int64: N, K, bytes; of each part its type, outputs and first byte.
+    """
+    rows = []
+    first = 0
+    for part in parts:
+        rows += [part.type_id, part.outputs, first]
+        first += part.packed_bytes
+    outputs = sum(part.outputs for part in parts)
+    return torch.tensor([outputs, parts[0].inputs, first, *rows])
+
+
+def pack(parts: Sequence[Blocks], table: Tensor, out: Tensor, path: Path) -> None:
+    """Lay out the parts of a layer for the product.
+
+    table: from `table_of`
+    Raises: ValueError for a scale that is NaN or infinite.
+    Writes: out, [bytes] uint8.
+    """
+    for part, first in zip(parts, table[5::3].tolist()):
+        strips = out[first : first + part.packed_bytes]
+        if not torch.ops.gpt_eagle.pack_blocks(part.content, part.type_id, part.order, strips):
+            raise ValueError(
+                f"{path}: {part.name} has a scale that is NaN or infinite; download it again"
+            )
+
+
+class BlockLinear(QuantLinear):
+    """A linear layer with packed blocks in place of its weight."""
+
+    format = "blocks"
+
+    def __init__(
+        self, packed: Tensor, table: Tensor, bias: Tensor | None = None, fp32_out: bool = False
+    ):
+        """Make a layer of packed blocks.
+
+        packed: from `pack`; table: from `table_of`
+        fp32_out: outputs in fp32 (LM heads), never rounded
+        """
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = table[:2].tolist()
+        self.fp32_out = fp32_out
+        self.group_size = 0
+        self.product = PRODUCTS[self.format, "cpu"]
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", table)
+        self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
+
+    def dequantize(self) -> Tensor:
+        """Return the weight, [N, K] fp32, as the file has it."""
+        return numbers_of(self.packed, self.scale, torch.arange(self.out_features), torch.float32)
+
+    def rows(self, ids: Tensor) -> LMHead:
+        """Return an LM head with some of the outputs, widened to bfloat16. ids: [R] int64."""
+        rows = LMHead(self.in_features, len(ids), bias=False, device="meta")
+        weight = numbers_of(self.packed, self.scale, ids, torch.bfloat16)
+        rows.weight = nn.Parameter(weight, requires_grad=False)
+        return rows
+
+
+class BlockExperts(nn.Module):
+    """A linear layer per expert, with stacked packed blocks in place of their weights."""
+
+    format = "blocks"
+
+    def __init__(self, packed: Tensor, table: Tensor):
+        """packed: [E, bytes]; table: of each expert, as for `BlockLinear`."""
+        super().__init__()
+        self.out_features, self.in_features = table[:2].tolist()
+        self.product = PRODUCTS[self.format, "cpu"]
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", table)
+
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:
+        """Multiply every row with its expert: [P, K], from `ops.experts.route` -> [P, N]."""
+        return self.product.multiply(x, self.packed, self.scale, self.out_features, False, routing)
+
+    def operands(self) -> tuple[Tensor, Tensor, None]:
+        """Return packed blocks, their table and no bias, as ops/cpu/layers.py takes them."""
+        return self.packed, self.scale, None
+
+
+class BlockEmbedding(nn.Module):
+    """An embedding that reads its rows from packed blocks, which a tied LM head shares."""
+
+    def __init__(self, packed: Tensor, table: Tensor):
+        """packed, table: as for `BlockLinear`."""
+        super().__init__()
+        self.register_buffer("packed", packed)
+        self.register_buffer("table", table)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] bfloat16
+        rows = numbers_of(self.packed, self.table, tokens.flatten(), torch.bfloat16)
+        return rows.view(*tokens.shape, -1)
+
+
+def numbers_of(packed: Tensor, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read rows of packed blocks as numbers. rows: [R] int64. Returns: [R, K] of `dtype`."""
+    out = torch.empty(len(rows), int(table[1]), dtype=dtype)
+    torch.ops.gpt_eagle.block_rows(packed, table, rows, out)
+    return out

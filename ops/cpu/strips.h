@@ -1,0 +1,112 @@
+// The layout of quantized weights: strips of 32 outputs, each one stream of superblocks of k.
+//
+// A superblock is a header with the scales of its groups of k, then the codes, step after step: for 4 values of k, a
+// byte per output and k, or per pair of outputs (i in the low half, i + 16 in the high one). A weight is
+// (code - offset) * scale + least. Headers, each a list of vectors of 32 outputs:
+//   OUTPUT  nothing: one scale per output lies elsewhere (int8)
+//   BF16    scales in bfloat16 (int4)
+//   WORDS   words of join_zeros, ops/quantized.py: scales and zero points (int4 of others)
+//   HALF    scales, and minima if there are any, in float16 (GGUF's Q4_0 to Q8_0)
+//   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the scale is d times the
+//           first, the minimum -dmin times the second (GGUF's K types)
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t STRIP = 32;  // outputs whose weights are interleaved
+
+enum class Codes { NIBBLES, SIX_BITS, BYTES };  // in halves of bytes; below 64; up to 255
+enum class Header { OUTPUT, BF16, WORDS, HALF, SUPER };
+
+struct Layout {
+  Codes codes;
+  Header header;
+  int64_t group, super;  // k of a scale, and of a header
+  int32_t offset;
+  int64_t header_bytes;
+  bool has_least;
+  int64_t step_bytes() const { return codes == Codes::NIBBLES ? 2 * STRIP : 4 * STRIP; }
+  int64_t super_bytes() const { return header_bytes + super / 4 * step_bytes(); }
+  int64_t strip_bytes(int64_t k) const { return (k + super - 1) / super * header_bytes + k / 4 * step_bytes(); }
+};
+
+// ------------------------------------------------------------------------------------------- GGUF's types
+
+struct BlockType {
+  int64_t id;                // in the file
+  int64_t elements, bytes;   // of a block in the file
+  Layout layout;
+};
+
+constexpr Layout flat(Codes codes, int32_t offset, bool has_least) {
+  return {codes, Header::HALF, 32, 32, offset, (has_least ? 4 : 2) * STRIP, has_least};
+}
+constexpr Layout super(Codes codes, int64_t group, int32_t offset, bool has_least) {
+  return {codes, Header::SUPER, group, 256, offset, (has_least ? 2 : 1) * (2 + 256 / group) * STRIP, has_least};
+}
+
+constexpr BlockType BLOCK_TYPES[] = {
+    {2, 32, 18, flat(Codes::NIBBLES, 8, false)},             // Q4_0
+    {3, 32, 20, flat(Codes::NIBBLES, 0, true)},              // Q4_1
+    {6, 32, 22, flat(Codes::SIX_BITS, 16, false)},           // Q5_0
+    {7, 32, 24, flat(Codes::SIX_BITS, 0, true)},             // Q5_1
+    {8, 32, 34, flat(Codes::BYTES, 128, false)},             // Q8_0
+    {10, 256, 84, super(Codes::NIBBLES, 16, 0, true)},       // Q2_K
+    {11, 256, 110, super(Codes::NIBBLES, 16, 4, false)},     // Q3_K
+    {12, 256, 144, super(Codes::NIBBLES, 32, 0, true)},      // Q4_K
+    {13, 256, 176, super(Codes::SIX_BITS, 32, 0, true)},     // Q5_K
+    {14, 256, 210, super(Codes::SIX_BITS, 16, 32, false)},   // Q6_K
+};
+
+inline const BlockType& block_type(int64_t id) {
+  for (const BlockType& type : BLOCK_TYPES)
+    if (type.id == id) return type;
+  TORCH_CHECK(false, "there is no block type ", id);
+}
+
+// Reads the scales [32], and the minima [32] if there are any, of group g of a superblock.
+inline void open_blocks(const Layout& layout, const uint8_t* header, int64_t g, float* scale, float* least) {
+  const uint16_t* halves = (const uint16_t*)header;
+  for (int64_t j = 0; j < STRIP; j += LANES) store(scale + j, from_f16(halves + j));
+  if (layout.has_least)
+    for (int64_t j = 0; j < STRIP; j += LANES) store(least + j, from_f16(halves + STRIP + j));
+  if (layout.header == Header::HALF) return;
+  const uint8_t* bytes = header + (layout.has_least ? 4 : 2) * STRIP + g * (layout.has_least ? 2 : 1) * STRIP;
+  if (!layout.has_least) {
+    for (int64_t j = 0; j < STRIP; j++) scale[j] *= float(int8_t(bytes[j]));
+    return;
+  }
+  for (int64_t j = 0; j < STRIP; j++) scale[j] *= float(bytes[j]);
+  for (int64_t j = 0; j < STRIP; j++) least[j] *= -float(bytes[STRIP + j]);
+}
+
+// The parts of a layer of blocks, each of one type: outputs, k, bytes; then for each part its type, its outputs, and
+// where its strips begin (bytes).
+struct BlockTable {
+  struct Part {
+    Layout layout;
+    int64_t first, n, offset;
+  };
+  int64_t n, k, bytes;
+  std::vector<Part> parts;
+
+  BlockTable(const at::Tensor& table, const at::Tensor& packed) {
+    TORCH_CHECK(table.scalar_type() == at::kLong && table.is_contiguous() && table.numel() >= 6 && table.numel() % 3 == 0,
+                "a table of blocks has three numbers, and three for each part");
+    const int64_t* at = table.const_data_ptr<int64_t>();
+    n = at[0], k = at[1], bytes = at[2];
+    int64_t first = 0, end = 0;
+    for (int64_t i = 3; i < table.numel(); first += at[i + 1], i += 3) {
+      const Layout& layout = block_type(at[i]).layout;
+      TORCH_CHECK(at[i + 2] == end && k % layout.super == 0, "the parts of a table of blocks must follow each other");
+      end += (at[i + 1] + STRIP - 1) / STRIP * layout.strip_bytes(k);
+      parts.push_back({layout, first, at[i + 1], at[i + 2]});
+    }
+    TORCH_CHECK(first == n && end == bytes && packed.is_contiguous() && packed.size(-1) == bytes &&
+                packed.scalar_type() == at::kByte, "packed blocks of ", packed.size(-1), " bytes do not fit their table");
+  }
+};
+
+}  // namespace
