@@ -166,6 +166,7 @@ class TensorSource(Protocol):
     # weights quantized by another library, which have no reader, and functions that unpack them
     quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
     note: str = ""  # printed when all is read
+    block_types: str = ""  # of a GGUF file's matrices, for a note
     makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

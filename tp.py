@@ -62,6 +62,7 @@ class ShardedFiles(TensorSource):
         """Raises: ValueError where the model cannot be split into so many parts."""
         self.path = files.path
         self.note = files.note
+        self.block_types = files.block_types
         self.makes_tensors = files.makes_tensors
         self.here = here
         config = read_config(files.path, files.config)

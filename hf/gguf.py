@@ -116,6 +116,8 @@ class GgufFile(TensorSource):
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
         if not all(_read_without_package(type_name) for type_name in type_names.values()):
             self._package()
+        found = {type_names[name] for name in header.tensors if self._in_blocks(name)}
+        self.block_types = ", ".join(sorted(found))
         self.config = _config(header, type_names)
         self._add_rope_scaling()
         self.quantized = {}
@@ -126,21 +128,20 @@ class GgufFile(TensorSource):
     def keep_blocks(self) -> None:
         """Leave the matrices that are stored in blocks to `quantized`, as `hf.blocks.Blocks`.
 
-        Writes: readers, quantized, note.
+        Writes: readers, quantized.
         """
-        types = set()
         for name, read in list(self.readers.items()):
-            info = self._header.tensors[read.args[0]] if isinstance(read, partial) else None
-            if info is None or len(info.shape) < 2 or TYPES[info.type_id].name in STORED:
+            if not isinstance(read, partial) or not self._in_blocks(read.args[0]):
                 continue
             if name.endswith(".gate.weight"):  # a router is small, and decides
                 continue
             del self.readers[name]
             self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
-            types.add(TYPES[info.type_id].name)
-        if types:
-            kinds = ", ".join(sorted(types))
-            self.note = f"weights stay in the file's own blocks ({kinds}); --dtype widens them"
+
+    def _in_blocks(self, name: str) -> bool:
+        """Check whether a tensor is a matrix, or a stack of them, in blocks."""
+        info = self._header.tensors[name]
+        return len(info.shape) > 1 and TYPES[info.type_id].name not in STORED
 
     def _blocks(self, name: str, part: int | None = None, heads: int = 0) -> Blocks:
         """Return a weight in its blocks. Arguments: as for `_tensor`."""

@@ -474,9 +474,27 @@ def load_model(
             head = FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
             model.lm_head = HugePages().move(head)
     model.rope_freq = rope_frequencies(config, device)
-    if files.note:
-        print(f"note: {files.note}", file=sys.stderr)
+    for note in (files.note, block_note(files, storage)):
+        if note:
+            print(f"note: {note}", file=sys.stderr)
     return model.eval()
+
+
+def block_note(files: TensorSource, storage: Storage) -> str:
+    """Return a line about the blocks of a GGUF file; empty where there are none."""
+    quant = storage.quant
+    kinds = files.block_types
+    dtype = str(storage.dtype).removeprefix("torch.")
+    if not kinds:
+        return ""
+    if quant is None:
+        return f"weights in blocks of {kinds} are widened to {dtype}"
+    if quant.is_blocks:
+        return f"weights stay in the file's own blocks ({kinds}); --dtype {dtype} widens them"
+    return (
+        f"weights that the file has rounded to {kinds} are rounded again, to {quant.format}; "
+        "without --quant they stay as they are"
+    )
 
 
 def check_layers(config: ModelConfig, files: TensorSource) -> None:
