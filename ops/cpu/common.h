@@ -73,8 +73,9 @@ template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
 inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_bits()); }
 
 // ------------------------------------------------------------------------------------------------ vectors
-// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations);
-// where FOLDS, a SMALL one adds two products to either half of acc[i], and fold adds both halves of a sum to acc.
+// LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
+// Where FOLDS, a SMALL one adds two products to either half of acc[i], and fold adds both halves of a sum to acc; one
+// that is not SMALL takes two numbers of 16 bits on either side, even_bytes or odd_bytes of the weights.
 // words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
 // becomes word i of vector j.
 
@@ -96,6 +97,9 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // gcc copies every accumulator around the intrinsic: 2x
   return acc;
 }
+inline Ints even_bytes(Ints v) { return v; }  // these three serve FOLDS only
+inline Ints odd_bytes(Ints v) { return v; }
+inline Ints fold(Ints acc, Ints) { return acc; }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints mask(Ints v, int32_t bits) { return _mm512_and_si512(v, splat(bits)); }
@@ -145,18 +149,16 @@ constexpr bool FOLDS = false;
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
 #else
 constexpr bool FOLDS = true;
+// gcc would compute all products of a step first, and put them all on the stack: 4x
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
-  if (SMALL) {  // gcc would compute all products first, and put them all on the stack: 4x
-    Ints both;
-    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(both) : "x"(w), "x"(x));
-    return acc;
-  }
-  const Ints even_w = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd_w = _mm256_srli_epi16(w, 8);
-  const Ints even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
-  const Ints even = _mm256_madd_epi16(even_w, even_x), odd = _mm256_madd_epi16(odd_w, odd_x);
-  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+  Ints both;
+  if (SMALL) asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(both) : "x"(w), "x"(x));
+  else asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(both) : "x"(w), "x"(x));
+  return acc;
 }
 #endif
+inline Ints even_bytes(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi16(255)); }
+inline Ints odd_bytes(Ints v) { return _mm256_srli_epi16(v, 8); }
 inline Ints fold(Ints acc, Ints sums) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
 }
@@ -212,6 +214,9 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   EACH_LANE for (int b = 0; b < 32; b += 8) acc.lane[i] += int32_t(uint8_t(w.lane[i] >> b)) * int8_t(x.lane[i] >> b);
   return acc;
 }
+inline Ints even_bytes(Ints v) { return v; }  // these three serve FOLDS only
+inline Ints odd_bytes(Ints v) { return v; }
+inline Ints fold(Ints acc, Ints) { return acc; }
 inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
 inline Ints multiply(Ints a, Ints b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
 inline Ints mask(Ints v, int32_t bits) { EACH_LANE v.lane[i] &= bits; return v; }

@@ -44,12 +44,14 @@ inline Tile tile_of(const Group& group, int64_t t) {
 struct Activations {
   int64_t rows, k, block = 0, blocks;
   int32_t offset;  // of the weights' codes
+  bool wide;       // codes of 16 bits: for a step x0, x2, x1, x3
   Order order;
   std::vector<Tile> tiles;
-  std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4]
+  std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4 or 8] bytes
   std::vector<float> scales;    // per tile: [blocks, T]
   std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
   std::vector<float> sums;      // per tile: [blocks, T], of the block's codes times their scale
+  int64_t step_bytes() const { return wide ? 8 : 4; }
 };
 
 // Returns the sum of the codes.
@@ -78,9 +80,19 @@ template <class T> int32_t round_block(const T* x, int64_t n, int8_t* codes, flo
   return total;
 }
 
+// Writes the codes of a step.
+inline void put_step(const int8_t* codes, bool wide, int8_t* to) {
+  if (!wide) {
+    std::memcpy(to, codes, 4);
+    return;
+  }
+  const int16_t four[4] = {codes[0], codes[2], codes[1], codes[3]};
+  std::memcpy(to, four, 8);
+}
+
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
-  a.codes.resize(a.rows * a.k);
+  a.codes.resize(a.rows * a.k / 4 * a.step_bytes());
   a.scales.resize(a.rows * a.blocks);
   a.starts.resize(a.rows * a.blocks);
   a.sums.resize(a.rows * a.blocks);
@@ -98,8 +110,8 @@ template <class T> void round_rows(Activations& a, const T* x) {
           const T* from = x + a.order.row[first + m] * a.k + b * a.block;
           const int32_t sum = round_block(from, n, codes, &a.scales[i]);
           a.starts[i] = -a.offset * sum, a.sums[i] = a.scales[i] * float(sum);
-          int8_t* to = &a.codes[first * a.k + b * a.block * height + 4 * m];
-          for (int64_t s = 0; s < n / 4; s++) std::memcpy(to + 4 * height * s, &codes[4 * s], 4);
+          int8_t* to = &a.codes[(first * a.k + b * a.block * height + 4 * m) / 4 * a.step_bytes()];
+          for (int64_t s = 0; s < n / 4; s++, to += a.step_bytes() * height) put_step(&codes[4 * s], a.wide, to);
         }
     }
   });
@@ -167,19 +179,32 @@ template <bool SIX_BITS> struct Bytes {
   }
 };
 
-// A group of k: sums [M][V] = the dot products of `steps` steps. x: [steps, M, 4]
+inline Ints splat_word(const int8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return splat(word);
+}
+
+template <class F> constexpr int STEP = FOLDS && !F::SMALL ? 8 : 4;  // bytes of a row's activations
+
+// A group of k: sums [M][V] = the dot products of `steps` steps. x: [steps, M, STEP]
 template <class F, int M, int V, int FIRST>
 inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
   const auto step = [&](Ints(&into)[M][V]) {
     Ints w[V];
     F::codes(p, FIRST, w);
     for (int m = 0; m < M; m++) {
-      int32_t four;
-      std::memcpy(&four, x + 4 * m, 4);
-      const Ints xs = splat(four);
-      for (int j = 0; j < V; j++) into[m][j] = dot<F::SMALL>(into[m][j], w[j], xs);
+      const int8_t* of_row = x + STEP<F> * m;
+      if constexpr (STEP<F> == 4) {
+        const Ints xs = splat_word(of_row);
+        for (int j = 0; j < V; j++) into[m][j] = dot<F::SMALL>(into[m][j], w[j], xs);
+      } else {
+        const Ints even = splat_word(of_row), odd = splat_word(of_row + 4);
+        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], even_bytes(w[j]), even);
+        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], odd_bytes(w[j]), odd);
+      }
     }
-    p += F::STEP_BYTES, x += 4 * M;
+    p += F::STEP_BYTES, x += STEP<F> * M;
   };
   if constexpr (FOLDS && F::FOLD > 1) {
     while (steps > 0) {
@@ -215,7 +240,7 @@ inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[
 template <class F, int M, int V, int FIRST>
 void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_t row, float* acc) {
   const int64_t place = row * a.blocks + panel.first / a.block * M;
-  const int8_t* x = &a.codes[row * a.k + panel.first * M];
+  const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
   const float *scales = &a.scales[place], *sums = &a.sums[place];
   const int32_t* starts = &a.starts[place];
   const int64_t size = layout.group, last = panel.last;
@@ -234,7 +259,7 @@ void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_
         for (int m = 0; m < M; m++)
           for (int j = 0; j < V; j++) total[m][j] = multiply(load((const uint8_t*)(zero + j * LANES)), total[m][j]);
       dots<F, M, V, FIRST>(p, x, steps, total);
-      p += steps * F::STEP_BYTES, x += steps * 4 * M;
+      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
       if (ahead)
         for (int64_t i = 0; i < steps * F::STEP_BYTES; i += 64, ahead += 64) __builtin_prefetch(ahead);
       for (int m = 0; m < M; m++) {
@@ -350,12 +375,14 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Part>& parts, int64_t n, bo
   if (kept.size() < parts.size()) kept.resize(parts.size());
   for (Activations& a : kept) a.block = 0;
   for (Part& part : parts) {
+    const Layout& by = part.layout;
+    const bool in_16_bits = FOLDS && by.codes == Codes::BYTES;
     Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {
-      return !of.block || (of.block == part.layout.group && of.offset == part.layout.offset);
+      return !of.block || (of.block == by.group && of.offset == by.offset && of.wide == in_16_bits);
     });
     part.a = &a;
     if (a.block) continue;  // rounded for a part before
-    a.rows = M, a.k = k, a.block = part.layout.group, a.offset = part.layout.offset;
+    a.rows = M, a.k = k, a.block = by.group, a.offset = by.offset, a.wide = in_16_bits;
     group_rows(a.order, expert ? expert->const_data_ptr<int64_t>() : nullptr, experts, M);
     if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>());
     else round_rows(a, rows.const_data_ptr<float>());
