@@ -178,9 +178,7 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
             )
 
 
-def _set_quantized(
-    model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]
-) -> None:
+def _set_quantized(model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]) -> None:
     """Put a quantized layer in the place of a linear one. Writes: `model`."""
     owner = ours.rpartition(".")[0]
     parent, _, child = owner.rpartition(".")
@@ -296,7 +294,9 @@ class _Loading:
         stack = [[self.files.quantized[name]() for name in part_names] for part_names in experts]
         tables = []
         for parts, part_names in zip(stack, experts):
-            self._check_shape([(part.outputs, part.inputs) for part in parts], part_names, shape[-2:])
+            self._check_shape(
+                [(part.outputs, part.inputs) for part in parts], part_names, shape[-2:]
+            )
             tables.append(table_of(parts))
         table = tables[0]
         if not all(torch.equal(table, other) for other in tables):
@@ -305,7 +305,11 @@ class _Loading:
                 "use --dtype bfloat16"
             )
         size = torch.Size((len(stack), int(table[2])))
-        packed = self.pages.empty(size, torch.uint8) if self.pages else torch.empty(size, dtype=torch.uint8)
+        packed = (
+            self.pages.empty(size, torch.uint8)
+            if self.pages
+            else torch.empty(size, dtype=torch.uint8)
+        )
         for parts, strips in zip(stack, packed):
             pack(parts, table, strips, self.files.path)
         return packed if len(shape) == 3 else packed[0], table
@@ -365,7 +369,6 @@ class _Loading:
         for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
             target.copy_(part)
         return value
-
 
     def _check_shape(
         self, parts: Sequence[tuple[int, ...]], names: tuple[str, ...], shape: torch.Size

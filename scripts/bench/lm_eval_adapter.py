@@ -91,7 +91,7 @@ class Scorer:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        weight = engine.target.embedding.weight
+        weight = engine.target.norm.weight
         self.cache = KVCache.empty(
             engine.target.config, 1, engine.context, weight.dtype, str(weight.device)
         )
@@ -119,7 +119,7 @@ class Scorer:
         last = len(ids) - 1
         begin = min(common_prefix(self.cached, ids[:-1]), first)
         self.cached = ids[:begin]
-        tokens = torch.tensor([ids], device=target.embedding.weight.device)  # [1, T + 1]
+        tokens = torch.tensor([ids], device=target.norm.weight.device)  # [1, T + 1]
         total = 0.0
         greedy = True
         for at in range(begin, last, PREFILL_CHUNK):

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,20 +200,27 @@ def pass_bytes(target: Transformer, cached: float, experts: float | None = None)
     cached: tokens; experts: read per layer of a mixture, on average; None: those of one token
     """
     c = target.config
-    embedding = target.embedding.weight
-    tied = any(p is embedding for p in target.lm_head.parameters())
-    skipped = 0 if tied else embedding.nbytes - embedding[0].nbytes
+    embedding = next(_tensors(target.embedding))  # a weight, or packed blocks
+    tied = any(x is embedding for x in _tensors(target.lm_head))
+    skipped = 0 if tied else embedding.nbytes * (1 - 1 / c.vocab_size)
     if c.n_experts:
         read = c.experts_per_token if experts is None else experts
         mixtures = [layer.ffn for layer in target.layers if isinstance(layer.ffn, MoEFeedForward)]
         total = sum(_nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2))
         skipped += (1 - read / c.n_experts) * total
     weights = _nbytes(target) - skipped
-    return weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * embedding.itemsize * cached
+    return (
+        weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * target.norm.weight.itemsize * cached
+    )
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
+    return sum(x.nbytes for x in _tensors(module))
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:

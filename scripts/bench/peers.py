@@ -238,7 +238,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
 
     def verify(width: int) -> Callable[[], None]:
         slots = len(prompt) + width
-        cache = KVCache.empty(target.config, 1, slots, target.embedding.weight.dtype, device)
+        cache = KVCache.empty(target.config, 1, slots, target.norm.weight.dtype, device)
         start = torch.tensor([len(prompt)], device=device)
 
         def step(tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, li
     hits = torch.zeros(ALPHAS)
     lengths = []
     for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=target.embedding.weight.device)
+        tokens = torch.tensor([ids], device=target.norm.weight.device)
         ok, _ = Chains(head, target, tokens).run()
         first = max(begin - 2, 0)  # the first start with tokens of the target
         accepted = ok[first:].long().cumprod(1).cpu()
@@ -121,7 +121,7 @@ def fit_sharpness(
     loss = torch.zeros(len(grid))
     generator = torch.Generator().manual_seed(0)
     for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=target.embedding.weight.device)
+        tokens = torch.tensor([ids], device=target.norm.weight.device)
         chains = Chains(head, target, tokens)
         ok, logits = chains.run()
         R = ok.shape[0]

@@ -408,7 +408,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         )
     if config.version == 3:
         head = head_training.new_head(model, target, vocab, config.init == "feature")
-        return head.to(target.embedding.weight.device)
+        return head.to(target.norm.weight.device)
     head = EagleHead(EagleConfig(model))
     head.vocab = vocab
     if config.init == "feature":
@@ -416,7 +416,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
             head.fc.weight.normal_(std=0.02)
             head.fc.weight[:, c.dim :] += torch.eye(c.dim)
             head.fc.bias.zero_()
-    return head.to(target.embedding.weight.device)
+    return head.to(target.norm.weight.device)
 
 
 def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
