@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from checkpoint import Quantization, TensorSource, fit_group, saved_quantization, scale_name
 from files import is_gguf
-from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
+from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages

@@ -1,8 +1,9 @@
 """Products with quantized weights, x W^T: a function per format and device, for any row count.
 
-CPU (`w4a8`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale per row
-and block of K, and all dot products are in integers. A row's result does not depend on the other
-rows, bit for bit. Without a C++ compiler the references below compute the same function, slowly.
+CPU (`w4a8`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale
+per row and block of K, and all dot products are in integers. A row's result does not depend on the
+other rows, bit for bit. Without a C++ compiler the references below compute the first two, slowly;
+blocks are widened then.
 CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits.
 
 `PRODUCTS` holds, per format and kind of device, the functions that pack, unpack and multiply

@@ -169,8 +169,8 @@ OPERATORS: dict[str, Callable | None] = {
     "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) "
     "-> Tensor": None,
     "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, "
-    "Tensor? embedding_table, Tensor freq, Tensor norm, float factor, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, "
-    "Tensor mask, int[] aux_layers) -> Tensor": None,
+    "Tensor? embedding_table, Tensor freq, Tensor norm, float factor, Tensor(a!)[] k, "
+    "Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor": None,
     "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, "
     "Tensor?[] parts, float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, "
     "Tensor slots, Tensor start, Tensor mask) -> Tensor": None,
