@@ -263,20 +263,14 @@ void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_
       if (ahead)
         for (int64_t i = 0; i < steps * F::STEP_BYTES; i += 64, ahead += 64) __builtin_prefetch(ahead);
       for (int m = 0; m < M; m++) {
-        const Floats of_row = splat(scales[m]);
+        const Floats of_row = splat(scales[m]), moved = splat(sums[m]);
         for (int j = 0; j < V; j++) {
           float* sum = acc + m * STRIP + (FIRST + j) * LANES;
-          store(sum, add_scaled(total[m][j], multiply(load(scale + j * LANES), of_row), load(sum)));
+          const Floats by = multiply(load(scale + j * LANES), of_row);
+          if (has_least) store(sum, multiply_add(load(least + j * LANES), moved, add_scaled(total[m][j], by, load(sum))));
+          else store(sum, add_scaled(total[m][j], by, load(sum)));
         }
       }
-      if (has_least)
-        for (int m = 0; m < M; m++) {
-          const Floats of_row = splat(sums[m]);
-          for (int j = 0; j < V; j++) {
-            float* sum = acc + m * STRIP + (FIRST + j) * LANES;
-            store(sum, multiply_add(load(least + j * LANES), of_row, load(sum)));
-          }
-        }
       scale += STRIP, least += STRIP, zero += STRIP, scales += M, starts += M, sums += M;
     }
   }
