@@ -142,7 +142,7 @@ class BlockEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] bfloat16
         rows = numbers_of(self.packed, self.table, tokens.flatten(), torch.bfloat16)
-        return rows.view(*tokens.shape, -1)
+        return rows.view(*tokens.shape, rows.shape[-1])
 
 
 def numbers_of(packed: Tensor, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

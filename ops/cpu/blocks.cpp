@@ -138,7 +138,7 @@ void widen_blocks(const at::Tensor& content, int64_t type_id, const at::Tensor& 
   const BlockType& type = block_type(type_id);
   const int64_t count = out.numel() / type.elements;
   TORCH_CHECK(content.is_contiguous() && out.is_contiguous(), "tensors must be contiguous");
-  TORCH_CHECK(content.numel() == count * type.bytes, "blocks must fill out");
+  TORCH_CHECK(content.numel() == count * type.bytes && out.numel() == count * type.elements, "blocks must fill out");
   const uint8_t* from = content.const_data_ptr<uint8_t>();
   fill(out, [&](auto* y) {
     parallel(count, GRAIN / type.elements, [&](int64_t begin, int64_t end) {
@@ -201,6 +201,7 @@ bool pack_blocks(const at::Tensor& content, int64_t type_id, const std::optional
               out.numel() == strips * strip_bytes, "blocks must fill rows, and strips out");
   std::optional<Whole> rows;
   if (order) rows.emplace(*order, at::IntArrayRef{n}, "order");
+  for (int64_t i = 0; rows && i < n; i++) within((*rows)[i], n, "a row of order");
   const uint8_t* from = content.const_data_ptr<uint8_t>();
   uint8_t* to = out.mutable_data_ptr<uint8_t>();
   std::atomic<bool> finite{true};
@@ -255,10 +256,11 @@ void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Ten
   const BlockTable of(table, packed);
   const Whole row(rows, {rows.numel()}, "rows");
   TORCH_CHECK(out.is_contiguous() && out.numel() == rows.numel() * of.k, "out must be [R, k]");
+  for (int64_t r = 0; r < rows.numel(); r++) within(row[r], of.n, "a row");  // threads cannot refuse
   fill(out, [&](auto* y) {
     parallel(rows.numel(), std::max<int64_t>(1, GRAIN / of.k), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r++)
-        read_row(of, packed.const_data_ptr<uint8_t>(), within(row[r], of.n, "a row"), y + r * of.k);
+        read_row(of, packed.const_data_ptr<uint8_t>(), row[r], y + r * of.k);
     });
   });
 }

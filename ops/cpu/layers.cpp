@@ -8,6 +8,7 @@
 // over the row in one order, everything else is computed element by element.
 
 #include "common.h"
+#include "strips.h"
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
@@ -342,7 +343,7 @@ at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
 // tokens [B, T] -> their rows of the weight [V, F], or of packed blocks with their table, [B, T, F]
 at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::optional<at::Tensor>& table) {
   TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], and weights contiguous");
-  const int64_t F = table ? table->const_data_ptr<int64_t>()[1] : weight.size(1), count = tokens.numel();
+  const int64_t F = table ? BlockTable(*table, weight).k : weight.size(1), count = tokens.numel();
   const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kBFloat16));
   if (table) {
     blocks::block_rows(weight, *table, tokens.flatten(), x);

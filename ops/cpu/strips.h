@@ -89,6 +89,7 @@ struct BlockTable {
     Layout layout;
     int64_t first, n, offset;
   };
+  static constexpr int64_t MOST = 1 << 24;  // inputs, and outputs of a part: no product of them overflows
   int64_t n, k, bytes;
   std::vector<Part> parts;
 
@@ -97,9 +98,12 @@ struct BlockTable {
                 "a table of blocks has three numbers, and three for each part");
     const int64_t* at = table.const_data_ptr<int64_t>();
     n = at[0], k = at[1], bytes = at[2];
+    TORCH_CHECK(k > 0 && k <= MOST, "a table of blocks has 1 to ", MOST, " inputs; it has ", k);
     int64_t first = 0, end = 0;
     for (int64_t i = 3; i < table.numel(); first += at[i + 1], i += 3) {
       const Layout& layout = block_type(at[i]).layout;
+      TORCH_CHECK(at[i + 1] > 0 && at[i + 1] <= MOST, "a part of a table of blocks has 1 to ", MOST, " outputs; it has ",
+                  at[i + 1]);
       TORCH_CHECK(at[i + 2] == end && k % layout.super == 0, "the parts of a table of blocks must follow each other");
       end += (at[i + 1] + STRIP - 1) / STRIP * layout.strip_bytes(k);
       parts.push_back({layout, first, at[i + 1], at[i + 2]});
