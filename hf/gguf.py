@@ -147,6 +147,11 @@ class GgufFile(TensorSource):
         """Return a weight in its blocks. Arguments: as for `_tensor`."""
         info = self._header.tensors[name]
         shape, content = self._content(name, part)
+        if len(shape) != 2:
+            raise ValueError(
+                f"{self.path}: {name} has shape {list(info.shape)}, which is no matrix here; "
+                "use another file"
+            )
         rows, inputs = shape
         order = None
         if heads and rows % (2 * heads) == 0:
@@ -255,6 +260,12 @@ class GgufFile(TensorSource):
             size //= shape[0]
             start += part * size
             shape = shape[1:]
+        held = self._header.file.size()
+        if start + size > held:  # a page of the mapping that the file has lost ends the process
+            raise ValueError(
+                f"{self.path} shrank while it was read: {name} ends at byte {start + size} of "
+                f"{held}; download it again"
+            )
         return shape, np.frombuffer(self._header.file, np.uint8, size, start)
 
     def _values(self, blocks: np.ndarray, kind: Type, dtype: torch.dtype | None) -> Tensor:

@@ -134,11 +134,11 @@ def load_weights(
             where = f" of {files.path}" if storage.quant.saved else ""
             inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
             storage = storage._replace(quant=fit_group(storage.quant, inputs))
-    stored_bytes = _check_memory(files, params, names, linear, storage)
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
     _check_names(files, wanted, ignored)
+    stored_bytes = _check_memory(files, params, names, linear, storage)
     pages = HugePages() if stored_bytes >= REGION else None
     loading = _Loading(files, storage, pages)
     with single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
@@ -206,9 +206,10 @@ def _quantized_by_others(
             )
         if codes and rest:
             files.read(rest[0])  # one in codes that lacks its scale is refused for that
+            remedy = "--dtype bfloat16" if is_gguf(files.path) else "another checkpoint"
             raise ValueError(
                 f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
-                "and they are one layer here; use another checkpoint"
+                f"and they are one layer here; use {remedy}"
             )
         if codes and ours in linear:
             found.add(ours)
@@ -444,6 +445,7 @@ def load_model(
     files = source or open_source(path)
     if quant is not None and quant.is_blocks:
         files.keep_blocks()
+        quant = quant if files.quantized else None
     config = read_config(path, files.config)
     saved = saved_quantization(files.config)
     if dtype is None:
