@@ -18,6 +18,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -312,6 +313,55 @@ def quantized_experts(
     return QuantizedExperts(
         *(torch.stack([getattr(p, name) for p in parts]) for name in ("packed", "scale")), parts
     )
+
+
+class BlockKind(NamedTuple):
+    """A type of GGUF whose weights come in blocks."""
+
+    type_id: int
+    elements: int  # of a block
+    size: int  # of a block (bytes)
+    group: int  # elements that share a scale
+    scale_at: int  # byte of a block's float16 scale
+    least_at: int | None  # byte of its float16 minimum
+    least: float  # minimum over scale where random weights have a mean of 0
+    spread: float  # their standard deviation where the scale is 1
+
+
+BLOCK_KINDS = {
+    "Q4_0": BlockKind(2, 32, 18, 32, 0, None, 0, 4.6),
+    "Q4_1": BlockKind(3, 32, 20, 32, 0, 2, -7.5, 4.6),
+    "Q5_0": BlockKind(6, 32, 22, 32, 0, None, 0, 9.2),
+    "Q5_1": BlockKind(7, 32, 24, 32, 0, 2, -15.5, 9.2),
+    "Q8_0": BlockKind(8, 32, 34, 32, 0, None, 0, 74),
+    "Q2_K": BlockKind(10, 256, 84, 16, 80, 82, 1.5, 13.9),
+    "Q3_K": BlockKind(11, 256, 110, 16, 108, None, 0, 43),
+    "Q4_K": BlockKind(12, 256, 144, 32, 0, 2, 7.5, 259),
+    "Q5_K": BlockKind(13, 256, 176, 32, 0, 2, 15.5, 527),
+    "Q6_K": BlockKind(14, 256, 210, 16, 208, None, 0, 1364),
+}
+
+
+def gguf_blocks(name: str, N: int, K: int, spread: float = 1.0, seed: int = 0) -> numpy.ndarray:
+    """Random blocks of N rows of K weights, [N, bytes of a row] uint8: any codes, scales of either sign.
+
+    spread: standard deviation of the weights, roughly
+    """
+    kind = BLOCK_KINDS[name]
+    rng = numpy.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (N, K // kind.elements, kind.size), dtype=numpy.uint8)
+    scales = rng.uniform(0.5, 1.3, blocks.shape[:2]) * rng.choice((-1, 1), blocks.shape[:2])
+    scales *= spread / kind.spread
+    set_halves(blocks, kind.scale_at, scales)
+    if kind.least_at is not None:
+        set_halves(blocks, kind.least_at, scales * kind.least)
+    return blocks.reshape(N, -1)
+
+
+def set_halves(blocks: numpy.ndarray, at: int, value: Any) -> None:
+    """Put float16 numbers at a byte of every block. Writes: blocks, [..., bytes of a block]."""
+    halves = numpy.broadcast_to(value, blocks.shape[:-1]).astype(numpy.float16)
+    blocks[..., at : at + 2] = halves[..., None].view(numpy.uint8)
 
 
 # -------------------------------------------------------------------------------------------- tools

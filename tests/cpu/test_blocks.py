@@ -1,0 +1,492 @@
+"""Weights in the blocks of a GGUF file: numbers, packing, products, embeddings, wrong operands.
+
+Numbers equal the package gguf's bit for bit. The product has a bound: u = 2^-24 is fp32's unit
+roundoff, B the number of groups of k, t a row's rounded activations times the terms of the weights,
+which are code times scale and, for some types, a minimum.
+- The operator adds at most 2 B numbers, each a product of three factors, in fused steps. The
+  reference adds weights of fp32, rounded twice, in fp64. They differ by at most
+  (2 B + 8) u sum |t|. Plain loops round twice as often.
+- Rounding a group of activations to codes moves each of them by at most half a step, s / 2 with
+  s = largest / 127: the exact product differs by at most sum s / 2 sum |w| more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from test_builds import OTHERS
+from test_kernels_cpu import ROWS, U, assert_within, built, random
+from torch import Tensor
+
+import ops.cpu.build
+from helpers import BLOCK_KINDS, gguf_blocks, not_refused, set_halves
+from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
+from ops.quantized import blocks_reference, round_activations
+
+MISSING = ops.cpu.build.load_operators()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
+FILE = Path("m.gguf")
+N = 77  # two strips and a part of one
+K = 768  # a panel and a half
+OPERATORS = torch.ops.gpt_eagle
+
+
+def widened(name: str, content: np.ndarray) -> Tensor:
+    """The numbers of blocks, [N, K] fp32, by the package gguf."""
+    return torch.from_numpy(gguf.dequantize(content, gguf.GGMLQuantizationType[name]).copy())
+
+
+def weight(name: str, n: int = N, k: int = K, seed: int = 0, order: Tensor | None = None) -> Blocks:
+    content = torch.from_numpy(gguf_blocks(name, n, k, k**-0.5, seed))
+    return Blocks(name, content, BLOCK_KINDS[name].type_id, k, order)
+
+
+def packed(*parts: Blocks) -> tuple[Tensor, Tensor]:
+    """Packed blocks of a layer, and their table."""
+    table = table_of(parts)
+    out = torch.full((int(table[2]),), 255, dtype=torch.uint8)
+    pack(parts, table, out, FILE)
+    return out, table
+
+
+class Case:
+    """A layer with random blocks of one type: its numbers, and its product."""
+
+    def __init__(self, name: str, n: int = N, k: int = K):
+        self.kind = BLOCK_KINDS[name]
+        self.blocks = weight(name, n, k)
+        self.packed, self.table = packed(self.blocks)
+        content = self.blocks.content.numpy()
+        self.weight = widened(name, content)
+        self.sizes = self.term(name, content, self.kind.least_at).abs()
+        if self.kind.least_at is not None:
+            self.sizes += self.term(name, content, self.kind.scale_at).abs()
+
+    def term(self, name: str, content: np.ndarray, zero_at: int | None) -> Tensor:
+        """The weights with scales or minima of 0."""
+        blocks = content.reshape(len(content), -1, self.kind.size).copy()
+        if zero_at is not None:
+            set_halves(blocks, zero_at, 0)
+        return widened(name, blocks.reshape(len(content), -1))
+
+    def operator(self, x: Tensor, wide: bool = True, namespace: str = "gpt_eagle") -> Tensor:
+        return getattr(torch.ops, namespace).blocks(x, self.packed, self.table, wide)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return blocks_reference(x, self.weight, self.kind.group)
+
+    def rounding(self, x: Tensor) -> Tensor:
+        """Most that operator and reference may differ by, [M, N]."""
+        codes, scales = round_activations(x, self.kind.group)
+        sizes = (codes.abs() * scales).flatten(1).double() @ self.sizes.double().T
+        return (2 * x.shape[1] // self.kind.group + 8) * U * sizes
+
+    def code_error(self, x: Tensor) -> Tensor:
+        """Most that rounding the activations may change, [M, N]."""
+        _, scales = round_activations(x, self.kind.group)
+        halves = (0.5 + 2**-14) * scales.expand(-1, -1, self.kind.group).flatten(1)
+        return halves.double() @ self.weight.double().abs().T
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_numbers_are_the_packages(name):
+    """In fp32, and rounded once in bf16: of the file's blocks, and of packed ones in any order."""
+    content = gguf_blocks(name, N, K)
+    want = widened(name, content)
+    assert 0.5 < want.std() < 2 and want.mean().abs() < 0.2  # of blocks as models have them
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
+    content = torch.from_numpy(content)
+    type_id = BLOCK_KINDS[name].type_id
+    straight = packed(Blocks(name, content, type_id, K))
+    turned = packed(Blocks(name, content, type_id, K, order))
+    ids = torch.tensor([0, 76, 5, 5, 31, 32, 64])
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(N, K, dtype=dtype)
+        OPERATORS.widen_blocks(content.flatten(), type_id, out)
+        assert torch.equal(out, want.to(dtype))
+        for operands, rows in ((straight, want), (turned, want[order])):
+            OPERATORS.block_rows(*operands, torch.arange(N), out)
+            assert torch.equal(out, rows.to(dtype))
+            some = torch.empty(len(ids), K, dtype=dtype)
+            OPERATORS.block_rows(*operands, ids, some)
+            assert torch.equal(some, rows[ids].to(dtype))
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_scales_that_are_no_numbers_are_refused(name):
+    """In any block, and minima too; the largest finite ones are not."""
+    kind = BLOCK_KINDS[name]
+    for at in (kind.scale_at, kind.least_at):
+        for value in (float("nan"), float("inf"), -float("inf"), 65504.0):
+            if at is None:
+                continue
+            part = weight(name, 40, 256)
+            set_halves(part.content[37].view(-1, kind.size)[-1:].numpy(), at, value)
+            out = torch.empty(part.packed_bytes, dtype=torch.uint8)
+            if value == 65504.0:
+                pack([part], table_of([part]), out, FILE)
+                continue
+            says = f"^m.gguf: {name} has a scale that is NaN or infinite; download it again$"
+            with pytest.raises(ValueError, match=says):
+                pack([part], table_of([part]), out, FILE)
+
+
+# ----------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("k", [256, K, 2816])
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_products(name, k):
+    case = Case(name, k=k)
+    x = random(64, k, seed=1)
+    x[:, ::97] *= 30  # outliers, as hidden states have them
+    want = case.reference(x)
+    exact = x.double() @ case.weight.double().T
+    rounding = case.rounding(x)
+    codes = case.code_error(x)
+    for rows in ROWS:
+        got = case.operator(x[:rows])
+        assert got.shape == (rows, N) and got.dtype == torch.float32
+        assert_within(got, want[:rows], rounding[:rows])
+        assert_within(got, exact[:rows], (rounding + codes)[:rows])
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_a_wrong_code_is_seen(name):
+    """One bit of a code among 256 x 77 breaks the bound against the reference."""
+    case = Case(name, k=256)
+    case.blocks.content[70, 60 if case.kind.elements == 256 else 10] ^= 1
+    case.packed, _ = packed(case.blocks)
+    x = random(5, 256)
+    with pytest.raises(AssertionError, match="outputs are off"):
+        assert_within(case.operator(x), case.reference(x), case.rounding(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_a_row_does_not_depend_on_the_others(name, dtype):
+    """Bit for bit, for every number of rows and every place, next to numbers that are none too."""
+    case = Case(name)
+    x = random(64, K, seed=1).to(dtype)
+    for wide in (False, True):
+        alone = torch.cat([case.operator(row[None], wide) for row in x])
+        assert alone.dtype == (torch.float32 if wide else dtype)
+        for rows in range(1, 65):
+            assert torch.equal(case.operator(x[:rows], wide), alone[:rows])
+            assert torch.equal(case.operator(x[-rows:], wide), alone[-rows:])
+    mixed = torch.stack((x[5], torch.full_like(x[5], float("nan")), x[5] * 1e30, x[5]))
+    assert torch.equal(case.operator(mixed)[[0, 3]], alone[5:6].expand(2, -1))
+    assert torch.equal(case.operator(x.float()), alone)  # fp32 holds every bf16 number
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_leading_dimensions_and_strides(name):
+    case = Case(name, n=33, k=256)
+    x = random(3, 4, 512)
+    want = case.operator(x[..., :256].reshape(12, 256).contiguous())
+    assert torch.equal(case.operator(x[..., :256]), want.view(3, 4, 33))  # not contiguous
+    turned = case.operator(x[..., :256].transpose(0, 1))
+    assert torch.equal(turned, want.view(3, 4, 33).transpose(0, 1))
+    assert torch.equal(case.operator(x[0, 0, :256]), want[0])
+    assert case.operator(x[:0, :, :256]).shape == (0, 4, 33)
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_threads_do_not_matter(name):
+    case = Case(name, n=1000, k=512)
+    x = random(60, 512)
+    ids = torch.arange(1000).repeat(2)
+    want = case.operator(x), case.weight[ids]
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(case.operator(x), want[0])
+            assert torch.equal(packed(case.blocks)[0], case.packed)
+            out = torch.empty(2000, 512)
+            OPERATORS.block_rows(case.packed, case.table, ids, out)
+            assert torch.equal(out, want[1])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_numbers_at_the_edges(name, dtype):
+    case = Case(name, n=33, k=256)
+    x = random(8, 256, seed=1).to(dtype)
+    x[0] = 0
+    x[1, 7] = float("nan")
+    x[2, 200] = float("inf")
+    x[3, 100] = -float("inf")
+    x[4] *= 1e30
+    x[5] *= 1e-38  # below what the codes distinguish from 0
+    x[6] *= 1e-25
+    y = case.operator(x)
+    assert (y[0] == 0).all()
+    assert y[1:4].isnan().all(), "NaN and infinity are never turned into numbers"
+    assert y[5].abs().max() < 1e-30
+    for row, size in ((4, 1e30), (6, 1e-25), (7, 1.0)):
+        rows = x[row : row + 1].float() / size
+        exact = rows.double() @ case.weight.double().T
+        most = (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6)
+        assert_within(y[row : row + 1] / size, exact, most)
+    clean = [0, 4, 5, 6, 7]
+    assert torch.equal(y[clean], case.operator(x[clean].contiguous()))
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_the_largest_codes(name):
+    """Every bit of every code is set, every activation is 127 steps: no sum overflows."""
+    case = Case(name, n=33, k=512)
+    raw = np.full((33, 512 // case.kind.elements, case.kind.size), 255, np.uint8)
+    for at in (case.kind.scale_at, case.kind.least_at):
+        if at is not None:
+            set_halves(raw, at, 2.0**-8)
+    case.blocks = case.blocks._replace(content=torch.from_numpy(raw.reshape(33, -1)))
+    case.weight = widened(name, raw.reshape(33, -1))
+    case.packed, _ = packed(case.blocks)
+    assert case.weight.abs().min() > 0
+    for sign in (1, -1):
+        x = torch.full((3, 512), sign * 127.0)
+        assert torch.equal(case.operator(x).double(), case.reference(x))  # all sums are exact
+
+
+@pytest.mark.parametrize("march", OTHERS)
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_variants_agree(name, march):
+    """AVX-512 and AVX2 do the same fused steps: the same bits. Plain loops round twice as often."""
+    case = Case(name)
+    namespace = built(march)
+    operators = getattr(torch.ops, namespace)
+    assert torch.equal(packed(case.blocks)[0], case.packed)
+    x = random(64, K, seed=1)
+    alone = torch.cat([case.operator(row[None], True, namespace) for row in x])
+    for rows in range(1, 65, 3):
+        assert torch.equal(case.operator(x[:rows], True, namespace), alone[:rows])
+    if march == "x86-64-v3":
+        assert torch.equal(alone, case.operator(x))
+    else:
+        assert_within(alone, case.reference(x), 2 * case.rounding(x))
+    out = torch.empty_like(case.packed)
+    operators.pack_blocks(case.blocks.content, case.kind.type_id, None, out)
+    assert torch.equal(out, case.packed)
+    numbers = torch.empty(N, K)
+    operators.block_rows(out, case.table, torch.arange(N), numbers)
+    assert torch.equal(numbers, case.weight)
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+MIXED = ("Q4_K", "Q6_K", "Q5_0")
+
+
+@pytest.mark.parametrize("outputs", [96, 40])
+def test_parts_of_several_types(outputs):
+    """A layer of three types has the bits of three layers; a strip may end with a part."""
+    parts = [weight(name, outputs, 512, seed) for seed, name in enumerate(MIXED)]
+    bias = random(3 * outputs).bfloat16()
+    layer = BlockLinear(*packed(*parts), fp32_out=True)
+    with_bias = BlockLinear(*packed(*parts), bias)
+    weights = [widened(part.name, part.content.numpy()) for part in parts]
+    assert torch.equal(layer.dequantize(), torch.cat(weights))
+    ids = torch.tensor([0, outputs - 1, outputs, 2 * outputs, 3 * outputs - 1])
+    assert torch.equal(layer.rows(ids).weight, torch.cat(weights)[ids].bfloat16())
+    for x in (random(1, 512), random(2, 13, 512).bfloat16()):
+        alone = [BlockLinear(*packed(part), fp32_out=True)(x) for part in parts]
+        assert torch.equal(layer(x), torch.cat(alone, -1))
+        want = torch.cat(alone, -1).to(x.dtype) + bias
+        assert torch.equal(with_bias(x), want) and with_bias(x).dtype == want.dtype
+    half = random(3, 512).half()
+    assert torch.equal(layer(half), layer(half.float()))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
+def test_experts(name):
+    """Every row has its own expert's product, bit for bit; an expert may have none."""
+    each = [packed(weight(name, 48, 512, seed), weight("Q8_0", 48, 512, seed)) for seed in range(4)]
+    layer = BlockExperts(torch.stack([strips for strips, _ in each]), each[0][1])
+    x = random(9, 512, seed=1).bfloat16()
+    expert = torch.tensor([3, 0, 3, 3, 1, 0, 3, 1, 1])  # 2 has none
+    got = layer(x, expert)
+    assert got.dtype == torch.bfloat16
+    for row, number in enumerate(expert.tolist()):
+        assert torch.equal(got[row], BlockLinear(*each[number])(x[row]))
+    for bad in (4, -1):
+        with pytest.raises(RuntimeError, match=f"there is no expert {bad}"):
+            layer(x, torch.where(expert == 1, bad, expert))
+
+
+def test_embedding():
+    part = weight("Q6_K", 100, 256)
+    operands = packed(part)
+    tokens = torch.tensor([[0, 99, 7], [7, 31, 32]])
+    got = BlockEmbedding(*operands)(tokens)
+    want = widened("Q6_K", part.content.numpy()).bfloat16()
+    assert torch.equal(got, want[tokens])
+    assert BlockEmbedding(*operands)(tokens[:, :0]).shape == (2, 0, 256)
+
+
+# ------------------------------------------------------------------------- operands that do not fit
+
+CASE = Case("Q4_K", 40, 512)
+SIZE = len(CASE.packed)
+
+
+def table_with(place: int, value: int) -> Tensor:
+    table = CASE.table.clone()
+    table[place] = value
+    return table
+
+
+FIELDS = ("outputs", "inputs", "bytes", "type", "outputs of a part", "first byte")
+NO_BYTES = torch.zeros(0, dtype=torch.uint8)
+TABLES = {  # packed blocks and tables that lie
+    **{
+        f"{name} {value}": (CASE.packed, table_with(place, value))
+        for place, name in enumerate(FIELDS)
+        for value in (-1, 0, 1, 33, 256, 1024, 2**40, -(2**40), 2**62, 2**63 - 1)
+        if (place, value) != (5, 0)
+    },
+    "short": (CASE.packed, CASE.table[:3]),
+    "shorter": (CASE.packed, CASE.table[:1]),
+    "empty": (CASE.packed, CASE.table[:0]),
+    "long": (CASE.packed, torch.cat((CASE.table, CASE.table[:2]))),
+    "int32": (CASE.packed, CASE.table.int()),
+    "float": (CASE.packed, CASE.table.double()),
+    "strided": (CASE.packed, CASE.table.repeat_interleave(2)[::2]),
+    "twice": (CASE.packed, torch.cat((CASE.table, CASE.table[3:]))),
+    "a negative part": (CASE.packed, torch.tensor([40, 512, SIZE, 12, -40, 0, 12, 80, 0])),
+    "nothing": (NO_BYTES, torch.tensor([1, 0, 0, 12, 1, 0])),
+    "no outputs": (NO_BYTES, torch.tensor([0, 512, 0, 12, 0, 0])),
+    "a wide nothing": (NO_BYTES, torch.tensor([32, 2**62, 0, 12, 32, 0])),
+    "cut": (CASE.packed[:-1], CASE.table),
+    "cut to one": (CASE.packed[:1], CASE.table),
+    "too long": (torch.cat((CASE.packed, CASE.packed[:1])), CASE.table),
+    "no dimension": (CASE.packed[0], CASE.table),
+    "signed": (CASE.packed.view(torch.int8), CASE.table),
+    "every second": (CASE.packed.repeat_interleave(2)[::2], CASE.table),
+}
+
+
+@pytest.mark.parametrize("how", TABLES)
+def test_tables_that_lie_are_refused(how):
+    """Never read past the end of a weight."""
+    for width in (512, 256, 0):
+        for dtype in (torch.float32, torch.bfloat16):
+            with pytest.raises((RuntimeError, IndexError)):
+                OPERATORS.blocks(torch.zeros(3, width, dtype=dtype), *TABLES[how], True)
+        for rows in (0, 1, 4):
+            with pytest.raises((RuntimeError, IndexError)):
+                ids = torch.zeros(rows + 16, dtype=torch.long)
+                OPERATORS.block_rows(*TABLES[how], ids, torch.zeros(rows + 16, width))
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x = random(3, 512)
+    content = CASE.blocks.content
+    out = torch.empty_like(CASE.packed)
+    rows = torch.arange(40)
+
+    def product(x, expert=None, strips=CASE.packed):
+        return OPERATORS.blocks(x, strips, CASE.table, True, expert)
+
+    product(x)
+    assert not not_refused(
+        product,
+        {
+            "wide": (random(3, 768),),
+            "narrow": (random(3, 256),),
+            "empty": (random(3, 0),),
+            "half": (x.half(),),
+            "double": (x.double(),),
+            "whole": (x.long(),),
+            "a stack": (x, None, CASE.packed[None]),
+            "experts of no stack": (x, torch.zeros(3, dtype=torch.long)),
+            "no expert": (x, torch.ones(3, dtype=torch.long), CASE.packed[None]),
+            "fewer": (x, torch.zeros(2, dtype=torch.long), CASE.packed[None]),
+            "int32": (x, torch.zeros(3, dtype=torch.int32), CASE.packed[None]),
+        },
+    )
+
+    def packing(content=content, type_id=12, order=None, out=out):
+        return OPERATORS.pack_blocks(content, type_id, order, out)
+
+    assert packing() and packing(order=rows)
+    assert not not_refused(
+        packing,
+        {
+            "another type": (content, 13),
+            "no type": (content, 99),
+            "a float type": (content, 0),
+            "a negative type": (content, -1),
+            "past the end": (content, 12, torch.where(rows == 39, 40, rows)),
+            "before": (content, 12, rows - 1),
+            "far": (content, 12, rows + 2**40),
+            "short": (content, 12, rows[:-1]),
+            "long": (content, 12, torch.arange(41)),
+            "int32": (content, 12, rows.int()),
+            "two dimensions": (content, 12, rows[None]),
+            "cut blocks": (content[:, :-1].contiguous(), 12),
+            "fewer rows": (content[:8], 12),
+            "strided": (content[::2], 12),
+            "short out": (content, 12, None, out[:-1]),
+            "long out": (content, 12, None, torch.cat((out, out))),
+            "float out": (content, 12, None, out.float()),
+            "float content": (content.float(), 12),
+        },
+    )
+
+    def reading(ids, out=None):
+        out = torch.empty(len(ids), 512) if out is None else out
+        return OPERATORS.block_rows(CASE.packed, CASE.table, ids, out)
+
+    reading(rows)
+    assert not not_refused(
+        reading,
+        {
+            "past the end": (rows + 1,),
+            "before": (rows - 1,),
+            "far": (rows + 2**60,),
+            "int32": (rows.int(),),
+            "short out": (rows, torch.empty(39, 512)),
+            "narrow out": (rows, torch.empty(40, 511)),
+            "whole out": (rows, torch.empty(40, 512, dtype=torch.int32)),
+            "half out": (rows, torch.empty(40, 512).half()),
+            "strided out": (rows, torch.empty(40, 1024)[:, ::2]),
+        },
+    )
+
+    def widening(content, type_id=12, count=40 * 512):
+        return OPERATORS.widen_blocks(content, type_id, torch.empty(count))
+
+    widening(content)
+    assert not not_refused(
+        widening,
+        {
+            "more": (content, 12, 41 * 512),
+            "less": (content, 12, 39 * 512),
+            "part of a block": (content, 12, 40 * 512 + 1),
+            "another type": (content, 14),
+            "no type": (content, 4),
+            "strided": (content[:, ::2], 12),
+        },
+    )
+
+
+def test_rows_out_of_range_are_refused_with_threads():
+    """A thread of the pool cannot raise: rows are checked before it starts."""
+    ids = torch.zeros(4000, dtype=torch.long)
+    ids[::7] = 10**6
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(RuntimeError, match="a row must be 0 to 39; it is 1000000"):
+            OPERATORS.block_rows(CASE.packed, CASE.table, ids, torch.empty(4000, 512))
+    finally:
+        torch.set_num_threads(1)
