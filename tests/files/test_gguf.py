@@ -27,7 +27,7 @@ import quantize
 from checkpoint import Quantization, WeightFiles
 from generate import generate, load
 from hf.config import read_config, read_raw, resolve_draft
-from hf.gguf import IN_CPP, GgufFile
+from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
@@ -38,6 +38,7 @@ from quantize import Int4Linear
 Kind = gguf.GGMLQuantizationType
 ROOT = Path(program.__file__).parent
 FLOATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # the package writes these
+IN_BLOCKS = [kind.name for kind in TYPES.values() if kind.name not in STORED]
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # these it only reads
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
@@ -312,16 +313,17 @@ def test_as_transformers_reads_it(tmp_path, family, kind):
 
 
 @pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
-@pytest.mark.parametrize("kind", IN_CPP)
+@pytest.mark.parametrize("kind", IN_BLOCKS)
 def test_the_operator_gives_the_packages_bits(tmp_path, monkeypatch, kind):
     """Blocks of any bytes, with scales that are infinite or no numbers too, for the names with turned rows too."""
     rng = np.random.default_rng(0)
-    _, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    reference = hf_model()
+    block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    reference = hf_model(**(wide if block == 256 else {}))
     tensors = gguf_tensors(reference)
     for name, value in tensors.items():
         if value.ndim > 1:
-            shape = (value.shape[0], value.shape[1] // 32 * size)
+            shape = (value.shape[0], value.shape[1] // block * size)
             tensors[name] = (Kind[kind], rng.integers(0, 256, shape, np.uint8))
     path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
     files = GgufFile(path)
@@ -631,13 +633,15 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def refused(capsys, *argv: str) -> str:
-    """The error of the command line: one line, with status 2, within seconds."""
+def refused(capsys, *argv: str, notes: int = 0) -> str:
+    """The error of the command line: one line behind the notes, with status 2, within seconds."""
     began = time.perf_counter()
     with pytest.raises(SystemExit) as stop:
         program.main([*argv, "--prompt_ids", "5,17", "--device", "cpu"])
     out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == "" and err.count("\n") == 1, err
+    *before, error = err.splitlines()
+    assert stop.value.code == 2 and out == "" and len(before) == notes, err
+    assert all(line.startswith("note: ") for line in before) and not error.startswith("note: ")
     assert time.perf_counter() - began < 5
     return err
 
@@ -784,7 +788,8 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
 
 def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     path = str(whole[0])
-    err = refused(capsys, "--checkpoint", path, "--eagle", path)
+    err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
+    assert err.startswith("note: weights stay in the file's own blocks (Q8_0); --dtype bfloat16")
     assert f"--eagle {path} is a GGUF file; a head is a directory with its config.json" in err
     with pytest.raises(SystemExit):
         quantize.main(["--checkpoint", path, "--out", str(tmp_path / "out")])
@@ -870,7 +875,7 @@ def test_a_type_that_the_package_cannot_read(capsys, whole, monkeypatch):
 
     monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
-    err = refused(capsys, "--checkpoint", str(whole[0]))
+    err = refused(capsys, "--checkpoint", str(whole[0]), "--dtype", "float32")
     assert (
         "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it" in err
     )

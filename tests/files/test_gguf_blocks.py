@@ -1,0 +1,500 @@
+"""GGUF files whose blocks run as they are: weights, logits, tokens with every drafter, wrong files.
+
+The reference is the same file widened to fp32, which test_gguf.py holds against transformers.
+Weights are equal, bit for bit. Logits differ, as activations are rounded to 8 bits before every
+product: by half a step at most, s = largest / 127 of a group of 16 or 32. For normal numbers the
+largest of 32 is 2.1 standard deviations, so the error of an activation is 2.1 / 127 / sqrt(12) =
+0.5 % of it, and that of an output as much. Of the residual stream, two layers make four such
+outputs of several products each, bf16 adds 0.2 % a rounding: below 3 % of the logits' spread in
+all, and a wrong row, scale or order of rows gives 30 % and more.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_gguf import (
+    BPE_METADATA,
+    NAN,
+    Kind,
+    gguf_tensors,
+    hf_model,
+    metadata_of,
+    refused,
+    text,
+    write,
+)
+from test_tp import check_close, options_of, run_ranks
+
+import generate as program
+from checkpoint import BLOCKS, Quantization
+from generate import Batch, compare, generate, load
+from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
+from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, numbers_of
+from hf.gguf import GgufFile
+from hf.weights import export_weights, load_model, weight_names
+from load import keeps_blocks
+from ops.library import has_cpu_operators
+from options import GenerateConfig
+
+pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+IN_BLOCKS = Quantization(BLOCKS, saved=True)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+Q4_K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_down_exps": "Q6_K", "output": "Q6_K"}
+FALLBACK = {"attn_v": "Q5_0", "attn_q": "Q4_1", "ffn_up": "Q3_K", "token_embd": "Q8_0"}
+CASES = {  # family, options, the type of most matrices, those of others by their name
+    **{kind: ("Llama", {}, kind, {}) for kind in BLOCK_KINDS},
+    "tied": ("Llama", {"tie_word_embeddings": True}, "Q4_K", {"token_embd": "Q6_K"}),
+    "biases": ("Qwen2", {}, "Q4_K", Q4_K_M),
+    "many types": ("Llama", {"num_key_value_heads": 8}, "Q4_K", FALLBACK),
+    "mixture": ("Mixtral", {"num_local_experts": 4}, "Q4_K", Q4_K_M),
+    "floats": ("Llama", {}, "Q4_0", {"token_embd": "F16", "output": "BF16", "ffn_down": "F32"}),
+}
+
+
+def block_tensors(case: str) -> tuple[dict, dict]:
+    """Metadata and tensors of a file with random blocks."""
+    family, options, usual, others = CASES[case]
+    model = hf_model(family, **SIZES | options)
+    tensors = gguf_tensors(model)
+    for number, (name, value) in enumerate(tensors.items()):
+        kind = others.get(name.split(".")[-2], usual)
+        if value.ndim < 2 or "ffn_gate_inp" in name or kind == "F32":
+            continue
+        if kind == "F16":
+            tensors[name] = (Kind.F16, value.astype(np.float16))
+            continue
+        if kind == "BF16":
+            halves = torch.from_numpy(value).bfloat16().view(torch.int16).numpy()
+            tensors[name] = (Kind.BF16, halves.view(np.uint8))
+            continue
+        inputs = value.shape[-1]
+        blocks = gguf_blocks(kind, value.size // inputs, inputs, inputs**-0.5, number)
+        tensors[name] = (Kind[kind], blocks.reshape(*value.shape[:-1], -1))
+    return metadata_of(model) | BPE_METADATA, tensors
+
+
+@pytest.fixture(scope="module")
+def block_file(tmp_path_factory):
+    """A function: the path of the file of a case, written once."""
+    folder = tmp_path_factory.mktemp("blocks")
+    return functools.cache(
+        lambda case: write(folder / f"{case.replace(' ', '_')}.gguf", *block_tensors(case))
+    )
+
+
+IDS = torch.randint(0, 96, (24,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model.logits(model(IDS[None], torch.arange(len(IDS))[None]))[0].float()
+
+
+# ------------------------------------------------------------------------------ weights and logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_logits(block_file, case):
+    path = block_file(case)
+    kept = load_model(path, quant=IN_BLOCKS)
+    wide = load_model(path, torch.float32)
+    layers = dict(wide.named_modules())
+    formats = set()
+    for name, layer in kept.named_modules():
+        if isinstance(layer, BlockLinear):
+            assert torch.equal(layer.dequantize(), layers[name].weight), name
+            if layer.bias is not None:
+                assert torch.equal(layer.bias, layers[name].bias.bfloat16()), name
+        if isinstance(layer, BlockExperts):
+            rows = torch.arange(layer.out_features)
+            for number, want in enumerate(layers[name].weight):
+                got = numbers_of(layer.packed[number], layer.scale, rows, torch.float32)
+                assert torch.equal(got, want), name
+        if isinstance(layer, BlockEmbedding):
+            assert torch.equal(layer(IDS), wide.embedding.weight[IDS].bfloat16())
+        formats.add(type(layer))
+    assert BlockLinear in formats
+    assert (BlockExperts in formats) == (case == "mixture")
+    assert (BlockEmbedding in formats) == (case != "floats")
+    want = logits(wide)
+    error = (logits(kept) - want).square().mean().sqrt() / want.std()
+    assert want.std() > 0.3
+    assert error < 0.03, error
+
+
+def test_a_wrong_order_of_rows_is_seen(block_file, monkeypatch):
+    """Queries and keys as llama.cpp's rotation has them break the bound."""
+    path = block_file("many types")
+    want = logits(load_model(path, torch.float32))
+    blocks_of = GgufFile._blocks
+    monkeypatch.setattr(
+        GgufFile, "_blocks", lambda self, name, part=None, heads=0: blocks_of(self, name, part)
+    )
+    error = (logits(load_model(path, quant=IN_BLOCKS)) - want).square().mean().sqrt() / want.std()
+    assert error > 0.1
+
+
+def test_a_tied_head_shares_the_embeddings_blocks(block_file):
+    model = load_model(block_file("tied"), quant=IN_BLOCKS)
+    assert model.lm_head.packed.data_ptr() == model.embedding.packed.data_ptr()
+    untied = load_model(block_file("Q4_K"), quant=IN_BLOCKS)
+    assert untied.lm_head.packed.data_ptr() != untied.embedding.packed.data_ptr()
+
+
+@pytest.mark.parametrize("case", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K"])
+def test_memory(block_file, case):
+    """Blocks take the file's bytes; scales of 6 bits, codes of 2, 3 and 6 take 8, 4, 4 and 8."""
+    model = load_model(block_file(case), quant=IN_BLOCKS)
+    held = sum(value.nbytes for name, value in model.named_buffers() if name.endswith("packed"))
+    _, tensors = block_tensors(case)
+    stored = sum(value[1].nbytes for value in tensors.values() if isinstance(value, tuple))
+    share = {"Q2_K": 164 / 84, "Q3_K": 146 / 110, "Q4_K": 148 / 144, "Q6_K": 274 / 210}
+    assert held == round(stored * share.get(case, 1))
+
+
+# ---------------------------------------------------------------------------------- the engine
+
+
+def test_blocks_are_the_default(block_file, capsys):
+    path = str(block_file("many types"))
+    engine = load(checkpoint=path, device="cpu")
+    kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
+    assert engine.config.quant == "blocks" and engine.config.dtype == "bfloat16"
+    note = f"note: weights stay in the file's own blocks ({kinds}); --dtype bfloat16 widens them\n"
+    assert capsys.readouterr().err == note
+    assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
+
+
+def test_a_file_without_blocks_has_no_note(tmp_path, capsys):
+    model = hf_model()
+    path = write(tmp_path / "m.gguf", metadata_of(model) | BPE_METADATA, gguf_tensors(model), "F16")
+    engine = load(checkpoint=str(path), device="cpu")
+    assert (engine.config.quant, engine.config.dtype) == ("none", "float16")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "world, device, dtype, kept",
+    [
+        (1, "cpu", "", True),
+        (2, "cpu", "", False),
+        (1, "cuda", "", False),
+        (1, "cpu", "bfloat16", False),
+    ],
+)
+def test_where_blocks_stay(block_file, monkeypatch, world, device, dtype, kept):
+    """On one CPU without --dtype; several ranks widen."""
+    for name, value in (("WORLD_SIZE", world), ("RANK", 0), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    path = block_file("Q4_K")
+    config = GenerateConfig(checkpoint=str(path), device=device, dtype=dtype)
+    assert keeps_blocks(config, path) == kept
+    assert not keeps_blocks(config, path.parent)
+
+
+@pytest.mark.slow  # two processes, 10 s
+def test_ranks_widen(block_file, tmp_path):
+    """Two ranks compute as one device does with --dtype, but for the order of sums in bf16."""
+    options = options_of(str(block_file("Q4_K")), "ngram", temperature=1.0, context=128)
+    found = run_ranks({2: {"blocks": options}}, tmp_path)[2]["blocks"]
+    check_close(options | {"dtype": "bfloat16"}, found, 0.02)
+    assert [len(tokens) for tokens in found["tokens"]] == [12] * len(options["prompts"])
+    wide = load_model(block_file("Q4_K"), torch.bfloat16)
+    assert max(found["bytes"]) > 0.4 * sum(p.nbytes for p in wide.parameters())
+
+
+@pytest.mark.parametrize("case", ["Q4_1", "many types", "tied", "biases", "mixture"])
+def test_options_that_widen(block_file, tmp_path, case):
+    """--dtype and --quant compute with the numbers that a directory of them gives, bit for bit."""
+    path = block_file(case)
+    wide = load_model(path, torch.float32)
+    names = weight_names(wide.config)
+    save_file(export_weights(wide, names, wide.config, torch.float32), tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(GgufFile(path).config))
+    for options in (
+        {"dtype": "bfloat16"},
+        {"dtype": "float32"},
+        {"quant": "int8"},
+        {"quant": "int4"},
+    ):
+        engine = load(checkpoint=str(path), device="cpu", **options)
+        quant = Quantization.of(options.get("quant", "none"), 0)
+        dtype = getattr(torch, options.get("dtype", "bfloat16"))
+        same = load_model(tmp_path, dtype, quant=quant)
+        assert engine.config.quant == options.get("quant", "none")
+        want = same.state_dict()
+        got = engine.target.state_dict()
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], value) for name, value in want.items()), options
+
+
+# -------------------------------------------------------------------------------------- tokens
+
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+MODEL = "many types"
+
+
+@pytest.fixture(scope="module")
+def random_head(tmp_path_factory) -> str:
+    """The directory of an EAGLE-2 head of random weights."""
+    path = tmp_path_factory.mktemp("head")
+    torch.manual_seed(0)
+    square = {f"layers.0.self_attn.{name}_proj.weight": (256, 256) for name in "qkvo"}
+    shapes = square | {
+        "layers.0.mlp.gate_proj.weight": (256, 256),
+        "layers.0.mlp.up_proj.weight": (256, 256),
+        "layers.0.mlp.down_proj.weight": (256, 256),
+        "embed_tokens.weight": (96, 256),
+        "fc.weight": (256, 512),
+        "fc.bias": (256,),
+        "layers.0.post_attention_layernorm.weight": (256,),
+    }
+    save_file(
+        {name: torch.randn(shape) / 16 for name, shape in shapes.items()},
+        path / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "vocab_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def vanilla(block_file):
+    """A function: the tokens without drafting at a temperature, of one prompt at a time."""
+
+    @functools.cache
+    def tokens(case: str, temperature: float) -> list[list[int]]:
+        options = {"max_new_tokens": 24, "ignore_eos": True, "seed": 7, "device": "cpu"}
+        engine = load(checkpoint=str(block_file(case)), temperature=temperature, **options)
+        return generate(engine, PROMPTS).tokens
+
+    return tokens
+
+
+@pairwise(
+    draft=["ngram", "eagle", "model"],
+    temperature=[0.0, 1.0],
+    batch=[1, 2],
+    compile=[False, True],
+    case=[MODEL, "mixture", "tied"],
+    every=("draft", "temperature"),
+)
+def test_drafting_changes_no_token(
+    block_file, random_head, vanilla, draft, temperature, batch, compile, case
+):
+    """Without a margin: a row's result does not depend on the other rows, bit for bit."""
+    path = str(block_file(case))
+    files = {"eagle": {"eagle": random_head}, "model": {"draft_checkpoint": path}}
+    engine = load(
+        checkpoint=path,
+        device="cpu",
+        draft=draft,
+        temperature=temperature,
+        batch_size=batch,
+        compile=compile,
+        max_new_tokens=24,
+        ignore_eos=True,
+        seed=7,
+        **files.get(draft, {}),
+    )
+    assert engine.config.quant == "blocks" and (engine.target.fused is not None) == compile
+    result = generate(engine, PROMPTS)
+    assert result.tokens == vanilla(case, temperature)
+    if draft == "model":  # which is widened, and drafts with the target's own numbers
+        assert result.stats["tau"] > 2
+    assert result.stats["accept_lengths"], "cycles drafted"
+
+
+@pytest.mark.parametrize("case", [MODEL, "mixture"])
+def test_compiling_and_batches_change_no_token(block_file, vanilla, case):
+    for batch in (1, 2):
+        engine = load(
+            checkpoint=str(block_file(case)),
+            device="cpu",
+            compile=True,
+            batch_size=batch,
+            max_new_tokens=24,
+            ignore_eos=True,
+            seed=7,
+            temperature=1.0,
+        )
+        assert generate(engine, PROMPTS).tokens == vanilla(case, 1.0)
+
+
+def test_compare(block_file):
+    path = str(block_file(MODEL))
+    engine = load(
+        checkpoint=path,
+        device="cpu",
+        draft="model",
+        draft_checkpoint=path,
+        max_new_tokens=16,
+        ignore_eos=True,
+        compile=True,
+    )
+    result, outcome = compare(Batch(engine, PROMPTS))
+    assert outcome["identical"] == 1.0 and result.stats["tau"] > 2
+
+
+def test_the_command_line(block_file, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    program.main(
+        [
+            "--checkpoint",
+            str(block_file("biases")),
+            "--device",
+            "cpu",
+            "--max_new_tokens",
+            "6",
+            "--draft",
+            "ngram",
+            "--prompt_ids",
+            "5,17",
+            "--compare",
+            "--ignore_eos",
+            "--json",
+            str(out),
+        ]
+    )
+    found = json.loads(out.read_text())
+    assert found["config"]["quant"] == "blocks" and len(found["tokens"][0]) == 6
+    assert "weights stay in the file's own blocks (Q4_K, Q6_K)" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------- wrong files
+
+
+def spoil(tensors: dict, name: str, value: float, row: int = -1) -> None:
+    """Put a scale into the last block of a row. Writes: tensors."""
+    kind, content = tensors[name]
+    of = BLOCK_KINDS[kind.name]
+    blocks = content.copy().reshape(-1, content.shape[-1] // of.size, of.size)
+    set_halves(blocks[row], of.scale_at, value)
+    tensors[name] = (kind, blocks.reshape(content.shape))
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "case, name",
+    [
+        ("Q4_K", "blk.1.ffn_up.weight"),
+        ("many types", "blk.0.attn_v.weight"),
+        ("Q6_K", "output.weight"),
+        ("tied", "token_embd.weight"),
+        ("mixture", "blk.1.ffn_down_exps.weight"),
+        ("Q8_0", "blk.0.attn_q.weight"),
+    ],
+)
+def test_scales_that_are_no_numbers(capsys, tmp_path, case, name, value):
+    metadata, tensors = block_tensors(case)
+    spoil(tensors, name, value)
+    path = write(tmp_path / "m.gguf", metadata, tensors)
+    said = f"{path}: {name} has a scale that is NaN or infinite; download it again\n"
+    assert refused(capsys, "--checkpoint", str(path)).endswith(said)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8, 0.999])
+def test_truncated_files(capsys, block_file, tmp_path, share):
+    content = block_file("Q4_K").read_bytes()
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content[: int(len(content) * share)])
+    err = refused(capsys, "--checkpoint", str(path))
+    assert re.search(r"m.gguf is truncated: \S+ ends at byte \d+ of \d+; download it again", err)
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quant", "int8")], ids=str)
+def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
+    """A lost page of a mapping would end the process (SIGBUS)."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(block_file("Q4_K").read_bytes())
+    monkeypatch.setattr("hf.weights.check_experts", lambda *_: os.truncate(path, 8192))
+    err = refused(capsys, "--checkpoint", str(path), *options)
+    said = (
+        r"m.gguf shrank while it was read: \S+\.weight ends at byte \d+ of 8192; download it again"
+    )
+    assert re.search(said, err), err
+
+
+def test_inputs_that_blocks_do_not_fill(capsys, block_file, tmp_path):
+    content = block_file("Q4_0").read_bytes()
+    path = tmp_path / "m.gguf"
+    name = "blk.1.ffn_up.weight"
+    at = content.index(text(name)) + len(text(name)) + 4
+    for inputs, type_id, block in ((240, 2, 32), (128, 12, 256), (288, 14, 256)):
+        shape = struct.pack("<QQI", inputs, 512, type_id)
+        path.write_bytes(content[:at] + shape + content[at + 20 :])
+        said = f"m.gguf: {name} has the shape [512, {inputs}], which blocks of {block} do not fill"
+        assert said in refused(capsys, "--checkpoint", str(path))
+
+
+def test_tensors_that_are_refused(capsys, tmp_path):
+    metadata, tensors = block_tensors("Q4_K")
+    path = tmp_path / "m.gguf"
+    name = "blk.1.attn_k.weight"
+    kind, content = tensors[name]
+
+    def says(changed: dict) -> str:
+        return refused(capsys, "--checkpoint", str(write(path, metadata, tensors | changed)))
+
+    iq4 = (Kind.IQ4_XS, np.zeros((256, 136), np.uint8))
+    assert f"m.gguf: {name} has the type IQ4_XS, which is not one of F32" in says({name: iq4})
+    err = says({name: (kind, content[None])})
+    assert (
+        f"m.gguf: {name} has shape [1, 64, 256], which is no matrix here; use another file" in err
+    )
+    err = says({name: (kind, content[:32])})
+    assert "m.gguf: model.layers.1.self_attn.q_proj.weight + " in err and "has shape" in err
+    err = says({name: np.zeros((64, 256), np.float32)})
+    assert (
+        "self_attn.k_proj.weight is not, and they are one layer here; use --dtype bfloat16" in err
+    )
+    load(checkpoint=str(path), device="cpu", dtype="bfloat16")
+    assert "weights in blocks of Q4_K are widened to bfloat16" in capsys.readouterr().err
+    kept = {key: value for key, value in tensors.items() if key != name}
+    err = refused(capsys, "--checkpoint", str(write(path, metadata, kept)))
+    said = "m.gguf: 1 missing weight(s): model.layers.1.self_attn.k_proj.weight; use another file"
+    assert said in err
+
+
+def test_experts_of_several_types(capsys, tmp_path):
+    """Older files have a tensor per expert."""
+    metadata, tensors = block_tensors("mixture")
+    for name in [name for name in tensors if "_exps" in name]:
+        kind, stack = tensors.pop(name)
+        for expert, content in enumerate(stack):
+            tensors[name.replace("_exps", f".{expert}")] = (kind, content)
+    path = write(tmp_path / "m.gguf", metadata, tensors)
+    older = load_model(path, quant=IN_BLOCKS)
+    assert isinstance(older.layers[1].ffn.w13, BlockExperts)
+    assert "stay in the file's own blocks" in capsys.readouterr().err
+    other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
+    tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
+    err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))
+    assert re.search(
+        r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --dtype", err
+    )
+    assert load_model(path, torch.bfloat16)
