@@ -14,8 +14,10 @@ from helpers import slow
 from options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+QUESTION = "What is the capital of Italy?"
+ANSWER = "The capital of Italy is Rome."
+# widened only: of France the model is undecided between "The" and "L" (25.16 to 25.15 in bfloat16)
+WIDENED = ("bfloat16", "What is the capital of France?", "The capital of France is Paris.")
 ESSAY = "Write an essay on rivers and lakes."
 
 
@@ -23,13 +25,15 @@ def test_it_is_the_default(smollm2):
     assert GenerateConfig().checkpoint == DEFAULT == str(smollm2) and is_gguf(Path(DEFAULT))
 
 
-def test_a_conversation(smollm2):
+@pytest.mark.parametrize("dtype, question, answer", [("", QUESTION, ANSWER), WIDENED])
+def test_a_conversation(smollm2, dtype, question, answer):
     """It answers, ends its turn by itself, and the second turn sees the first."""
-    engine = load(chat="", max_new_tokens=60)
-    first = generate(engine, [QUESTION])
-    assert first.text == [ANSWER] and first.finish_reason == ["stop"]
+    engine = load(chat="", max_new_tokens=60, dtype=dtype)
+    assert engine.config.quant == ("none" if dtype else "blocks")
+    first = generate(engine, [question])
+    assert first.text == [answer] and first.finish_reason == ["stop"]
     assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>
-    turns = generate(engine, [[QUESTION, "And what is its largest river?"]])
+    turns = generate(engine, [[question, "And what is its largest river?"]])
     assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(
         first.tokens[0]
     )

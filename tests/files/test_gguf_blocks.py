@@ -56,6 +56,7 @@ CASES = {  # family, options, the type of most matrices, those of others by thei
     "biases": ("Qwen2", {}, "Q4_K", Q4_K_M),
     "many types": ("Llama", {"num_key_value_heads": 8}, "Q4_K", FALLBACK),
     "mixture": ("Mixtral", {"num_local_experts": 4}, "Q4_K", Q4_K_M),
+    "tied floats": ("Llama", {"tie_word_embeddings": True}, "Q4_0", {"token_embd": "F16"}),
     "floats": ("Llama", {}, "Q4_0", {"token_embd": "F16", "output": "BF16", "ffn_down": "F32"}),
 }
 
@@ -124,7 +125,7 @@ def test_weights_and_logits(block_file, case):
         formats.add(type(layer))
     assert BlockLinear in formats
     assert (BlockExperts in formats) == (case == "mixture")
-    assert (BlockEmbedding in formats) == (case != "floats")
+    assert (BlockEmbedding in formats) == ("floats" not in case)
     want = logits(wide)
     error = (logits(kept) - want).square().mean().sqrt() / want.std()
     assert want.std() > 0.3
@@ -329,7 +330,7 @@ def test_drafting_changes_no_token(
     assert result.stats["accept_lengths"], "cycles drafted"
 
 
-@pytest.mark.parametrize("case", [MODEL, "mixture"])
+@pytest.mark.parametrize("case", [MODEL, "mixture", "biases", "floats", "tied floats"])
 def test_compiling_and_batches_change_no_token(block_file, vanilla, case):
     for batch in (1, 2):
         engine = load(
@@ -343,6 +344,22 @@ def test_compiling_and_batches_change_no_token(block_file, vanilla, case):
             temperature=1.0,
         )
         assert generate(engine, PROMPTS).tokens == vanilla(case, 1.0)
+
+
+def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_path):
+    """Its rows of the target's LM head are widened."""
+    (tmp_path / "ranks.json").write_text(json.dumps([*range(96)]))
+    engine = load(
+        checkpoint=str(block_file(MODEL)),
+        device="cpu",
+        eagle=random_head,
+        draft_vocab=48,
+        token_ranks=str(tmp_path / "ranks.json"),
+        max_new_tokens=24,
+        ignore_eos=True,
+        seed=7,
+    )
+    assert generate(engine, PROMPTS).tokens == vanilla(MODEL, 0.0)
 
 
 def test_compare(block_file):
