@@ -1,6 +1,6 @@
 """Generate text with a target model and a drafter, by speculative decoding.
 
-    python generate.py --compile --chat --prompt "What is the capital of France?"
+    python generate.py --compile --chat --prompt "Why is the sky blue?"
 
 From Python:
     engine = load(checkpoint="checkpoints/demo", compile=True)
