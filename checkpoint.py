@@ -163,8 +163,9 @@ class TensorSource(Protocol):
     path: Path  # the origin of the tensors, for error messages
     config: dict  # the content of config.json
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
-    # weights quantized by another library, which have no reader, and functions that unpack them
-    quantized: Mapping[str, Callable[[], Codes]] = MappingProxyType({})
+    # weights quantized by another library, which have no reader, and functions that unpack them;
+    # of a GGUF file those that return `hf.blocks.Blocks`
+    quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
     note: str = ""  # printed when all is read
     block_types: str = ""  # of a GGUF file's matrices, for a note
     makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file

@@ -91,7 +91,7 @@ TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZ
 
 
 class GgufFile(TensorSource):
-    """The tensors of a GGUF file. Blocks are read as fp32."""
+    """The tensors of a GGUF file: as numbers, or after `keep_blocks` in their blocks."""
 
     makes_tensors = True
 
