@@ -685,6 +685,8 @@ runpy.run_path("generate.py", run_name="__main__")
 def test_one_rank_fails(tmp_path, how, rule):
     (tmp_path / "rank.py").write_text(RANK)
     done = torchrun(how, *CLI, "--tree", "dynamic", program=str(tmp_path / "rank.py"))
-    assert done.returncode == 1 and not done.stdout, done
+    assert done.returncode == 1, done
+    # a rank that fails in its first cycle leaves rank 0 the tokens decided before, which it streams
+    assert how in ("kill", "bug") or not done.stdout, done
     assert [rule in line for line in ours(done)] == ([True] if rule else []), done.stderr
     assert ("KeyError: 'a bug'" in done.stderr) == (how == "bug")
