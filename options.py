@@ -277,7 +277,7 @@ class GenerateConfig:
         needs=(NOT_CHAT, ONCE),
     )
     trace: str = option(
-        "", "write one JSON line per cycle and row; - is standard output", needs=(NOT_CHAT,)
+        "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
     )
     profile: str = option(
         "", "write a profiler trace of the decoding (chrome://tracing)", needs=(NOT_CHAT,)

@@ -12,18 +12,17 @@ Not here: CUDA, several ranks, machines without a C++ compiler. There, blocks ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from checkpoint import BLOCKS
 from model import LMHead
 from ops.quantized import PRODUCTS
 from quantize import QuantLinear
-
-Empty = Callable[[torch.Size, torch.dtype], Tensor]  # allocates
 
 
 class Blocks(NamedTuple):
@@ -78,7 +77,7 @@ def pack(parts: Sequence[Blocks], table: Tensor, out: Tensor, path: Path) -> Non
 class BlockLinear(QuantLinear):
     """A linear layer with packed blocks in place of its weight."""
 
-    format = "blocks"
+    format = BLOCKS
 
     def __init__(
         self, packed: Tensor, table: Tensor, bias: Tensor | None = None, fp32_out: bool = False
@@ -112,7 +111,7 @@ class BlockLinear(QuantLinear):
 class BlockExperts(nn.Module):
     """A linear layer per expert, with stacked packed blocks in place of their weights."""
 
-    format = "blocks"
+    format = BLOCKS
 
     def __init__(self, packed: Tensor, table: Tensor):
         """packed: [E, bytes]; table: of each expert, as for `BlockLinear`."""

@@ -64,26 +64,25 @@ ENDS_TURN = ("<|eot_id|>", "<|im_end|>")
 class Type(NamedTuple):
     """A storage format in blocks."""
 
-    type_id: int
     name: str
     elements: int  # of a block
     size: int  # of a block (bytes)
 
 
 TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZES
-    0: Type(0, "F32", 1, 4),
-    1: Type(1, "F16", 1, 2),
-    30: Type(30, "BF16", 1, 2),
-    8: Type(8, "Q8_0", 32, 34),
-    2: Type(2, "Q4_0", 32, 18),
-    3: Type(3, "Q4_1", 32, 20),
-    6: Type(6, "Q5_0", 32, 22),
-    7: Type(7, "Q5_1", 32, 24),
-    10: Type(10, "Q2_K", 256, 84),
-    11: Type(11, "Q3_K", 256, 110),
-    12: Type(12, "Q4_K", 256, 144),
-    13: Type(13, "Q5_K", 256, 176),
-    14: Type(14, "Q6_K", 256, 210),
+    0: Type("F32", 1, 4),
+    1: Type("F16", 1, 2),
+    30: Type("BF16", 1, 2),
+    8: Type("Q8_0", 32, 34),
+    2: Type("Q4_0", 32, 18),
+    3: Type("Q4_1", 32, 20),
+    6: Type("Q5_0", 32, 22),
+    7: Type("Q5_1", 32, 24),
+    10: Type("Q2_K", 256, 84),
+    11: Type("Q3_K", 256, 110),
+    12: Type("Q4_K", 256, 144),
+    13: Type("Q5_K", 256, 176),
+    14: Type("Q6_K", 256, 210),
 }
 
 
@@ -153,10 +152,8 @@ class GgufFile(TensorSource):
                 "use another file"
             )
         rows, inputs = shape
-        order = None
-        if heads and rows % (2 * heads) == 0:
-            order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-        return Blocks(name, torch.from_numpy(content).view(rows, -1), info.type_id, inputs, order)
+        content = torch.from_numpy(content).view(rows, -1)
+        return Blocks(name, content, info.type_id, inputs, _row_order(rows, heads))
 
     def _package(self) -> Any:
         """Import the package `gguf`, which takes 0.1 s. Raises: ValueError when it is missing."""
@@ -183,7 +180,7 @@ class GgufFile(TensorSource):
             known = ", ".join(kind.name for kind in TYPES.values())
             found = f"the type {_name_of(info.type_id)}, which is not one of {known}"
             raise ValueError(f"{self.path}: {name} has {found}; use another")
-        _, _, block, block_size = TYPES[info.type_id]
+        _, block, block_size = TYPES[info.type_id]
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
             raise ValueError(
@@ -243,12 +240,9 @@ class GgufFile(TensorSource):
         """
         shape, blocks = self._content(name, part)
         info = self._header.tensors[name]
-        value = self._values(blocks, TYPES[info.type_id], dtype).view(shape)
-        rows = shape[0]
-        # a shape that heads do not divide stays: the loader's error names it
-        if heads and rows % (2 * heads) == 0:
-            value = value.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(shape)
-        return value
+        value = self._values(blocks, info.type_id, dtype).view(shape)
+        order = _row_order(shape[0], heads)
+        return value if order is None else value[order]
 
     def _content(self, name: str, part: int | None) -> tuple[tuple[int, ...], np.ndarray]:
         """Return a tensor's shape and its bytes, or those of one part along its first dimension."""
@@ -268,12 +262,12 @@ class GgufFile(TensorSource):
             )
         return shape, np.frombuffer(self._header.file, np.uint8, size, start)
 
-    def _values(self, blocks: np.ndarray, kind: Type, dtype: torch.dtype | None) -> Tensor:
-        """Read the numbers in blocks. blocks: uint8; dtype: as in `read`.
+    def _values(self, blocks: np.ndarray, type_id: int, dtype: torch.dtype | None) -> Tensor:
+        """Read the numbers in blocks. blocks: uint8, of a type in TYPES; dtype: as in `read`.
 
         Returns: [elements], in the file's own dtype, or fp32 for blocks.
         """
-        type_id, type_name, block, block_size = kind
+        type_name, block, block_size = TYPES[type_id]
         if type_name == "F32":
             return torch.from_numpy(blocks.view(np.float32).copy())
         if type_name == "F16":
@@ -337,6 +331,17 @@ def _name_of(type_id: int) -> str:
         return GGMLQuantizationType(type_id).name
     except (ImportError, ValueError):
         return str(type_id)
+
+
+def _row_order(rows: int, heads: int) -> Tensor | None:
+    """Return the rows of a query or key weight in Hugging Face's order, [rows] int64.
+
+    llama.cpp's rotation needs another one. None: they stay; those that heads do not divide, too,
+    since the loader's error names them.
+    """
+    if not heads or rows % (2 * heads):
+        return None
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _read_without_package(type_name: str) -> bool:

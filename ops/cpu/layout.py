@@ -1,4 +1,4 @@
-"""Layouts of int4 and int8 weights on a CPU: strips of 32 outputs, for cpu/quantized.cpp."""
+"""Layouts of int4 and int8 weights on a CPU: strips of 32 outputs (cpu/strips.h)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STRIP = 32  # outputs whose weights are interleaved; as in cpu/quantized.cpp
+STRIP = 32  # outputs whose weights are interleaved; as in cpu/strips.h
 
 
 def _whole_strips(t: Tensor) -> Tensor:

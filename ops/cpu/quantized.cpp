@@ -23,7 +23,7 @@ namespace quantized {
 namespace {
 
 constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
-constexpr int64_t MOST_BLOCK = 128;
+constexpr int64_t MOST_BLOCK = 128;  // of all formats
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 19;  // multiply-adds (and bytes) that pay for a thread's wake-up
 
@@ -122,7 +122,7 @@ template <class T> void round_rows(Activations& a, const T* x) {
 
 struct Panel {
   const uint8_t* weights;  // its first superblock
-  const uint8_t* ahead;    // the next panel, fetched meanwhile; null: somebody else fetches it
+  const uint8_t* ahead;    // the next panel, fetched meanwhile; null: another tile fetches it
   int64_t first, last;     // k
   alignas(64) float scale[PANEL / 16 * STRIP];  // per group of k
   alignas(64) float least[PANEL / 16 * STRIP];  // minima
@@ -263,11 +263,11 @@ void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_
       if (ahead)
         for (int64_t i = 0; i < steps * F::STEP_BYTES; i += 64, ahead += 64) __builtin_prefetch(ahead);
       for (int m = 0; m < M; m++) {
-        const Floats of_row = splat(scales[m]), moved = splat(sums[m]);
+        const Floats of_row = splat(scales[m]), row_sum = splat(sums[m]);
         for (int j = 0; j < V; j++) {
           float* sum = acc + m * STRIP + (FIRST + j) * LANES;
           const Floats by = multiply(load(scale + j * LANES), of_row);
-          if (has_least) store(sum, multiply_add(load(least + j * LANES), moved, add_scaled(total[m][j], by, load(sum))));
+          if (has_least) store(sum, multiply_add(load(least + j * LANES), row_sum, add_scaled(total[m][j], by, load(sum))));
           else store(sum, add_scaled(total[m][j], by, load(sum)));
         }
       }
@@ -405,7 +405,7 @@ at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool w
                 const std::optional<at::Tensor>& expert) {
   const int64_t size = packed.size(-1), group = size / 512 * 32, header = size % 512;  // as in layout.py
   const bool words = header == 4 * STRIP;
-  TORCH_CHECK(group && (words || header == 2 * STRIP), "weights in blocks of ", size,
+  TORCH_CHECK(group && group <= MOST_BLOCK && (words || header == 2 * STRIP), "weights in blocks of ", size,
               " bytes do not fit; pack_int4_strips lays them out");
   const Layout layout{Codes::NIBBLES, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);

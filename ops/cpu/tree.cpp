@@ -3,7 +3,7 @@
 // 1. `next_level` scores the children of every node of a frontier, keeps the best, and chooses the next frontier.
 // 2. `rerank` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
 // 3. `accept` finds the deepest path that is the target's own choice; `advance` writes its tokens and moves the roots.
-// 4. `place_rows` and `causal` compute the cache slots of a step's tokens, and the slots that they see.
+// 4. `place_rows` (place_tokens in Python) and `causal` compute the cache slots of a step's tokens, and the slots that they see.
 //
 // Each computes the same as its plain reference (ops/tree.py, draft_tree.py, decode.py), in one call instead of dozens.
 // Trees are small: only the scores of `next_level` pay for threads.
@@ -297,7 +297,7 @@ std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& 
 
 // ---------------------------------------------------------------------------------------------------- places
 
-// `place_rows` of ops/tree.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
+// `place_tokens` of ops/tree.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
 // positions [B, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
                                                           const Optional& depths, int64_t rows, int64_t slot,

@@ -209,8 +209,8 @@ def test_draft_models_equal_vanilla(model, tree, temperature, batch):
 def test_lookup_equals_vanilla(model, name, temperature, batch):
     session = check(name, batch, model=model, temperature=temperature, seed=7)
     assert any(line["draft_tokens"] for line in session.trace)
-    if name == "ngram":  # sampled tokens seldom repeat here
-        assert temperature > 0 or tau_of(session) > 1.01
+    if name == "ngram":  # the mixture's sampled tokens do not repeat
+        assert (model == "mixtral" and temperature > 0) or tau_of(session) > 1.01
     else:
         assert tau_of(session) > 1.3
 

@@ -686,7 +686,10 @@ def test_one_rank_fails(tmp_path, how, rule):
     (tmp_path / "rank.py").write_text(RANK)
     done = torchrun(how, *CLI, "--tree", "dynamic", program=str(tmp_path / "rank.py"))
     assert done.returncode == 1, done
-    # a rank that fails in its first cycle leaves rank 0 the tokens decided before, which it streams
-    assert how in ("kill", "bug") or not done.stdout, done
+    text = ""
+    if how in ("kill", "bug"):  # rank 0 streams the tokens decided before it learns of it
+        engine = generate.load(checkpoint=DEMO, max_new_tokens=24)
+        text = generate.generate(engine, ["def read_lines(path):"]).text[0]
+    assert text.startswith(done.stdout) and len(done.stdout) <= len(text) // 2, done
     assert [rule in line for line in ours(done)] == ([True] if rule else []), done.stderr
     assert ("KeyError: 'a bug'" in done.stderr) == (how == "bug")

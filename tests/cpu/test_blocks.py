@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from test_builds import OTHERS
-from test_kernels_cpu import ROWS, U, assert_within, built, random
+from test_kernels_cpu import ROWS, U, assert_within, built, check_edges, random
 from torch import Tensor
 
 import ops.cpu.build
@@ -219,26 +219,7 @@ def test_threads_do_not_matter(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_numbers_at_the_edges(name, dtype):
-    case = Case(name, n=33, k=256)
-    x = random(8, 256, seed=1).to(dtype)
-    x[0] = 0
-    x[1, 7] = float("nan")
-    x[2, 200] = float("inf")
-    x[3, 100] = -float("inf")
-    x[4] *= 1e30
-    x[5] *= 1e-38  # below what the codes distinguish from 0
-    x[6] *= 1e-25
-    y = case.operator(x)
-    assert (y[0] == 0).all()
-    assert y[1:4].isnan().all(), "NaN and infinity are never turned into numbers"
-    assert y[5].abs().max() < 1e-30
-    for row, size in ((4, 1e30), (6, 1e-25), (7, 1.0)):
-        rows = x[row : row + 1].float() / size
-        exact = rows.double() @ case.weight.double().T
-        most = (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6)
-        assert_within(y[row : row + 1] / size, exact, most)
-    clean = [0, 4, 5, 6, 7]
-    assert torch.equal(y[clean], case.operator(x[clean].contiguous()))
+    check_edges(Case(name, n=33, k=256), dtype)
 
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)

@@ -11,6 +11,7 @@ bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -227,29 +228,38 @@ def test_narrow_outputs_are_the_wide_ones_rounded(kind):
 # -------------------------------------------------------------------------------------------- edges
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_numbers_at_the_edges(kind, dtype):
-    case, x = make_case(kind, 33, 256), random(8, 256, seed=1).to(dtype)
+def check_edges(case: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Zeros, NaN, infinities, huge and tiny rows through a product with 256 inputs.
+
+    Returns: the rows; their outputs.
+    """
+    x = random(8, 256, seed=1).to(dtype)
     x[0] = 0
-    x[1, 7], x[2, 200], x[3, 100] = float("nan"), float("inf"), -float("inf")
+    x[1, 7] = float("nan")
+    x[2, 200] = float("inf")
+    x[3, 100] = -float("inf")
     x[4] *= 1e30
     x[5] *= 1e-38  # below what the codes distinguish from 0
     x[6] *= 1e-25
-    y = case.operator(x, fp32_out=True)
+    y = case.operator(x, True)
     assert (y[0] == 0).all()
     assert y[1:4].isnan().all(), "NaN and infinity are never turned into numbers"
     assert y[5].abs().max() < 1e-30
     for row, size in ((4, 1e30), (6, 1e-25), (7, 1.0)):
         rows = x[row : row + 1].float() / size
         exact = rows.double() @ case.weight.double().T
-        assert_within(
-            y[row : row + 1] / size,
-            exact,
-            (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6),
-        )
+        most = (case.code_error(rows) + case.rounding(rows)) * (1 + 1e-6)
+        assert_within(y[row : row + 1] / size, exact, most)
     clean = [0, 4, 5, 6, 7]
-    assert torch.equal(y[clean], case.operator(x[clean].contiguous(), fp32_out=True))
+    assert torch.equal(y[clean], case.operator(x[clean].contiguous(), True))
+    return x, y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers_at_the_edges(kind, dtype):
+    case = make_case(kind, 33, 256)
+    x, y = check_edges(case, dtype)
     assert torch.equal(case.reference(x).isnan(), y.isnan())
 
 
