@@ -44,7 +44,7 @@ from kv_cache import KVCache, causal_window
 from model import DTYPES
 from options import DEMO, GenerateConfig, pick_device
 from runtime import compiled
-from scripts.bench.llama_cpp import (
+from scripts.bench.llama_peer import (
     FORMATS,
     LOOKUPS,
     LlamaCpp,

@@ -25,7 +25,7 @@ from options import DEMO
 from scripts.bench import measure, plot_trace
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
-from scripts.bench.llama_cpp import (
+from scripts.bench.llama_peer import (
     FORMATS,
     LOOKUPS,
     LlamaCpp,
