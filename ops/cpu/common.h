@@ -78,10 +78,12 @@ inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_
 // that is not SMALL takes two numbers of 16 bits on either side, even_bytes or odd_bytes of the weights.
 // words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
 // becomes word i of vector j.
+// For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
+// CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
 
 #if defined(__AVX512VNNI__)
 
-constexpr int LANES = 16, MB = 7, MOST_SUMS = 14;
+constexpr int LANES = 16, MB = 7, MOST_SUMS = 14, CHAINS = 12;
 constexpr bool FOLDS = false;
 using Ints = __m512i;
 using Floats = __m512;
@@ -133,7 +135,7 @@ inline void transpose(Ints (&w)[LANES]) {
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-constexpr int LANES = 8, MB = 4, MOST_SUMS = 4;
+constexpr int LANES = 8, MOST_SUMS = 8;
 using Ints = __m256i;
 using Floats = __m256;
 inline Ints splat(int32_t v) { return _mm256_set1_epi32(v); }
@@ -146,9 +148,14 @@ inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
 #if defined(__AVXVNNI__)
 constexpr bool FOLDS = false;
-template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
+constexpr int MB = 4, CHAINS = 8;
+template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));  // see above
+  return acc;
+}
 #else
 constexpr bool FOLDS = true;
+constexpr int MB = 6, CHAINS = 0;
 // gcc would compute all products of a step first, and put them all on the stack: 4x
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   Ints both;
@@ -193,7 +200,7 @@ inline void transpose(Ints (&w)[LANES]) {
 
 #else  // any processor: the same steps in plain loops
 
-constexpr int LANES = 16, MB = 2, MOST_SUMS = 4;
+constexpr int LANES = 16, MB = 2, MOST_SUMS = 4, CHAINS = 8;
 constexpr bool FOLDS = false;
 struct Ints {
   int32_t lane[LANES];

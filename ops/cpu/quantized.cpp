@@ -157,17 +157,20 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
 }
 
 // ------------------------------------------------------------------------------------------------- codes
-// The codes of a step, 4 values of k: V vectors of outputs, from vector `first` of the strip on. Where FOLDS, a sum of
-// dot products takes FOLD steps in 16 bits.
+// The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs: all of them, or vector
+// `first` of both halves, so that it reads a byte of two nibbles once. Where FOLDS, a sum of dot products takes FOLD
+// steps in 16 bits.
+
+// Returns the number in the strip of a tile's vector j.
+template <int V> constexpr int vector_of(int first, int j) { return first + j % (V / 2) + j / (V / 2) * (NV / 2); }
 
 struct Nibbles {  // a byte: output i low, output i + 16 high
   static constexpr int STEP_BYTES = 64, FOLD = 8;  // 8 * 2 * 15 * 127 fits 16 bits
   static constexpr bool SMALL = true;
   template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
-    for (int j = 0; j < V; j++) {
-      const int v = first + j;
-      const Ints both = load(p + v % (NV / 2) * 4 * LANES);
-      w[j] = v < NV / 2 ? low_nibbles(both) : high_nibbles(both);
+    for (int j = 0; j < V / 2; j++) {
+      const Ints both = load(p + (first + j) * 4 * LANES);
+      w[j] = low_nibbles(both), w[V / 2 + j] = high_nibbles(both);
     }
   }
 };
@@ -175,7 +178,7 @@ template <bool SIX_BITS> struct Bytes {
   static constexpr int STEP_BYTES = 128, FOLD = SIX_BITS ? 2 : 1;  // 2 * 2 * 63 * 127 fits 16 bits
   static constexpr bool SMALL = SIX_BITS;
   template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
-    for (int j = 0; j < V; j++) w[j] = load(p + (first + j) * 4 * LANES);
+    for (int j = 0; j < V; j++) w[j] = load(p + vector_of<V>(first, j) * 4 * LANES);
   }
 };
 
@@ -188,11 +191,11 @@ inline Ints splat_word(const int8_t* p) {
 template <class F> constexpr int STEP = FOLDS && !F::SMALL ? 8 : 4;  // bytes of a row's activations
 
 // A group of k: sums [M][V] = the dot products of `steps` steps. x: [steps, M, STEP]
-template <class F, int M, int V, int FIRST>
-inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
+template <class F, int M, int V>
+inline void dots(const uint8_t* p, int first, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
   const auto step = [&](Ints(&into)[M][V]) {
     Ints w[V];
-    F::codes(p, FIRST, w);
+    F::codes(p, first, w);
     for (int m = 0; m < M; m++) {
       const int8_t* of_row = x + STEP<F> * m;
       if constexpr (STEP<F> == 4) {
@@ -220,7 +223,7 @@ inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[
         for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[m][j]);
     }
   } else {
-    constexpr int U = FOLDS || M * V >= 8 ? 1 : M * V >= 4 ? 2 : 4;  // independent sums hide the latency of dot
+    constexpr int U = M * V * 4 <= CHAINS ? 4 : M * V * 2 <= CHAINS ? 2 : 1;  // they hide the latency of dot
     Ints more[U][M][V];
     for (int u = 1; u < U; u++)
       for (int m = 0; m < M; m++)
@@ -236,57 +239,80 @@ inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[
   }
 }
 
-// One tile's pass over a panel, for V vectors of outputs from FIRST on. acc: [M, 32], read and written
-template <class F, int M, int V, int FIRST>
-void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_t row, float* acc) {
-  const int64_t place = row * a.blocks + panel.first / a.block * M;
-  const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
-  const float *scales = &a.scales[place], *sums = &a.sums[place];
-  const int32_t* starts = &a.starts[place];
-  const int64_t size = layout.group, last = panel.last;
-  const bool has_least = layout.has_least, has_zero = layout.header == Header::WORDS;
-  const float *scale = panel.scale + FIRST * LANES, *least = panel.least + FIRST * LANES;
-  const int32_t* zero = panel.zero + FIRST * LANES;
-  const uint8_t *p = panel.weights, *ahead = panel.ahead;
-  for (int64_t k = panel.first; k < last;) {
-    const int64_t end = std::min(k + layout.super, last);
-    for (p += layout.header_bytes; k < end; k += size) {
-      const int64_t steps = std::min(size, end - k) / 4;
-      Ints total[M][V];
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) total[m][j] = splat(starts[m]);
-      if (has_zero)
-        for (int m = 0; m < M; m++)
-          for (int j = 0; j < V; j++) total[m][j] = multiply(load((const uint8_t*)(zero + j * LANES)), total[m][j]);
-      dots<F, M, V, FIRST>(p, x, steps, total);
-      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
-      if (ahead)
-        for (int64_t i = 0; i < steps * F::STEP_BYTES; i += 64, ahead += 64) __builtin_prefetch(ahead);
-      for (int m = 0; m < M; m++) {
-        const Floats of_row = splat(scales[m]), row_sum = splat(sums[m]);
-        for (int j = 0; j < V; j++) {
-          float* sum = acc + m * STRIP + (FIRST + j) * LANES;
-          const Floats by = multiply(load(scale + j * LANES), of_row);
-          if (has_least) store(sum, multiply_add(load(least + j * LANES), row_sum, add_scaled(total[m][j], by, load(sum))));
-          else store(sum, add_scaled(total[m][j], by, load(sum)));
-        }
-      }
-      scale += STRIP, least += STRIP, zero += STRIP, scales += M, starts += M, sums += M;
+// The scales, sums and starts of a tile's rows, per group of k.
+struct Ends {
+  const float *scales, *sums;
+  const int32_t* starts;
+};
+
+// Numbers that a group's sums lack: nothing, its minima, the codes' offset, or zero points. Minima have no offset.
+enum class Adds { NOTHING, LEAST, START, ZERO };
+
+inline Adds adds_of(const Layout& layout) {
+  if (layout.header == Header::WORDS) return Adds::ZERO;
+  if (layout.has_least) return Adds::LEAST;
+  return layout.offset ? Adds::START : Adds::NOTHING;
+}
+
+// acc [M, 32] += a group's sums, scaled, of V vectors of outputs. g: place of its scales in the panel
+template <Adds ADDS, int M, int V>
+inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g, int first, const Ends& x, float* acc) {
+  for (int m = 0; m < M; m++) {
+    const Ints start = splat(x.starts[m]);
+    const Floats of_row = splat(x.scales[m]), row_sum = splat(x.sums[m]);
+    for (int j = 0; j < V; j++) {
+      const int at = vector_of<V>(first, j) * LANES;
+      Ints sum = sums[m][j];
+      if (ADDS == Adds::START) sum = add(sum, start);
+      if (ADDS == Adds::ZERO) sum = add(sum, multiply(load((const uint8_t*)(panel.zero + g + at)), start));
+      float* to = acc + m * STRIP + at;
+      const Floats scaled = add_scaled(sum, multiply(load(panel.scale + g + at), of_row), load(to));
+      store(to, ADDS == Adds::LEAST ? multiply_add(load(panel.least + g + at), row_sum, scaled) : scaled);
     }
   }
 }
 
-template <class F, int M = MB>
+// One tile's pass over a panel, for V vectors of outputs. STEPS: of every group of k, so that its sums stay in
+// registers; 0: any. first: of the vectors; acc: [M, 32], read and written
+template <class F, int STEPS, int M, int V>
+[[gnu::noinline]] void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_t row, int first,
+                            float* acc) {
+  const int64_t place = row * a.blocks + panel.first / a.block * M;
+  const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
+  Ends ends{&a.scales[place], &a.sums[place], &a.starts[place]};
+  const int64_t size = layout.group, last = panel.last, share = layout.super_bytes() * size / layout.super;
+  const Adds adds = adds_of(layout);
+  const uint8_t *p = panel.weights, *ahead = panel.ahead;
+  int64_t g = 0;
+  for (int64_t k = panel.first; k < last;) {
+    const int64_t end = std::min(k + layout.super, last);
+    for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
+      const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
+      Ints sums[M][V];
+      for (int m = 0; m < M; m++)
+        for (int j = 0; j < V; j++) sums[m][j] = splat(0);
+      dots<F, M, V>(p, first, x, steps, sums);
+      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
+      if (ahead)
+        for (const uint8_t* fetched = ahead + share; ahead < fetched; ahead += 64) __builtin_prefetch(ahead);
+      switch (adds) {
+        case Adds::NOTHING: scale_sums<Adds::NOTHING>(sums, panel, g, first, ends, acc); break;
+        case Adds::LEAST: scale_sums<Adds::LEAST>(sums, panel, g, first, ends, acc); break;
+        case Adds::START: scale_sums<Adds::START>(sums, panel, g, first, ends, acc); break;
+        case Adds::ZERO: scale_sums<Adds::ZERO>(sums, panel, g, first, ends, acc); break;
+      }
+      ends.scales += M, ends.sums += M, ends.starts += M;
+    }
+  }
+}
+
+template <class F, int STEPS, int M = MB>
 void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row, float* acc) {
   if constexpr (M > 1)
-    if (height < M) return tiles<F, M - 1>(height, a, layout, panel, row, acc);
-  if constexpr (M * NV <= MOST_SUMS) {
-    tile<F, M, NV, 0>(a, layout, panel, row, acc);
-  } else {  // more sums than registers: half of the outputs at a time
-    tile<F, M, NV / 2, 0>(a, layout, panel, row, acc);
-    panel.ahead = nullptr;
-    tile<F, M, NV / 2, NV / 2>(a, layout, panel, row, acc);
-  }
+    if (height < M) return tiles<F, STEPS, M - 1>(height, a, layout, panel, row, acc);
+  constexpr int V = M * NV <= MOST_SUMS ? NV : 2;
+  for (int first = 0; first < NV / V; first++, panel.ahead = nullptr)
+    tile<F, STEPS, M, V>(a, layout, panel, row, first, acc);
 }
 
 // ------------------------------------------------------------------------------------------------ product
@@ -302,7 +328,8 @@ struct Part {  // outputs of one layout
 };
 
 // acc [rows of the group, 32] = x . w for a strip of a part
-template <class F> void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
+template <class F, int STEPS>
+void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
   const Activations& a = *part.a;
   const Layout& layout = part.layout;
   const int64_t T = count_tiles(group), supers = std::max<int64_t>(1, PANEL / layout.super);
@@ -318,10 +345,24 @@ template <class F> void strip_sums(const Part& part, const Group& group, int64_t
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height] = tile_of(group, t);
       panel.ahead = t ? nullptr : next;
-      tiles<F>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
+      tiles<F, STEPS>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
     }
     panel.weights = next;
   }
+}
+
+using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc);
+
+// Returns the `strip_sums` of a layout.
+Sums sums_of(const Layout& layout, int64_t k) {
+  const int64_t steps = k % layout.group ? 0 : layout.group / 4;
+  switch (layout.codes) {
+    case Codes::NIBBLES:
+      return steps == 8 ? strip_sums<Nibbles, 8> : steps == 4 ? strip_sums<Nibbles, 4> : strip_sums<Nibbles, 0>;
+    case Codes::SIX_BITS: return steps == 8 ? strip_sums<Bytes<true>, 8> : strip_sums<Bytes<true>, 4>;
+    case Codes::BYTES: return strip_sums<Bytes<false>, 0>;
+  }
+  return nullptr;
 }
 
 // y [M, n] = x . w, of all parts
@@ -342,13 +383,10 @@ template <class Out> void product(const std::vector<Part>& parts, int64_t n, Out
     for (const Part& part : parts) {
       const int64_t from = std::max(begin - before, int64_t(0)), to = std::min(end - before, part.strips());
       before += part.strips();
+      const auto sum = sums_of(part.layout, part.a->k);
       for (const Group& group : order.groups)
         for (int64_t strip = from; strip < to; strip++) {
-          switch (part.layout.codes) {
-            case Codes::NIBBLES: strip_sums<Nibbles>(part, group, strip, panel, acc.data()); break;
-            case Codes::SIX_BITS: strip_sums<Bytes<true>>(part, group, strip, panel, acc.data()); break;
-            case Codes::BYTES: strip_sums<Bytes<false>>(part, group, strip, panel, acc.data()); break;
-          }
+          sum(part, group, strip, panel, acc.data());
           const int64_t column = strip * STRIP, columns = std::min(STRIP, part.n - column);
           for (int64_t m = 0; m < group.rows; m++)
             put_row<STRIP>(y + order.row[group.first + m] * n + part.first + column, &acc[m * STRIP], columns);
