@@ -54,8 +54,9 @@ def pack_int8_strips(codes: Tensor) -> Tensor:
     codes: [N, K] int8
     Returns: [ceil(N/32), K/4, 32, 4] uint8, with 128 added.
     """
-    shifted = (_whole_strips(codes).to(torch.int16) + 128).to(torch.uint8)
-    return shifted.view(-1, STRIP, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    shifted = _whole_strips(codes).view(torch.uint8) ^ 128  # as + 128, modulo 256
+    fours = shifted.view(torch.int32).view(-1, STRIP, codes.shape[1] // 4)
+    return fours.transpose(1, 2).contiguous().view(torch.uint8).unflatten(-1, (STRIP, 4))
 
 
 def unpack_int8_strips(packed: Tensor, n: int) -> Tensor:
