@@ -12,7 +12,8 @@
 4. A start that fails, or whose text differs from its contestant's first one, is an error. Texts of
    two contestants may part, as their roundings differ; the table shows the place.
 
-tokens/s is of decoding alone, as each contestant counts it. The model must be downloaded.
+tokens/s is of decoding alone, as each contestant counts it. A line also says how much longer than
+`import torch` in the same round a start takes. The model must be downloaded.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from scripts.bench.measure import Series, environment
 from session import common_prefix
 
 PROMPT = "Write a long story about a lighthouse keeper."
+IMPORT = "import torch"  # the contestant that does nothing else
 LENGTHS = (50, 500)  # tokens, at which the answer is cut
 SPEED = re.compile(r"(\d+) tokens in [\d.]+ s: ([\d.]+) tokens/s")  # in the line that ends a run
 # command line: model, prompt, tokens at most, threads
@@ -91,6 +93,7 @@ class Start(NamedTuple):
 def start(command: list[str], caches: str) -> Start:
     """Run one process. Raises: ValueError when it fails."""
     env = dict(os.environ)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start finds the byte code of the first
     if caches:
         env |= {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/compiler"}
     first = 0.0
@@ -120,7 +123,7 @@ def start(command: list[str], caches: str) -> Start:
 
 def contestants(config: StartConfig) -> dict[str, list[str]]:
     """Return the commands by their names in the table."""
-    commands = {"import torch": [sys.executable, "-c", "import torch"]}
+    commands = {IMPORT: [sys.executable, "-c", "import torch"]}
     ours = {"--compile": ["--compile"], "without it": []}
     if config.options:
         ours[config.options] = shlex.split(config.options)
@@ -157,17 +160,22 @@ def measured(config: StartConfig) -> dict[str, list[Start]]:
     return found
 
 
-def summary(name: str, runs: list[Start]) -> dict[str, Any]:
-    """Print a contestant's line. Returns: the same as a dict."""
+def summary(name: str, runs: list[Start], imports: list[Start]) -> dict[str, Any]:
+    """Print a contestant's line. imports: of torch, in the same rounds. Returns: it as a dict."""
     first = Series.of([run.first_s for run in runs])
     end = Series.of([run.end_s for run in runs])
     speed = Series.of([run.tokens_per_s for run in runs])
     tokens = runs[0].tokens
+    found = {"name": name, "first_s": first, "end_s": end}
     line = f"{name:24} first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
     if tokens:
         line += f", {tokens} tokens at {speed.text(1, 1)}/s"
+        more_first = Series.of([a.first_s - b.end_s for a, b in zip(runs, imports)])
+        more_end = Series.of([a.end_s - b.end_s for a, b in zip(runs, imports)])
+        found |= {"first_beyond_import_s": more_first, "end_beyond_import_s": more_end}
+        line += f"; {more_first.text(1, 2)} and {more_end.text(1, 2)} s more than the import"
     print(line)
-    return {"name": name, "first_s": first, "end_s": end, "tokens": tokens, "tokens_per_s": speed}
+    return found | {"tokens": tokens, "tokens_per_s": speed}
 
 
 def bench(config: StartConfig) -> None:
@@ -176,7 +184,8 @@ def bench(config: StartConfig) -> None:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     found = measured(config)
     print(f"second starts, median (range) of {config.rounds}:")
-    rows = [summary(name, runs) for name, runs in found.items()]
+    imports = found[IMPORT]
+    rows = [summary(name, runs, imports) for name, runs in found.items()]
     for length in LENGTHS:
         texts = {
             name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")
