@@ -2,6 +2,7 @@
 
 A file that cannot be read or written is reported as one ValueError on one line with its name.
 `read_untrusted` is the boundary to libraries: an error inside becomes such a ValueError.
+`alone` locks a folder.
 This module imports no torch, so that a mistake on the command line is reported before torch is
 imported.
 Not here: the keys that a JSON file may have (hf/fields.py); tensors by name (checkpoint.py).
@@ -18,9 +19,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
 TEMPORARY = ".tmp"  # suffix of a file's name while it is written
@@ -217,6 +223,34 @@ def write_text(where: str, text: str) -> None:
         replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
+
+
+# ---------------------------------------------------------------------- locking
+
+
+@contextmanager
+def alone(folder: Path, note: str = "") -> Iterator[bool]:
+    """Lock a folder; wait while another process holds the lock.
+
+    Where a file system has no locks, two processes may make the same file, which does no harm.
+
+    note: printed if the lock is held
+    Yields: True with the lock, False without locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    locked = False
+    try:
+        with suppress(OSError, AttributeError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if note:
+                    print(note, file=sys.stderr, flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            locked = True
+        yield locked
+    finally:
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------- by libraries

@@ -37,28 +37,17 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from command_line import one_line_errors, parse
+from before_torch import Command, read_command, with_text
+from command_line import one_line_errors
 from files import write_text
 from options import GenerateConfig
-from prompts import Conversation, check_ids, read_prompts
-
-Command = tuple[GenerateConfig, list[Conversation]]
-
-
-def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
-    """Read the command line and the prompts that it names. Exit with status 2 on a mistake."""
-    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
-    with one_line_errors("generate.py"):
-        check(config)
-        prompts = [] if config.interactive else read_prompts(config)
-    return config, prompts
-
+from prompts import Conversation, check_ids
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
 # together (ranks.py).
 COMMAND = None
 if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
-    COMMAND = read_command()
+    COMMAND = with_text(read_command())
 
 import torch
 
@@ -430,9 +419,9 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
-    config, prompts = command or read_command(argv, ranks.check)
+    config, prompts, text = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
-        engine = load(ranks.init_ranks(config, prompts))
+        engine = load(ranks.init_ranks(config, prompts), text)
         if not config.interactive:
             return run(engine, prompts)
         from extras.chat import chat

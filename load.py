@@ -22,10 +22,9 @@ from checkpoint import BLOCKS, Quantization, saved_quantization
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly, TreeDrafter
 from files import is_gguf
-from hf.chat import chat_template
+from hf.chat import TextFiles, read_text_files
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
-from hf.tokenizer import load_tokenizer
 from hf.weights import int4_group
 from model import DTYPES, Transformer
 from ops.library import has_cpu_operators
@@ -39,9 +38,12 @@ TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention 
 MAX_DEFAULT_CONTEXT = 4096
 
 
-def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
+def load(
+    config: GenerateConfig | None = None, text: TextFiles | None = None, **options: Any
+) -> Engine:
     """Load everything that `config` names, and compile.
 
+    text: the tokenizer and the template, where they are read already
     options: fields of `GenerateConfig`, when no config is given
     Raises: ValueError for anything wrong with options or files.
     """
@@ -60,10 +62,7 @@ def load(config: GenerateConfig | None = None, **options: Any) -> Engine:
     if any(getattr(layer, "format", "") == BLOCKS for layer in target.modules()):
         config = replace(config, quant=BLOCKS)
     config = replace(config, dtype=str(target.norm.weight.dtype).removeprefix("torch."))
-    tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
-    template = None
-    if config.chat is not None:
-        template = chat_template(path, tokenizer, config.chat, config.system)
+    tokenizer, template = text or read_text_files(path, config)
     eos_ids = _eos_ids(target, tokenizer, template)
     context = _context(config, target)
     config = resolve_draft(config, path)

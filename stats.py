@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 @dataclass
 class Stats:
@@ -156,6 +154,8 @@ def trace_row(tree_trace: list[list], seq: int, report: Any) -> dict[str, Any]:
 
 def environment(device: str) -> dict[str, Any]:
     """Return the versions and the machine that a measurement depends on."""
+    import torch
+
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name()
     else:
@@ -174,6 +174,8 @@ def environment(device: str) -> dict[str, Any]:
 def peak_memory_bytes(device: str) -> int:
     """Return the peak device memory on CUDA, elsewhere the process's peak resident memory."""
     if device.startswith("cuda"):
+        import torch
+
         return torch.cuda.max_memory_allocated()
     import resource
 
@@ -195,6 +197,8 @@ def free_bytes(device: str) -> int:
     torchrun has started on one machine have equal parts of the free memory, and of the limit.
     """
     if device.startswith("cuda"):
+        import torch
+
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     free = sys.maxsize

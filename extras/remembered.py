@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from decode import Engine
-from files import replace_file
-from ops.cpu.build import alone, check_own, processor
+from files import alone, replace_file
+from ops.cpu.build import check_own, processor
 
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (

@@ -9,8 +9,9 @@
    repeat the official EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation
    templates). None is a default.
 
-`--system TEXT` takes the place of a template's own system message. An empty text leaves it out of a
-fixed template; the checkpoint's own gets an empty message.
+`read_text_files` reads the tokenizer with it. `--system TEXT` takes the place of a template's own
+system message. An empty text leaves it out of a fixed template; the checkpoint's own gets an empty
+message.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from files import is_gguf, read_text
 from hf.gguf_header import chat_template_text
-from hf.tokenizer import Tokenizer, optional_json
+from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
+from options import GenerateConfig
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
@@ -323,3 +325,22 @@ def chat_template(
     if system is None:
         return template
     return template.with_system(system)
+
+
+class TextFiles(NamedTuple):
+    """The text side of a checkpoint."""
+
+    tokenizer: Tokenizer | None  # None: only ids go in and out
+    template: ChatTemplate | None  # with --chat
+
+
+def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
+    """Read the tokenizer of a checkpoint, and with --chat the chat template.
+
+    Raises: ValueError for a missing or broken one that is needed.
+    """
+    tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
+    template = None
+    if config.chat is not None:
+        template = chat_template(path, tokenizer, config.chat, config.system)
+    return TextFiles(tokenizer, template)

@@ -27,7 +27,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.cpu.build import alone
+from files import alone
 from options import DEFAULT
 
 BLOCK_BYTES = 2**20

@@ -23,17 +23,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
+from files import alone
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
@@ -357,31 +353,6 @@ def is_whole(library: Path) -> bool:
         return False
     content = library.read_bytes()
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-@contextmanager
-def alone(folder: Path, note: str = "") -> Iterator[bool]:
-    """Lock a folder; wait while another process holds the lock.
-
-    Where a file system has no locks, two processes may make the same file, which does no harm.
-
-    note: printed if the lock is held
-    Yields: True with the lock, False without locks.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    locked = False
-    try:
-        with suppress(OSError, AttributeError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if note:
-                    print(note, file=sys.stderr, flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            locked = True
-        yield locked
-    finally:
-        os.close(descriptor)
 
 
 def _run(*commands: list[str]) -> None:

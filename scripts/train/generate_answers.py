@@ -39,11 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from command_line import one_line_errors, option, parse
 from decode import Engine, with_cycles
-from files import read_jsonl, write_text
+from files import alone, read_jsonl, write_text
 from generate import finish_reason, load, text_of
 from hf.chat import PROBE
 from load import warm_up
-from ops.cpu.build import alone
 from options import DEFAULT, ROOT, GenerateConfig
 from scripts.train import train_demo
 from session import Session

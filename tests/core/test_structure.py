@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 
 import decode
 import generate
@@ -25,7 +26,8 @@ from session import Session
 ROOT = Path(generate.__file__).parent
 # from the ground up; a module may import those of lower floors, and its own folder's
 FLOORS = (
-    ("files", "stats", "ops"),
+    ("files", "stats"),
+    ("ops",),
     ("tree_shapes", "command_line"),
     ("options",),
     ("prompts", "checkpoint", "draft_tree"),
@@ -36,7 +38,7 @@ FLOORS = (
     ("decode", "eagle_draft", "tp"),
     ("session",),
     ("extras",),
-    ("load",),
+    ("load", "before_torch"),
     ("generate",),
     ("scripts",),
 )
@@ -260,6 +262,16 @@ def test_steps_change_records_as_every_torch_compiles_it():
     assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
 
 
+def run_without(modules: tuple[str, ...], argv: list[str]) -> subprocess.CompletedProcess:
+    """Run generate.py where imports of some modules fail."""
+    code = (
+        f"import runpy, sys; sys.modules |= dict.fromkeys({modules});"
+        "sys.argv[0] = 'generate.py'; runpy.run_path('generate.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     "argv, status, message",
     [
@@ -276,15 +288,35 @@ def test_steps_change_records_as_every_torch_compiles_it():
 )
 def test_mistakes_are_answered_before_torch_is_imported(argv, status, message):
     """Torch takes seconds. Here every import of it, or of numpy, fails."""
-    code = (
-        "import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'sentencepiece', 'safetensors'));"
-        "sys.argv[0] = 'generate.py'; runpy.run_path('generate.py', run_name='__main__')"
-    )
     began = time.perf_counter()
-    run = subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True
-    )
+    run = run_without(("torch", "numpy", "sentencepiece", "safetensors"), argv)
     assert time.perf_counter() - began < 2  # 0.2 s where nothing else runs
     assert run.returncode == status, run.stderr
     assert ("Generate text, exactly" in run.stdout) == (status == 0)
     assert message in run.stderr and len(run.stderr.splitlines()) == (status != 0)
+
+
+def test_tokenizer_and_template_are_read_before_torch_is_imported():
+    run = run_without(("torch", "numpy", "safetensors"), ["--checkpoint", DEMO, "--chat"])
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
+    assert "has no chat template" in run.stderr
+    run = run_without(("torch", "numpy", "safetensors"), ["--checkpoint", DEMO])
+    assert run.returncode == 1 and "import of torch halted" in run.stderr
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is not None, reason="for Linux and CPUs"
+)
+def test_the_libraries_of_torch_load_without_torch():
+    code = """
+import sys
+from pathlib import Path
+from before_torch import _load_libraries
+_load_libraries()
+assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
+assert "torch" not in sys.modules
+import torch
+print(torch.ones(3).sum().item())
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "3.0\n" and not run.stderr

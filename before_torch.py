@@ -1,0 +1,75 @@
+"""The first part of a start: the command, the tokenizer and the chat template, without torch.
+
+`import torch` takes seconds. `read_command` reads the command line and the prompts before it, so
+that --help and mistakes are answered at once. `with_text` reads a checkpoint's tokenizer and chat
+template while another thread has the system load torch's libraries. That is a fifth of the import
+and needs no Python, but the import itself would let no other Python run meanwhile.
+Not here: the import (generate.py), the weights (load.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from command_line import one_line_errors, parse
+from options import GenerateConfig
+from prompts import Conversation, read_prompts
+
+if TYPE_CHECKING:  # its imports take time that --help has not
+    from hf.chat import TextFiles
+
+
+class Command(NamedTuple):
+    """Options, the prompts that they name, and the text side of the checkpoint, once it is read."""
+
+    config: GenerateConfig
+    prompts: list[Conversation]
+    text: TextFiles | None = None
+
+
+def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
+    """Read the command line and the prompts. Exit with status 2 on a mistake."""
+    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+    with one_line_errors("generate.py"):
+        check(config)
+        prompts = [] if config.interactive else read_prompts(config)
+    return Command(config, prompts)
+
+
+def with_text(command: Command) -> Command:
+    """Read the text side of the checkpoint beside torch's libraries. Exit with 2 on a mistake."""
+    config, prompts, _ = command
+    with one_line_errors("generate.py"):
+        from hf.chat import read_text_files
+        from hf.fetch import fetched
+
+        path = fetched(config.checkpoint)
+        # the system loads one library at a time, so those that are used meanwhile come first
+        with suppress(ImportError):  # the reader of a file says which package it needs
+            importlib.import_module("markupsafe")  # a part of jinja2
+            importlib.import_module("tokenizers").models.BPE()  # the first use waits for loading
+        threading.Thread(target=_load_libraries).start()
+        return Command(config, prompts, read_text_files(path, config))
+
+
+def _load_libraries() -> None:
+    """Load torch's libraries in torch's order, but for those that need Python; on Linux, for CPUs.
+
+    With CUDA torch looks for further libraries first.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.origin:
+        return  # the import says so
+    folder = Path(found.origin).parent / "lib"
+    cpu = folder / "libtorch_cpu.so"
+    if cpu.exists() and not (folder / "libtorch_cuda.so").exists():
+        load = ctypes.CDLL(None).dlopen  # lets Python run meanwhile, as ctypes.CDLL(cpu) does not
+        load(bytes(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL | os.RTLD_NOW)
+        load(bytes(cpu), os.RTLD_NOW)
