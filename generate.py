@@ -14,6 +14,7 @@ The cycle is in decode.py, its loop in session.py, the options are in options.py
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -25,6 +26,7 @@ def end_quietly(*_: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, end_quietly)  # until the command runs
+    gc.disable()  # a collection would visit torch's 180,000 objects, which stay
 
 import json
 import sys
@@ -431,6 +433,8 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # later collections, and those at the end, leave the imports' objects out
+    gc.enable()
     try:
         with ranks.report_from_rank_0("generate.py"):
             main(command=COMMAND)
