@@ -9,9 +9,11 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
 2. verify: the target runs over the whole tree in one pass. The deepest path that agrees with the
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the accepted tokens with the target's features.
-Vanilla decoding is the cycle whose tree is only its root. A drafter with presets has a cycle for
-each. With --compile on CUDA, draft, extend, `decide` and the target's blocks are compiled
-(`fullgraph=True`), and a cycle is captured as one graph. On a CPU the steps call C++ operators.
+Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
+drafter and each kind of sampling: sequences of one batch may be sampled differently, and where all
+are greedy no noise is made. With --compile on CUDA, draft, extend, `decide` and the target's blocks
+are compiled (`fullgraph=True`), and a cycle is captured as one graph. On a CPU the steps call C++
+operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
@@ -34,7 +36,7 @@ from ops.topk import best
 from ops.tree import place_tokens
 from options import GenerateConfig
 from runtime import Clock, compiled, copy_into
-from sampling import NoiseKey, Sampling
+from sampling import Kind, NoiseKey, Rule
 from tree_shapes import MAX_NODES
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
@@ -51,6 +53,7 @@ class DecodeState(NamedTuple):
     done: Tensor  # [B] bool
     limit: Tensor  # [B] int64, index of the last token that may be decided
     key: NoiseKey
+    rule: Rule
     drafter_state: Any
 
 
@@ -96,11 +99,11 @@ class Outcome(NamedTuple):
 
 
 def pick_tokens(
-    target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, draw: Tensor
+    target: Transformer, features: Tensor, rule: Rule | None, noise: Tensor | None, draw: Tensor
 ) -> Tensor:
     """Pick the target's own token after every feature, [B, N] int64.
 
-    features: [B, N, F]; noise: [B, R, V] fp32, None when greedy
+    features: [B, N, F]; noise: [B, R, V] fp32; rule and noise are None when all are greedy
     draw: [B, N] int64, the row of the noise that belongs to each feature
     """
     scores = target.logits(features)  # [B, N, V]
@@ -121,7 +124,8 @@ class Engine:
     pick_tokens: Callable[..., Tensor] = pick_tokens  # with several ranks, `tp.pick_tokens`
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
     eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
-    cycles: tuple[Callable, ...] = ()  # one per preset: (cache, state) -> (state, outcome)
+    # by `Kind`, then by preset: (cache, state) -> (state, outcome)
+    cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     tree_policy: Any = field(default_factory=LargestTree)
     pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
@@ -137,7 +141,7 @@ class Engine:
 
 
 def with_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every preset, compiled when the config says so.
+    """Give the engine a cycle for every kind of sampling and preset, compiled as the config says.
 
     With --compile on a CPU the weights are taken as they are now: later they may change in place,
     but not be replaced.
@@ -158,9 +162,11 @@ def with_cycles(engine: Engine) -> Engine:
         tree_policy=LargestTree(),
         pool=[],
     )
-    cycles = [Cycle(engine, preset) for preset in engine.drafter.presets]
-    if engine.captured:
-        cycles = [cycle.compiled_by_layer() for cycle in cycles]
+    made = Cycle.compiled_by_layer if engine.captured else lambda cycle: cycle
+    cycles = [
+        tuple(made(Cycle(engine, preset, kind)) for preset in engine.drafter.presets)
+        for kind in Kind
+    ]
     return replace(engine, cycles=tuple(cycles))
 
 
@@ -170,10 +176,11 @@ def with_cycles(engine: Engine) -> Engine:
 class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
-    def __init__(self, engine: Engine, drafter: Drafter):
+    def __init__(self, engine: Engine, drafter: Drafter, kind: Kind):
+        """kind: the latest of any sequence that it decodes"""
         self.target = engine.target
         self.drafter = drafter
-        self.rule = engine.config.sampling
+        self.kind = kind
         self.eos_tensor = engine.eos_tensor
         self.prefer = engine.drafter.prefer
         self.aux_layers = engine.drafter.aux_layers
@@ -235,12 +242,13 @@ class Cycle:
         noise = None
         fresh = None
         V = self.target.config.vocab_size
-        if self.rule.temperature > 0:
+        rule = state.rule.needed(self.kind)
+        if rule is not None:
             noise = sampling.gumbel(state.key, state.draws, self.drafter.depth + 1, V)
-        if self.drafter.fresh_rows:
+        if rule is not None and self.drafter.fresh_rows:
             first = state.draws * NODE_STRIDE
             fresh = sampling.gumbel(state.key, first, self.drafter.fresh_rows, V, sampling.DRAFT)
-        root = Root(noise, fresh, Text(state.tokens, state.pos))
+        root = Root(noise, fresh, Text(state.tokens, state.pos), rule)
         return self.drafter.propose(state.drafter_state, root), noise
 
     def verify(
@@ -270,7 +278,8 @@ class Cycle:
         if self.accept_rule:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
-            tokens = self.pick_tokens(self.target, features, self.rule, noise, tree.depths)
+            rule = state.rule.needed(self.kind)
+            tokens = self.pick_tokens(self.target, features, rule, noise, tree.depths)
             accepted = self.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves)
@@ -341,16 +350,17 @@ def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None
 
 
 def prefill_chunk(
-    engine: Engine, cache: KVCache, state: DecodeState, start: Tensor, width: int
+    engine: Engine, cache: KVCache, state: DecodeState, kind: Kind, start: Tensor, width: int
 ) -> DecodeState:
     """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
 
+    kind: of the sequences' sampling, the latest of any
     start: [B] int64, index of each sequence's first token in the chunk; shorter ones are padded
     A sequence whose prompt ends in this chunk gets its root: only that feature meets the LM head.
     Writes: both caches, state.tokens.
     Returns: the state; a sequence is done if nothing may follow its root.
     """
-    rule = engine.config.sampling
+    rule = state.rule.needed(kind)
     start = torch.minimum(start, state.pos)
     count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
     window = causal_window(start, width)
@@ -361,7 +371,7 @@ def prefill_chunk(
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
     noise = None
-    if rule.temperature > 0:
+    if rule is not None:
         vocab = engine.target.config.vocab_size
         noise = sampling.gumbel(state.key, state.draws, 1, vocab)  # [B, 1, V]
     root = engine.pick_tokens(engine.target, features.gather(1, last), rule, noise, draw)  # [B, 1]

@@ -52,6 +52,7 @@ class Root(NamedTuple):
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
     fresh: Tensor | None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
     text: Text
+    rule: sampling.Rule | None = None  # of the target's choice; None when all are greedy
 
 
 class LargestTree:
@@ -191,7 +192,6 @@ class TreeDrafter(Drafter):
         self,
         target: Transformer,
         tree: DynamicTree | StaticTree,
-        rule: sampling.Sampling,
         children: str = "noise",
         sharpness: float = 1.0,
         vocab: DraftVocab | None = None,
@@ -199,9 +199,9 @@ class TreeDrafter(Drafter):
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
-        children: their choice when sampling. "topk": top-k of the drafter's logits; "noise": top-k
-            of logits + T * the shared noise; "sampled": drawn without replacement from q, with
-            noise of their own
+        children: their choice in a batch that samples. "topk": top-k of the drafter's logits;
+            "noise": top-k of logits + T * the shared noise; "sampled": drawn without replacement
+            from q, with noise of their own
         vocab: default: the target's
         lookup: `extras.ngram_draft.Ngram`, whose continuations replace the worst nodes
         """
@@ -209,10 +209,9 @@ class TreeDrafter(Drafter):
             raise ValueError(
                 "children of a dynamic tree cannot be sampled: pruning them by their own q is lossy"
             )
-        self.rule = rule
         self.sharpness = sharpness
         self.lookup = lookup
-        self.children = children if rule.temperature > 0 else "topk"
+        self.children = children
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
         self._set_tree(tree.on(self.device))
@@ -295,7 +294,7 @@ class TreeDrafter(Drafter):
         out, free = self.root_output(state, root)
 
         def children(out: Tensor, level: int, k: int) -> tuple[Children | Scores, Shared | None]:
-            if self.children == "sampled":
+            if self.children == "sampled" and root.rule is not None:
                 return self._sampled(out, level, k, root), None
             return self._scores(out, level, root)
 
@@ -312,17 +311,17 @@ class TreeDrafter(Drafter):
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """Score the children of every output [B, R, F]."""
         z = self.logits(out)  # [B, R, V]
-        if self.children != "noise":
+        if self.children != "noise" or root.rule is None:
             return Scores(z, self.sharpness, self.vocab.ids), None
-        scores = Scores(sampling.process(z, self.rule), self.sharpness, self.vocab.ids)
-        return scores, Shared(root.noise, level, self.rule.temperature)
+        scores = Scores(sampling.process(z, root.rule), self.sharpness, self.vocab.ids)
+        return scores, Shared(root.noise, level, root.rule.temperature)
 
     def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """Draw children without replacement from q. out: [B, R, F]."""
         first = 0  # rows of noise of earlier levels
         if level:
             first = 1 + sum(self.tree.widths[: level - 1])
-        log_q = sampling.process(self.logits(out), self.rule).log_softmax(-1)  # [B, R, V]
+        log_q = sampling.process(self.logits(out), root.rule).log_softmax(-1)  # [B, R, V]
         fresh = self.vocab.columns(root.fresh[:, first : first + out.shape[1]])
         columns = (log_q + fresh).topk(k, dim=-1).indices
         tokens = self.vocab.tokens(columns)

@@ -51,7 +51,6 @@ from model import (
 from ops.cpu.layers import FusedHead, fits
 from ops.tree import Frontier
 from options import GenerateConfig
-from sampling import Sampling
 
 
 class EagleHead(nn.Module):
@@ -197,7 +196,6 @@ class EagleDrafter(TreeDrafter):
         head: EagleHead,
         target: Transformer,
         tree: DynamicTree | StaticTree,
-        rule: Sampling,
         lm_head: nn.Module | None = None,
         **options: Any,
     ):
@@ -208,7 +206,7 @@ class EagleDrafter(TreeDrafter):
             `TreeDrafter`
         """
         defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
-        super().__init__(target, tree, rule, **defaults | options)
+        super().__init__(target, tree, **defaults | options)
         self.head = head
         self.layers = head.layers
         self.aux_layers = head.aux_layers
@@ -290,4 +288,4 @@ def load_drafter(
     options["children"] = config.child_rule
     if config.sharpness:
         options["sharpness"] = config.sharpness
-    return EagleDrafter(head, target, config.draft_tree, config.sampling, lm_head, **options)
+    return EagleDrafter(head, target, config.draft_tree, lm_head, **options)

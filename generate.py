@@ -43,7 +43,7 @@ from before_torch import Command, read_command, with_text
 from command_line import one_line_errors
 from files import write_text
 from options import GenerateConfig
-from prompts import Conversation, check_ids
+from prompts import Conversation, check_ids, with_options
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
 # together (ranks.py).
@@ -122,9 +122,14 @@ class Batch:
     A stream is a (prompt, sample), the key of a conversation and of its noise.
     """
 
-    def __init__(self, engine: Engine, prompts: list[str | Conversation]):
-        """Encode and check all first turns before decoding starts, so that no result is lost."""
+    def __init__(self, engine: Engine, prompts: list[str | Conversation], draws: list = ()):
+        """Encode and check all first turns before decoding starts, so that no result is lost.
+
+        draws: the `Sampling` and the seed of each prompt; default: the engine's
+        """
         self.engine = engine
+        config = engine.config
+        self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
         self.stats = Stats()
         self.entries: list[Turn] = []
         self.trace: list[dict] = []
@@ -179,6 +184,7 @@ class Batch:
         if stream is None:
             return []
         ids = self.prompt_ids[stream[0]]
+        session.configure(seq, *self.draws[stream[0]])
         session.admit(seq, ids, stream)
         return [Turn((*stream, 0), ids, [])]
 
@@ -251,19 +257,14 @@ def generate(
     A finished sequence makes way for the next one.
     prompts: texts, lists of turns, or lists of token ids
     on_tokens, on_finished: callbacks, see `Batch.run`
-    options: `max_new_tokens`, `num_samples` or `seed`, where they differ from the engine's
-    Raises: ValueError for a prompt that cannot be decoded.
+    options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p` or `seed`, where they
+        differ from the engine's; of the last four, a list gives each prompt its own
+    Raises: ValueError for a prompt that cannot be decoded, or a value out of its range.
     """
-    if options:
-        bad = options.keys() - {"max_new_tokens", "num_samples", "seed"}
-        if bad:
-            names = ", ".join(sorted(bad))
-            raise ValueError(f"{names} cannot change after load(); load another engine")
-        GenerateConfig(**options).check()
-        engine = replace(engine, config=replace(engine.config, **options))
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
-    batch = Batch(engine, prompts)
+    config, draws = with_options(engine.config, options, len(prompts))
+    batch = Batch(replace(engine, config=config), prompts, draws)
     batch.run(batch.streams, on_tokens, on_finished)
     return batch.result()
 
@@ -278,7 +279,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     engine = drafted.engine
     config = replace(engine.config, accept="exact", trace="", compare=False)
     undrafted = replace(engine, drafter=RootOnly(), accept_rule=None, config=config)
-    vanilla = Batch(warm_up(with_cycles(undrafted)), drafted.conversations)
+    vanilla = Batch(warm_up(with_cycles(undrafted)), drafted.conversations, drafted.draws)
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:

@@ -227,9 +227,7 @@ class GenerateConfig:
     )
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
-    top_k: int = option(
-        0, "sample among the k most likely tokens; 0: all", needs=(SAMPLED,), least=0
-    )
+    top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(
         1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,)
     )
@@ -343,7 +341,7 @@ class GenerateConfig:
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
-        check_ranges(self)
+        self.check_numbers()
         self._check_names()
         self.check_needs()
         self._check_values()
@@ -351,6 +349,11 @@ class GenerateConfig:
         self._check_tree()
         if self.accept == "residual":
             self._check_residual()
+
+    def check_numbers(self) -> None:
+        """Check the numbers alone. Raises: ValueError for one that is out of its range."""
+        check_ranges(self)
+        require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
 
     def check_needs(self) -> None:
         """Check that every option has an effect. Raises: ValueError for one that has none."""
@@ -372,7 +375,6 @@ class GenerateConfig:
         require(self.tree_depth < MAX_NODES, depth_fault)
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
-        require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         sizes = (0, *GROUP_SIZES)
         group_fault = f"--group_size must be one of {sizes}; it is {self.group_size}"
         require(self.group_size in sizes, group_fault)

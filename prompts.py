@@ -1,17 +1,24 @@
-"""Prompts: read from the options or a file, and checked as token ids. No torch is imported."""
+"""Prompts: read from the options or a file, checked as token ids, and how each is sampled.
+
+No torch is imported.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from command_line import require
 from files import read_jsonl, read_named
-from options import DEFAULT, DEMO, GenerateConfig
+from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
+OF_A_PROMPT = {"temperature", "top_k", "top_p", "seed"}
+OF_A_CALL = {"max_new_tokens", "num_samples", *OF_A_PROMPT}
 
 
 def read_prompts(config: GenerateConfig) -> list[Conversation]:
@@ -83,3 +90,37 @@ def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
             "with at least one new token; shorten it or raise --context"
         )
     return ids
+
+
+def with_options(
+    config: GenerateConfig, options: dict[str, Any], count: int
+) -> tuple[GenerateConfig, list[tuple[Sampling, int]]]:
+    """Apply the options of a call.
+
+    options: of OF_A_CALL; those of OF_A_PROMPT are a value for all prompts or a list with one each
+    count: prompts of the call
+    Returns: the config of the call; the parameters and the seed of each prompt.
+    Raises: ValueError for an option that is not of a call, or a value that cannot be.
+    """
+    names = ", ".join(sorted(options.keys() - OF_A_CALL))
+    require(not names, f"{names} cannot change after load(); load another engine")
+    several = {name: value for name, value in options.items() if isinstance(value, (list, tuple))}
+    for name, values in several.items():
+        require(name in OF_A_PROMPT, f"{name} is one number for all prompts; it is {values!r}")
+        fault = f"{name} has {len(values)} values, and there are {count} prompts; give one for each"
+        require(len(values) == count, fault)
+    config = replace(config, **{name: options[name] for name in options.keys() - several.keys()})
+    config.check_numbers()
+    draws = []
+    for number in range(count):
+        own = replace(config, **{name: values[number] for name, values in several.items()})
+        own.check_numbers()
+        check_sampled(own)
+        draws.append((own.sampling, own.seed))
+    return config, draws
+
+
+def check_sampled(config: GenerateConfig) -> None:
+    """Check that a prompt is sampled where that is needed. Raises: ValueError."""
+    sampled = config.accept == "exact" or config.temperature > 0
+    require(sampled, "temperature must be above 0 with --accept residual; raise it")

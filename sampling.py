@@ -8,6 +8,8 @@ same noise ahead of time (Daliri, Musco, Suresh 2024).
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011) in int64 tensor operations: stateless, equal
 on CPU and GPU, safe in a captured graph. One call gives four words, so four tokens share a counter.
+Every sequence has its own parameters (`Rule`). A greedy one's noise is 0 and its scores are the
+logits themselves, so that it may stand beside others; where all are greedy, no step here runs.
 On a CPU the noise, the cuts and the choice are C++ operators (ops/cpu/sampling.cpp,
 ops/cpu/topk.cpp), beside the plain ones below. Not here: the papers' residual rule
 (extras/residual.py).
@@ -15,6 +17,8 @@ ops/cpu/topk.cpp), beside the plain ones below. Not here: the papers' residual r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -33,6 +37,9 @@ DRAFT = 1
 ACCEPT = 2
 DOMAIN_SHIFT = 30  # leaves 2^30 draws per conversation
 
+# scores over a lower one may be infinite in fp32; noise decides between equal scores only at both
+LEAST_TEMPERATURE = 1e-30
+
 
 class NoiseKey(NamedTuple):
     """The key of a sequence's noise. Fixed by the request, never by the place in the batch."""
@@ -40,6 +47,52 @@ class NoiseKey(NamedTuple):
     seed: Tensor  # [B, 2] int64, low and high 32 bits; [2]: of all sequences
     prompt: Tensor  # [B] int64, index of the prompt in the request
     sample: Tensor  # [B] int64, index of the sample of that prompt
+    silent: Tensor | None = (
+        None  # [B] bool, greedy sequences: their noise is 0; None: there is none
+    )
+
+
+class Kind(IntEnum):
+    """The steps that a choice takes. A later kind can do what an earlier one does."""
+
+    GREEDY = 0  # the argmax
+    NOISY = 1  # temperature and noise before it
+    CUT = 2  # top-k and top-p too
+
+    @staticmethod
+    def of(sampling: Sampling) -> Kind:
+        """Return the kind of a sequence with these parameters."""
+        if sampling.temperature == 0:
+            return Kind.GREEDY
+        if sampling.top_k <= 0 and sampling.top_p >= 1:
+            return Kind.NOISY
+        return Kind.CUT
+
+
+class Rule(NamedTuple):
+    """The parameters of each sequence; a greedy one's are those that change no score."""
+
+    temperature: Tensor  # [B] fp32
+    top_k: Tensor | None  # [B] int64, 0 keeps all; None: no sequence has top-k or top-p
+    top_p: Tensor | None  # [B] fp32, 1 keeps all
+
+    @staticmethod
+    def of(each: Sequence[Sampling], device: torch.device | str = "cpu") -> Rule:
+        """Make the rule of B sequences."""
+        own = [s if s.temperature else Sampling(1.0) for s in each]
+        return Rule(
+            torch.tensor([max(s.temperature, LEAST_TEMPERATURE) for s in own], device=device),
+            torch.tensor([s.top_k for s in own], device=device),
+            torch.tensor([s.top_p for s in own], device=device),
+        )
+
+    def needed(self, kind: Kind) -> Rule | None:
+        """Return the part that a step of one kind reads; None when all sequences are greedy."""
+        if kind == Kind.GREEDY:
+            return None
+        if kind == Kind.NOISY:
+            return Rule(self.temperature, None, None)
+        return self
 
 
 def philox4x32(
@@ -89,29 +142,33 @@ def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CH
     """
     if on_cpp_device(first):
         return torch.ops.gpt_eagle.gumbel(
-            key.seed, key.prompt, key.sample, first, rows, vocab, domain
+            key.seed, key.prompt, key.sample, key.silent, first, rows, vocab, domain
         )
     draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
     # log1p keeps the upper tail fine
-    return -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))
+    noise = -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))
+    if key.silent is None:
+        return noise
+    return noise.masked_fill(key.silent[:, None, None], 0.0)
 
 
-def process(logits: Tensor, sampling: Sampling) -> Tensor:
+def process(logits: Tensor, rule: Rule) -> Tensor:
     """Apply temperature, then top-k, then top-p, in fp32. Ties at a cut go to the lower token id.
 
-    logits: [..., V] fp32
-    Returns: [..., V] fp32 logits divided by the temperature, -inf for tokens cut away.
+    logits: [B, N, V] fp32
+    Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
     if uses_cpp(logits):
-        return torch.ops.gpt_eagle.cut(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    z = logits / sampling.temperature
-    if sampling.top_k <= 0 and sampling.top_p >= 1:
+        return torch.ops.gpt_eagle.cut(logits, *rule)
+    z = logits / rule.temperature[:, None, None]
+    if rule.top_k is None:
         return z
+    top_k = rule.top_k[:, None, None]  # [B, 1, 1]
+    top_p = rule.top_p[:, None, None]
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(ranked, dtype=torch.bool)
-    if sampling.top_k > 0:
-        keep[..., sampling.top_k :] = False
-    if sampling.top_p < 1:
-        p = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
-        keep &= p.cumsum(-1) - p < sampling.top_p  # mass before the token; the first is always kept
+    places = torch.arange(z.shape[-1], device=z.device)  # [V]
+    among_k = (places < top_k) | (top_k == 0)
+    p = ranked.masked_fill(~among_k, float("-inf")).softmax(-1)
+    before = p.cumsum(-1) - p  # mass before the token; the first is always kept
+    keep = among_k & ((before < top_p) | (top_p == 1))  # rounding may add up to more than 1
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))

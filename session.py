@@ -6,7 +6,7 @@
 3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
 
 Finished sequences run on, but neither their tokens nor their positions change. The output is a
-function of (weights, prompt, seed) alone.
+function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences'.
 Trade-off: prefill is bound by matrix products and not compiled; with --compile on CUDA it is
 captured, in two widths. Not here: the cycle (decode.py), the next prompt (generate.py).
 """
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-import sampling
 from decode import PREFILL_CHUNK, DecodeState, Engine, Outcome, Report, prefill_chunk
 from draft_tree import Text
 from kv_cache import KVCache
 from ops.library import single_torch_thread
+from options import Sampling
 from runtime import HostCopy, Replay, copy_into, sequence_of
-from sampling import NoiseKey
+from sampling import MASK32, Kind, NoiseKey, Rule
 from stats import Stats, sequence_memory, trace_row
 
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
@@ -53,12 +53,13 @@ class Buffers:
             draws=number.clone(),
             done=number == 0,
             limit=number.clone(),
-            key=NoiseKey(number.new_zeros(batch, 2), number.clone(), number.clone()),
+            key=NoiseKey(number.new_zeros(batch, 2), number.clone(), number.clone(), number.bool()),
+            rule=Rule.of([Sampling()] * batch, device),
             drafter_state=engine.drafter.init(batch, engine.slots),
         )
         self.start = number[:1].clone()  # of a prefill chunk
         self.deferred_cycles = 0  # cycles since the drafter caught up
-        self.replays: dict[Any, Replay] = {}  # by preset, or by width and sequence of a prefill
+        self.replays: dict[Any, Replay] = {}  # of cycles by kind and preset, of prefills, ...
         self.scratch: dict[str, Any] = {}  # memory that captured prefills share
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:
@@ -67,11 +68,12 @@ class Buffers:
         self.state.tokens.zero_()
         drafter_state = engine.drafter.rewind(self.state.drafter_state, zeros)
         done = zeros == 0
-        empty = DecodeState(self.state.tokens, zeros, zeros, done, zeros, key, drafter_state)
+        rule = Rule.of([engine.config.sampling] * len(zeros), zeros.device)
+        empty = DecodeState(self.state.tokens, zeros, zeros, done, zeros, key, rule, drafter_state)
         copy_into(self.state, empty)
         self.deferred_cycles = 0
 
-    def prefill(self, engine: Engine, seq: int, start: int, width: int) -> None:
+    def prefill(self, engine: Engine, kind: Kind, seq: int, start: int, width: int) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
         if engine.captured:  # without a graph the host would be slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
@@ -83,9 +85,9 @@ class Buffers:
             state = sequence_of(self.state, seq)
             own = replace(engine, drafter=engine.drafter.presets[preset])
             cache = self.cache.sequence(seq)
-            copy_into(state, prefill_chunk(own, cache, state, self.start, width))
+            copy_into(state, prefill_chunk(own, cache, state, kind, self.start, width))
 
-        self._replay(engine, ("prefill", width, seq, preset), body)
+        self._replay(engine, ("prefill", width, seq, preset, kind), body)
 
     def catch_up(self, engine: Engine, preset: int) -> None:
         """Before a step: let the drafter catch up, if the preset may defer no more tokens.
@@ -106,15 +108,15 @@ class Buffers:
         if drafter.max_deferred:
             self.deferred_cycles += 1
 
-    def replay(self, engine: Engine, preset: int) -> Outcome:
+    def replay(self, engine: Engine, kind: Kind, preset: int) -> Outcome:
         """Run a cycle over these buffers, in place where cycles are captured."""
 
         def body() -> Outcome:
-            state, outcome = engine.cycles[preset](self.cache, self.state)
+            state, outcome = engine.cycles[kind][preset](self.cache, self.state)
             copy_into(self.state, state)
             return outcome
 
-        return self._replay(engine, preset, body)
+        return self._replay(engine, (kind, preset), body)
 
     def _replay(self, engine: Engine, key: Any, body: Callable[[], Any]) -> Any:
         if not engine.captured:
@@ -163,8 +165,10 @@ class Session:
         prompts = torch.tensor([prompt for prompt, _ in padded], device=device)
         samples = torch.tensor([sample for _, sample in padded], device=device)
         seed = engine.config.seed
-        words = torch.tensor([seed & sampling.MASK32, seed >> 32], device=device).expand(batch, 2)
-        self.buffers.reset(engine, NoiseKey(words, prompts, samples))
+        words = torch.tensor([seed & MASK32, seed >> 32], device=device).expand(batch, 2)
+        silent = torch.full_like(prompts, engine.config.temperature == 0, dtype=torch.bool)
+        self.buffers.reset(engine, NoiseKey(words, prompts, samples, silent))
+        self.sampling = [engine.config.sampling] * batch
         self.preset = 0  # the largest that makes sense next
         self.read_at = 0.0  # when a report was last read (s)
         # every token of a sequence, prompt and roots included; during prefill, the cached part
@@ -179,6 +183,12 @@ class Session:
     def state(self) -> DecodeState:
         """The state behind every cycle that was launched."""
         return self.buffers.state
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the next cycle: the latest of the live sequences."""
+        live = [own for own, decodes in zip(self.sampling, self.live) if decodes]
+        return max(map(Kind.of, live or self.sampling))
 
     def busy(self, seq: int) -> bool:
         """Check whether a sequence's turn goes on."""
@@ -197,6 +207,16 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
+
+    def configure(self, seq: int, sampling: Sampling, seed: int) -> None:
+        """Set the parameters and the seed of an idle sequence; before, they are the engine's."""
+        self.sampling[seq] = sampling
+        key = self.state.key
+        rule = Rule.of([sampling], key.seed.device)
+        key.seed[seq, 0] = seed & MASK32
+        key.seed[seq, 1] = seed >> 32
+        key.silent[seq] = Kind.of(sampling) == Kind.GREEDY
+        copy_into(sequence_of(self.state.rule, seq), rule)
 
     def admit(
         self,
@@ -273,7 +293,8 @@ class Session:
             while left > 0 and seq in self.prefilling:
                 begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
-                self.buffers.prefill(self.engine, seq, begin, len(chunk))
+                kind = Kind.of(self.sampling[seq])
+                self.buffers.prefill(self.engine, kind, seq, begin, len(chunk))
                 self.history[seq] += chunk
                 left -= len(chunk)
                 # waits for the chunk, so that its time counts as prefill
@@ -281,7 +302,7 @@ class Session:
                 if len(self.history[seq]) == len(prompt):
                     new[seq] = [root]
                     self.live[seq] = not self.state.done[seq]
-                    self.preset = len(self.engine.cycles) - 1
+                    self.preset = len(self.engine.drafter.presets) - 1
                     del self.prefilling[seq]
 
     def _launch(self, preset: int | None = None) -> InFlight:
@@ -293,9 +314,10 @@ class Session:
             preset = engine.tree_policy.next(self.preset)
         buffers.catch_up(engine, preset)
         if engine.captured:
-            outcome = buffers.replay(engine, preset)
+            outcome = buffers.replay(engine, self.kind, preset)
         else:
-            buffers.state, outcome = engine.cycles[preset](buffers.cache, buffers.state)
+            cycle = engine.cycles[self.kind][preset]
+            buffers.state, outcome = cycle(buffers.cache, buffers.state)
         tree_trace = None
         if engine.config.trace:
             tree = outcome.tree
@@ -342,7 +364,7 @@ class Session:
         stats.verify_s += (verified - drafted) / 1e9
         stats.presets.append((launched.preset, seconds))
         wanted = max((reports[seq].preset for seq in live if self.live[seq]), default=0)
-        self.preset = min(wanted, len(self.engine.cycles) - 1)
+        self.preset = min(wanted, len(self.engine.drafter.presets) - 1)
         accepted = sum(lengths) / len(live)
         self.engine.tree_policy.observe(launched.preset, accepted, seconds, len(live))
 

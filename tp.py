@@ -41,7 +41,7 @@ from model import Block, ModelConfig, MoEFeedForward, Transformer
 from ops.library import lib
 from ops.topk import best
 from ranks import Rank, collective_errors, refuse_torchrun, this_rank
-from sampling import Sampling
+from sampling import Rule
 
 # layers with split outputs
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
@@ -288,7 +288,7 @@ class VocabParallelHead(nn.Module):
         scores = every.movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
         return scores[..., : self.vocab].contiguous()
 
-    def best(self, x: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor) -> Tensor:
+    def best(self, x: Tensor, rule: Rule | None, noise: Tensor | None, row: Tensor) -> Tensor:
         """Choose the best of this rank's own tokens, without top-k or top-p.
 
         x: [B, N, F]; rule, noise, row: as for `decode.pick_tokens`
@@ -306,13 +306,13 @@ class VocabParallelHead(nn.Module):
 
 
 def pick_tokens(
-    target: Transformer, features: Tensor, rule: Sampling, noise: Tensor | None, row: Tensor
+    target: Transformer, features: Tensor, rule: Rule | None, noise: Tensor | None, row: Tensor
 ) -> Tensor:
     """Do as `decode.pick_tokens` with a split LM head: choose the best of the ranks' best tokens.
 
     Top-k and top-p need all scores.
     """
-    if noise is not None and (rule.top_k > 0 or rule.top_p < 1):
+    if noise is not None and rule.top_k is not None:
         return best(sampling.process(target.logits(features), rule), noise, row)
     own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]

@@ -32,7 +32,6 @@ from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from ops.tree import Frontier
 from options import GenerateConfig
-from sampling import Sampling
 
 
 @torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once
@@ -62,7 +61,6 @@ class ModelDrafter(TreeDrafter):
         model: Transformer,
         target: Transformer,
         tree: DynamicTree | StaticTree,
-        rule: Sampling,
         **options: Any,
     ):
         """model: of the target's own vocabulary
@@ -70,7 +68,7 @@ class ModelDrafter(TreeDrafter):
         options: children and sharpness, as for `TreeDrafter`
         """
         assert model.config.vocab_size == target.config.vocab_size, (model.config, target.config)
-        super().__init__(target, tree, rule, **options)
+        super().__init__(target, tree, **options)
         self.model = model
         self.layers = model.layers
         self.shorter = model.config.max_context < target.config.max_context
@@ -186,7 +184,6 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         model,
         target,
         config.draft_tree,
-        config.sampling,
         children=config.child_rule,
         sharpness=config.sharpness or 1.0,
     )

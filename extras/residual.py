@@ -31,7 +31,7 @@ def accept_residual(
     """
     depth = cycle.drafter.depth
     width = cycle.drafter.width
-    p = sampling.process(logits, cycle.rule).softmax(-1)  # [B, N, V]
+    p = sampling.process(logits, state.rule.needed(cycle.kind)).softmax(-1)  # [B, N, V]
     draws = state.draws[:, None]  # [B, 1]
     uniform = sampling.uniforms(state.key, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
     node, rest = residual_accept(tree, p, uniform, depth, width)

@@ -336,7 +336,7 @@ class Shared(NamedTuple):
 
     noise: Tensor  # [B, D+1, V] fp32 Gumbel noise, of every token
     level: int  # row of the noise
-    temperature: float
+    temperature: Tensor  # [B] fp32
 
 
 def next_level(
@@ -356,7 +356,7 @@ def next_level(
     Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
     """
     if isinstance(found, Scores) and uses_cpp(found.logits):
-        noise = shared or (None, 0, 0.0)
+        noise = shared or (None, 0, None)
         above = (None, None, None)
         if front:
             above = (front.index, *front.paths)
@@ -388,7 +388,8 @@ def next_level_reference(
         noise = shared.noise[:, shared.level, None]  # [B, 1, V]
         if found.ids is not None:
             noise = noise.index_select(-1, found.ids)
-        found = Scores(shared.temperature * (found.logits + noise), found.sharpness, found.ids)
+        temperature = shared.temperature[:, None, None]  # [B, 1, 1]
+        found = Scores(temperature * (found.logits + noise), found.sharpness, found.ids)
     return grow_level(found, front, step, begin)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 import ops.cuda.layout
 import ops.experts
 import ops.quantized
+import sampling
 from decode import Cycle, Engine, with_cycles
 from draft_tree import StaticTree, Text
 from drafters import Drafter
@@ -38,6 +39,7 @@ from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
 from options import GenerateConfig
+from sampling import Kind, Rule, Sampling
 from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -67,7 +69,10 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     """
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
-    cycles = tuple(Cycle(engine, preset).compiled_by_layer() for preset in engine.drafter.presets)
+    cycles = tuple(
+        tuple(Cycle(engine, preset, kind).compiled_by_layer() for preset in engine.drafter.presets)
+        for kind in Kind
+    )
     return replace(engine, cycles=cycles, captured=True, pool=[])
 
 
@@ -411,6 +416,12 @@ def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
             function(*operands)
             passed.append(name)
     return passed
+
+
+def process(logits: Tensor, rule: Sampling) -> Tensor:
+    """`sampling.process` of rows with the same parameters. logits: [..., V]."""
+    rows = logits.reshape(1, -1, logits.shape[-1])
+    return sampling.process(rows, Rule.of([rule])).view_as(logits)
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

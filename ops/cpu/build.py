@@ -150,13 +150,13 @@ OPERATORS: dict[str, Callable | None] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": (
         lambda x, weight, eps: x.new_empty(x.shape)
     ),
-    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor first, int rows, int vocab, "
-    "int domain) -> Tensor": (
-        lambda seed, prompt, sample, first, rows, vocab, domain: first.new_empty(
+    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? silent, Tensor first, int rows, "
+    "int vocab, int domain) -> Tensor": (
+        lambda seed, prompt, sample, silent, first, rows, vocab, domain: first.new_empty(
             len(first), rows, vocab, dtype=torch.float32
         )
     ),
-    "cut(Tensor scores, float temperature, int top_k, float top_p) -> Tensor": (
+    "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p) -> Tensor": (
         lambda scores, temperature, top_k, top_p: scores.new_empty(scores.shape)
     ),
     "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor": (
@@ -174,7 +174,7 @@ OPERATORS: dict[str, Callable | None] = {
     "Tensor prepared, Tensor?[] parts, float factor, bool normed_residual, int inputs, "
     "Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)": None,
     "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
-    "float temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
+    "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
     "int count, int[] at, bool by_value) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _next_level,
     "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "

@@ -38,9 +38,11 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const at::Tensor& mask);
 }  // namespace attention
 namespace sampling {
-at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& first,
-                  int64_t per_row, int64_t vocab, int64_t domain);
-at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p);
+at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample,
+                  const std::optional<at::Tensor>& silent, const at::Tensor& first, int64_t per_row, int64_t vocab,
+                  int64_t domain);
+at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const std::optional<at::Tensor>& top_k,
+               const std::optional<at::Tensor>& top_p);
 }  // namespace sampling
 
 namespace rotary {
@@ -332,6 +334,12 @@ template <class T> struct Operand {
 };
 using Whole = Operand<int64_t>;
 using Truth = Operand<bool>;
+
+template <class T>
+std::optional<Operand<T>> optional(const std::optional<at::Tensor>& t, at::IntArrayRef shape, const char* name) {
+  if (!t) return std::nullopt;
+  return Operand<T>(*t, shape, name);
+}
 
 // Returns an index after a check that it is below `size`.
 inline int64_t within(int64_t index, int64_t size, const char* name) {

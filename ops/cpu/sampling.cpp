@@ -128,9 +128,11 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
 
 // ---------------------------------------------------------------------------------------------- operators
 
-// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first: [B], all int64; per_row: R
-at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample, const at::Tensor& first,
-                  int64_t per_row, int64_t vocab, int64_t domain) {
+// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first: [B], all int64; silent: [B] bool,
+// or none; per_row: R
+at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample,
+                  const std::optional<at::Tensor>& silent, const at::Tensor& first, int64_t per_row, int64_t vocab,
+                  int64_t domain) {
   const int64_t B = first.size(0), rows = B * per_row, whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
   const at::Tensor noise = at::empty({B, per_row, vocab}, first.options().dtype(at::kFloat));
   TORCH_CHECK(seed.size(-1) == 2, "a seed has two words; this one has ", seed.size(-1));
@@ -139,10 +141,15 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   const at::Tensor of_sample = sample.expand({B}).contiguous();
   const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = draws.const_data_ptr<int64_t>();
   const int64_t *prompts = of_row.const_data_ptr<int64_t>(), *samples = of_sample.const_data_ptr<int64_t>();
+  const auto quiet = optional<bool>(silent, {B}, "silent");
   float* to = noise.mutable_data_ptr<float>();
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
       const int64_t row = piece / whole, token = piece % whole * 4 * SIDE, b = row / per_row;
+      if (quiet && (*quiet)[b]) {
+        std::fill_n(to + row * vocab + token, std::min<int64_t>(4 * SIDE, vocab - token), 0.0f);
+        continue;
+      }
       const Key key{{uint32_t(seeds[2 * b]), uint32_t(seeds[2 * b + 1])}, uint32_t(prompts[b]), uint32_t(samples[b])};
       float made[4 * SIDE];
       fill_noise(key, uint32_t(draw[b] + row % per_row) + (uint32_t(domain) << 30), uint32_t(token), made);
@@ -152,16 +159,27 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   return noise;
 }
 
-// `process` of sampling.py: scores [..., V] divided by the temperature, -inf where they are cut away.
-at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, double top_p) {
+// `process` of sampling.py: scores [B, N, V] divided by the temperature, -inf where they are cut away. temperature,
+// top_p: [B] fp32; top_k: [B] int64, 0 keeps all; without top_k and top_p nothing is cut away
+at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const std::optional<at::Tensor>& top_k,
+               const std::optional<at::Tensor>& top_p) {
   const at::Tensor from = scores.contiguous(), result = at::empty(from.sizes(), from.options());
-  TORCH_CHECK(from.numel(), "there are no scores");
-  const int64_t n = from.size(-1), rows = from.numel() / n;
-  const float *x = from.const_data_ptr<float>(), by = float(temperature);
+  TORCH_CHECK(from.numel() && from.dim() == 3, "there are no scores [B, N, V]");
+  const int64_t B = from.size(0), N = from.size(1), n = from.size(2), rows = B * N;
+  const Operand<float> by(temperature, {B}, "temperature");
+  const auto most = optional<int64_t>(top_k, {B}, "top_k");
+  const auto mass = optional<float>(top_p, {B}, "top_p");
+  const float* x = from.const_data_ptr<float>();
   float* y = result.mutable_data_ptr<float>();
-  if (top_k <= 0 && top_p >= 1) {  // nothing is cut away
+  bool cuts = false;
+  for (int64_t b = 0; b < B; b++) cuts |= (most && (*most)[b] > 0) || (mass && (*mass)[b] < 1);
+  if (!cuts) {
     parallel(rows * n, GRAIN, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) y[i] = x[i] / by;
+      for (int64_t i = begin; i < end;) {
+        const int64_t b = i / (N * n), until = std::min(end, (b + 1) * N * n);
+        const float t = by[b];
+        for (; i < until; i++) y[i] = x[i] / t;
+      }
     });
     return result;
   }
@@ -169,8 +187,14 @@ at::Tensor cut(const at::Tensor& scores, double temperature, int64_t top_k, doub
     std::vector<float> z(n);
     std::vector<Scored> kept;
     for (int64_t r = begin; r < end; r++) {
-      for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / by;
-      keep(z.data(), n, top_k, float(top_p), kept);
+      const int64_t b = r / N, k = most ? (*most)[b] : 0;
+      const float t = by[b], p = mass ? (*mass)[b] : 1.0f;
+      if (k <= 0 && p >= 1) {
+        for (int64_t i = 0; i < n; i++) y[r * n + i] = x[r * n + i] / t;
+        continue;
+      }
+      for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / t;
+      keep(z.data(), n, k, p, kept);
       std::fill_n(y + r * n, n, LEAST);
       for (const Scored& each : kept) y[r * n + each.token] = each.score;
     }

@@ -25,11 +25,6 @@ constexpr int64_t GRAIN = 1 << 15;  // scores that pay for a thread's wake-up
 
 int64_t* out(const at::Tensor& t) { return t.mutable_data_ptr<int64_t>(); }
 
-template <class T> std::optional<Operand<T>> optional(const Optional& t, at::IntArrayRef shape, const char* name) {
-  if (!t) return std::nullopt;
-  return Operand<T>(*t, shape, name);
-}
-
 // The indices 0 .. n - 1 by descending score; equal scores keep their order.
 void best_first(const float* score, int64_t n, std::vector<int64_t>& order) {
   order.resize(n);
@@ -56,14 +51,14 @@ void score_row(const float* z, int64_t n, const Shared& shared, const int64_t* i
 
 // ------------------------------------------------------------------------------------------------ growing
 
-// `next_level` of ops/tree.py. logits: [B, R, V] fp32; noise: [B, D+1, Vt]; ids: [V]; of the frontier index [B, R],
-// values [B, R] and seen [B, R, W], none of the root's; places: [1, R']; at: the level's first flat index and first
-// scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the next frontier index,
+// `next_level` of ops/tree.py. logits: [B, R, V] fp32; noise: [B, D+1, Vt] and temperature [B], both or none; ids: [V];
+// of the frontier index [B, R], values [B, R] and seen [B, R, W], none of the root's; places: [1, R']; at: the level's
+// first flat index and first scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the next frontier index,
 // tokens, parent and values, [B, R'], and seen, [B, R', W].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> next_level(
     const at::Tensor& logits, double sharpness, const Optional& ids, const Optional& noise, int64_t level,
-    double temperature, const Optional& index, const Optional& values, const Optional& seen, const Optional& places,
-    int64_t k, int64_t count, at::IntArrayRef at, bool by_value) {
+    const Optional& temperature, const Optional& index, const Optional& values, const Optional& seen,
+    const Optional& places, int64_t k, int64_t count, at::IntArrayRef at, bool by_value) {
   TORCH_CHECK(logits.dim() == 3 && at.size() == 3 && (!noise || noise->dim() == 3), "logits and noise have 3 dimensions");
   const int64_t B = logits.size(0), R = logits.size(1), V = logits.size(2), X = R * k;
   const int64_t begin = at[0], slot = at[1], W = at[2], draws = noise ? noise->size(1) : 0;
@@ -73,6 +68,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const Operand<float> z(logits, {B, R, V}, "logits");
   const auto of_column = optional<int64_t>(ids, {V}, "ids");
   const auto gumbel = optional<float>(noise, {B, draws, Vt}, "noise");
+  const auto of_row = optional<float>(temperature, {B}, "temperature");
+  TORCH_CHECK(bool(gumbel) == bool(of_row), "noise and temperature go together");
   const auto flat = optional<int64_t>(index, {B, R}, "index");
   const auto so_far = optional<float>(values, {B, R}, "values");
   const auto sees_above = optional<bool>(seen, {B, R, W}, "seen");
@@ -90,7 +87,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     std::vector<int64_t> column(k);
     for (int64_t r = first; r < last; r++) {
       const float* drawn = gumbel ? gumbel->data + (r / R * draws + level) * Vt : nullptr;
-      score_row(z.data + r * V, V, {drawn, float(temperature)}, id, float(sharpness), scores.data());
+      const float warmth = of_row ? (*of_row)[r / R] : 0.0f;
+      score_row(z.data + r * V, V, {drawn, warmth}, id, float(sharpness), scores.data());
       topk::best_of(scores.data(), V, k, best.data(), column.data());
       const float total = float(best[0] + std::log(exponential_sum(scores.data(), V, best[0])));
       for (int64_t i = 0; i < k; i++) {

@@ -211,8 +211,8 @@ def with_named_steps(engine: Engine) -> Engine:
 
         return run
 
-    cycles = [copy(cycle) for cycle in engine.cycles]
-    for cycle in cycles:
+    cycles = [tuple(map(copy, of_kind)) for of_kind in engine.cycles]
+    for cycle in itertools.chain(*cycles):
         for name in ("draft", "verify", "extend"):
             setattr(cycle, name, named(name, getattr(cycle, name)))
     return replace(engine, cycles=tuple(cycles), pool=[])
@@ -298,7 +298,7 @@ def busy_us(ran: list[Span]) -> float:
 def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     """Cache a prompt and run cycles until they are warm. Returns: the session, its preset."""
     session, _ = decode_prompt(engine, ids)
-    preset = engine.tree_policy.next(len(engine.cycles) - 1)
+    preset = engine.tree_policy.next(len(engine.drafter.presets) - 1)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
     return session, preset

@@ -322,13 +322,14 @@ def make_engine(case: Case) -> Any:
     options = GenerateConfig(device="cuda", compile=True, context=CONTEXT)
     drafter = RootOnly()
     if case.tree is not None:
-        drafter = EagleDrafter(head, target, case.tree, options.sampling, lm_head)
+        drafter = EagleDrafter(head, target, case.tree, lm_head)
     return with_cycles(Engine(options, target, drafter, CONTEXT, (2,)))
 
 
 def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
     """Write the code of a cycle, and count its launches. Returns: a row of the report."""
     import ops.cuda.attention
+    from sampling import Kind
     from session import Buffers
 
     recorder.steps.clear()
@@ -337,9 +338,9 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
             engine = make_engine(case)
         work = Buffers(engine)
         ops.cuda.attention.counters(0)  # made once in a process, not in a cycle
-        work.replay(engine, 0)  # writes code
+        work.replay(engine, Kind.GREEDY, 0)  # writes code
         with recorder.start():
-            work.replay(engine, 0)
+            work.replay(engine, Kind.GREEDY, 0)
     buffer = work.cache.k[0]
     return counts(recorder) | {"cache_buffer_bytes": buffer.numel() * buffer.itemsize}
 

@@ -49,7 +49,6 @@ from generate import generate, load, main, summary
 from helpers import decode, engine_for, golden_head, golden_target, noisy_copy, pairwise, record
 from load import TIMED_BEHIND, time_cycles, warm_up
 from options import DEMO
-from sampling import Sampling
 from session import Session
 
 ROOT = Path(__file__).parents[2]
@@ -63,16 +62,14 @@ TARGETS = (
 )  # of heads of versions 1 and 2, and of version 3
 
 
-def drafter_of(kind: str, rule: Sampling, largest: DynamicTree = LARGEST, noise: float = 0.02):
+def drafter_of(kind: str, largest: DynamicTree = LARGEST, noise: float = 0.02):
     target = golden_target(TARGETS[kind == "eagle 3"])
     if kind == "model":
-        return with_smaller_trees(
-            ModelDrafter(noisy_copy(target, noise), target, largest, rule), target
-        )
+        return with_smaller_trees(ModelDrafter(noisy_copy(target, noise), target, largest), target)
     head = golden_head(
         "models/head_eagle3" if kind == "eagle 3" else "models/head_eagle12_mha", target
     )
-    return with_smaller_trees(EagleDrafter(head, target, largest, rule), target)
+    return with_smaller_trees(EagleDrafter(head, target, largest), target)
 
 
 # ------------------------------------------------------------------------------- simulated machines
@@ -359,7 +356,7 @@ def test_cycles_without_a_choice_are_learned_from():
 
 
 def test_shapes():
-    drafter = drafter_of("eagle", Sampling(), DynamicTree())
+    drafter = drafter_of("eagle", DynamicTree())
     shapes = [tuple(shape_of(preset)) for preset in drafter.presets]
     assert shapes == [(0, 0, 1), (3, 1, 4), (5, 3, 8), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
     assert [shape_of(preset) for preset in NgramDrafter(Ngram()).presets] == LOOKUP
@@ -685,7 +682,7 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
         "seed": 3,
     }
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
-    engine = engine_for(golden_target(), drafter_of(kind, Sampling(temperature)), **options)
+    engine = engine_for(golden_target(), drafter_of(kind), **options)
     assert [p.name for p in engine.drafter.presets] == ["none", "chain 3", "dynamic 4/5/20"]
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
@@ -705,7 +702,7 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
 def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
     """Rows that are done would see no text, and trees would seem cheaper than they are."""
     engine, seen = (
-        engine_for(golden_target(), drafter_of("eagle", Sampling()), max_new_tokens=80),
+        engine_for(golden_target(), drafter_of("eagle"), max_new_tokens=80),
         [],
     )
     session_rows = []  # of the head
@@ -728,7 +725,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """The tree that the drafter would propose now, with its largest preset."""
     session.buffers.catch_up(engine, -1)
-    tree, _ = Cycle(engine, engine.drafter.presets[-1]).draft(session.state)
+    tree, _ = Cycle(engine, engine.drafter.presets[-1], session.kind).draft(session.state)
     return tree
 
 
@@ -742,9 +739,7 @@ def test_while_idle_no_row_is_lost(kind, order):
     was there from the start, in one that came later, and in the next turn. A head has room for some cycles only."""
     if kind != "model" and order not in REST:
         return
-    drafter = drafter_of(
-        kind, Sampling(), noise=1e-4
-    )  # a draft model whose last node is often accepted
+    drafter = drafter_of(kind, noise=1e-4)  # a draft model whose last node is often accepted
     options = {"max_new_tokens": 400, "ignore_eos": True, "batch_size": 2}
     engine = engine_for(golden_target(TARGETS[kind == "eagle 3"]), drafter, **options)
     session = Session(replace(engine, tree_policy=Script(order)), [(0, 0)])
@@ -774,7 +769,7 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     """Also in a row that was done before."""
     target = golden_target(TARGETS[1])
     engine = engine_for(
-        target, drafter_of("eagle 3", Sampling()), max_new_tokens=80, ignore_eos=True, batch_size=2
+        target, drafter_of("eagle 3"), max_new_tokens=80, ignore_eos=True, batch_size=2
     )
     session = Session(replace(engine, tree_policy=Script([0])))
     session.admit(0, PROMPTS[0], max_new_tokens=MAX_KEPT + 5)
@@ -818,7 +813,7 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
         [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)],
     )
     options = {"max_new_tokens": 8, "ignore_eos": True}
-    engine, script = engine_for(target, drafter_of("eagle 3", Sampling()), **options), Script([0])
+    engine, script = engine_for(target, drafter_of("eagle 3"), **options), Script([0])
     session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.admit(0, prompt, (0, 0))
@@ -852,7 +847,7 @@ def test_what_was_left_out_stays_out(monkeypatch):
     """Two rows, at rest, in two turns: the head has read nothing, and is given the last rows of the second prompts."""
     target, script = golden_target(TARGETS[1]), Script([0])
     engine = engine_for(
-        target, drafter_of("eagle 3", Sampling()), max_new_tokens=5, ignore_eos=True, batch_size=2
+        target, drafter_of("eagle 3"), max_new_tokens=5, ignore_eos=True, batch_size=2
     )
     session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
     list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
@@ -886,7 +881,7 @@ def test_what_was_left_out_stays_out(monkeypatch):
 @pytest.mark.usefixtures("either")
 def test_switching_compiles_nothing():
     """Once warm, no preset, prompt length or turn compiles a step again; over fixed buffers too, as on CUDA."""
-    drafter = drafter_of("eagle", Sampling(), DynamicTree(depth=3, topk=3, size=8))
+    drafter = drafter_of("eagle", DynamicTree(depth=3, topk=3, size=8))
     options = {"compile": True, "max_new_tokens": 40, "ignore_eos": True}
     engine = warm_up(engine_for(golden_target(), drafter, **options))
     assert engine.config.compile

@@ -33,7 +33,6 @@ from helpers import engine_for, golden_head, golden_target, noisy_copy, record, 
 from load import time_cycles
 from options import DEMO, GenerateConfig
 from runtime import tensors_of
-from sampling import Sampling
 from session import Session
 from stats import check_memory, sequence_memory
 
@@ -120,11 +119,11 @@ def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_la
     monkeypatch.setattr("session.PREFILL_CHUNK", 16)
     monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
-    target, rule, tree = golden_target(), Sampling(1.0), DynamicTree(depth=3, topk=4, size=12)
+    target, tree = golden_target(), DynamicTree(depth=3, topk=4, size=12)
     made = {
         "none": RootOnly(),
-        "eagle": EagleDrafter(golden_head(), target, tree, rule),
-        "model": ModelDrafter(noisy_copy(target, 0.02), target, tree, rule),
+        "eagle": EagleDrafter(golden_head(), target, tree),
+        "model": ModelDrafter(noisy_copy(target, 0.02), target, tree),
     }[drafter]
     engine = replace(engine_for(target, made, batch_size=3, **THROUGH_ROWS), captured=captured)
     got = generate(engine, IDS, num_samples=2)
@@ -149,7 +148,7 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
     """Not a bit of their caches and of their state changes, and they cost nothing."""
     target = golden_target()
     engine = engine_for(
-        target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), Sampling()), batch_size=3
+        target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12)), batch_size=3
     )
     session = Session(engine, [(0, 0), (1, 0), (2, 0)])
     list(session.run(IDS[:3]))
@@ -216,11 +215,11 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
     vanilla, want = alone()
     monkeypatch.setattr("session.PREFILL_CHUNK", 16)
     monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
-    target, rule = golden_target(), Sampling(1.0)
+    target = golden_target()
     made = (
         RootOnly()
         if drafter == "none"
-        else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12), rule)
+        else EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12))
     )
     made = with_smaller_trees(made, target) if drafter == "auto" else made
     tokens_of = dict(zip((index[:2] for index in want.index), want.tokens))

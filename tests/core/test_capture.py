@@ -27,7 +27,7 @@ from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from model import ModelConfig, Transformer
 from runtime import HostCopy, Replay, compiled, copy_into, tensors_of
-from sampling import Sampling
+from sampling import Kind
 from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
@@ -62,7 +62,7 @@ def sized_engine(temperature: float, version: int = 2, **options):
     """version: of the head; one of version 3 takes inputs of the target's layers."""
     target = golden_target(f"models/target_{'llama31_gqa8' if version == 3 else 'llama_mha'}")
     head = golden_head(f"models/head_eagle{'3' if version == 3 else '12_mha'}", target)
-    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), Sampling(temperature))
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     options = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True, **options}
     return engine_for(target, with_smaller_trees(drafter, target), **options)
 
@@ -74,7 +74,7 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     session = Session(engine, [(0, 0)])
     next(session.run([PROMPT]))
     with NoWaiting():
-        for cycle in engine.cycles:
+        for cycle in engine.cycles[session.kind]:
             state, _ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
@@ -116,10 +116,12 @@ def test_prompts_run_in_passes_of_two_widths():
     want = decode(engine, *prompts).history
     session = decode(replace(engine, captured=True), *prompts)
     assert session.history == want
-    ran = {key for key in session.buffers.replays if isinstance(key, tuple)}
-    assert ran == {("prefill", 256, 0, -1), ("prefill", 64, 0, -1), ("prefill", 64, 1, -1)}, (
-        "width, row, reader"
-    )
+    ran = {key for key in session.buffers.replays if key[0] == "prefill"}
+    assert ran == {
+        ("prefill", 256, 0, -1, Kind.GREEDY),
+        ("prefill", 64, 0, -1, Kind.GREEDY),
+        ("prefill", 64, 1, -1, Kind.GREEDY),
+    }, "width, row, reader, kind"
 
 
 @pytest.mark.skipif(
@@ -144,9 +146,9 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 
     monkeypatch.setattr(ops.compact, "compact_reference", compact)
     monkeypatch.setattr("kv_cache.compact", torch.ops.gpt_eagle.compact)
-    drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree, Sampling())
+    drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
-    (cycle,) = engine.cycles
+    (cycle,) = engine.cycles[Kind.GREEDY]
     for step in ("decide", "extend"):  # the passes around them are not what is tested
         setattr(cycle, step, compiled(getattr(cycle, step)))
     session = decode(engine, *prompts)

@@ -26,7 +26,6 @@ from kv_cache import KVCache
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from ops.tree import Candidates, Children, rerank
-from sampling import Sampling
 from tree_shapes import EAGLE1_PATHS, read_tree
 
 INF = float("inf")
@@ -500,7 +499,7 @@ def test_a_tree_larger_than_its_pool():
 def test_children_of_a_dynamic_tree_are_not_sampled():
     head, target, tree = golden_head(), golden_target(), DynamicTree(2, 3, 5)
     with pytest.raises(ValueError, match="dynamic tree cannot be sampled"):
-        EagleDrafter(head, target, tree, Sampling(1.0), children="sampled")
+        EagleDrafter(head, target, tree, children="sampled")
 
 
 # ------------------------------------------------------------------------------------- static trees

@@ -61,7 +61,7 @@ class Masked(nn.Module):
 def run(tree: str, rule: Sampling, children: str, lm_head: nn.Module, vocab: DraftVocab | None):
     target, accept = golden_target(), "residual" if children == "sampled" else "exact"
     drafter = EagleDrafter(
-        golden_head(), target, TREES[tree], rule, lm_head, children=children, vocab=vocab
+        golden_head(), target, TREES[tree], lm_head, children=children, vocab=vocab
     )
     options = rule._asdict() | {
         "accept": accept,

@@ -21,7 +21,6 @@ from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO
-from sampling import Sampling
 from session import Session
 from tree_shapes import EAGLE1_PATHS
 
@@ -191,11 +190,10 @@ def model_engine(tree: str, scale: float, **options):
     """The golden target with a draft model that is a noisy copy of it; scale 0 is the target itself."""
     target = golden_target()
     options = {"max_new_tokens": 40, "ignore_eos": True, **options}
-    rule = Sampling(options.get("temperature", 0.0))
     children = options.pop("children", "noise")
     return engine_for(
         target,
-        ModelDrafter(noisy_copy(target, scale), target, TREES[tree], rule, children=children),
+        ModelDrafter(noisy_copy(target, scale), target, TREES[tree], children=children),
         **options,
     )
 
@@ -236,7 +234,7 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         next(fresh.run(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = Cycle(engine, engine.drafter).draft(fresh.state)
+        tree_again, _ = Cycle(engine, engine.drafter, fresh.kind).draft(fresh.state)
         assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 
@@ -255,7 +253,7 @@ def short_draft(context: int, tree: str = "chain", **options):
     target = golden_target()
     draft = noisy_copy(target, 0.0)
     draft.config = replace(draft.config, max_context=context)
-    return engine_for(target, ModelDrafter(draft, target, TREES[tree], Sampling()), **options)
+    return engine_for(target, ModelDrafter(draft, target, TREES[tree]), **options)
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
@@ -330,8 +328,7 @@ def test_another_tokenizer(tmp_path):
 
 def grafted_engine(ngram: Ngram | None, **options):
     tree = DynamicTree(depth=4, topk=4, size=24)
-    rule = Sampling(options.get("temperature", 0.0))
-    drafter = EagleDrafter(golden_head(), golden_target(), tree, rule, lookup=ngram)
+    drafter = EagleDrafter(golden_head(), golden_target(), tree, lookup=ngram)
     return engine_for(
         golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options}
     )
@@ -376,9 +373,7 @@ def test_grafted_sizes_that_do_not_fit():
         ValueError,
         match="20 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
     ):
-        EagleDrafter(
-            golden_head(), golden_target(), DynamicTree(3, 4, 20), Sampling(), lookup=Ngram()
-        )
+        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), lookup=Ngram())
     with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
         Ngram(max=2, min=3)
     with pytest.raises(

@@ -220,8 +220,8 @@ def test_python_interface():
     result = generate(engine, [PROMPT])
     assert "".join(stream(engine, PROMPT)) == result.text[0]
     assert len(generate(engine, [PROMPT], max_new_tokens=5).tokens[0]) <= 5
-    with pytest.raises(ValueError, match="temperature cannot change after load"):
-        generate(engine, [PROMPT], temperature=1.0)
+    with pytest.raises(ValueError, match="quant, tree cannot change after load"):
+        generate(engine, [PROMPT], tree="chain", quant="int8")
     with pytest.raises(ValueError, match="--max_new_tokens must be at least 1"):
         generate(engine, [PROMPT], max_new_tokens=0)
     with pytest.raises(ValueError, match="one text or one list of token ids"):

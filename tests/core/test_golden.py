@@ -31,7 +31,6 @@ from helpers import (
     golden_target,
     record,
 )
-from sampling import Sampling
 from tree_shapes import EAGLE1_PATHS
 
 GREEDY = [
@@ -60,9 +59,7 @@ def drafter_of(case, head=None, **tree):
     else:
         shape = StaticTree.chain(5) if "chain" in case["case"] else StaticTree(EAGLE1_PATHS)
     children = "sampled" if case["algorithm"] == "EAGLE-1" else "topk"
-    return EagleDrafter(
-        head, target, shape, Sampling(case["temperature"]), children=children, sharpness=1.0
-    )
+    return EagleDrafter(head, target, shape, children=children, sharpness=1.0)
 
 
 def replay(case, run, monkeypatch, drafter=None):
@@ -321,7 +318,7 @@ def test_part_of_a_static_tree():
     part = [(0,), (1,), (2,), (1, 1), (2, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)]
     target, drafted = golden_target(), []
     for tree in (StaticTree(tuple(whole)), StaticTree(tuple(part))):
-        drafter = EagleDrafter(golden_head(), target, tree, Sampling())
+        drafter = EagleDrafter(golden_head(), target, tree)
         session = decode(
             engine_for(target, drafter, max_new_tokens=3, ignore_eos=True),
             golden_case(GREEDY[1])["runs"][0]["prompt"],

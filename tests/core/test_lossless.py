@@ -40,6 +40,7 @@ from helpers import (
     golden_target,
     noisy_copy,
     pairwise,
+    process,
     record,
     slow,
 )
@@ -81,7 +82,7 @@ def margin(engine, prompt: list[int], new: list[int], at: int, stream: tuple[int
         seed = torch.tensor([engine.config.seed & 0xFFFFFFFF, engine.config.seed >> 32])
         key = sampling.NoiseKey(seed, torch.tensor([stream[0]]), torch.tensor([stream[1]]))
         noise = sampling.gumbel(key, torch.tensor([at]), 1, scores.shape[1])[:, 0]
-        scores = sampling.process(scores, rule) + noise
+        scores = process(scores, rule) + noise
     best = scores.topk(2).values[0]
     return float(best[0] - best[1])
 
@@ -114,31 +115,27 @@ def assert_same(engine, prompt, got: list[int], want: list[int], stream=(0, 0)) 
 EVEN = DraftVocab(97, torch.arange(0, 97, 2))  # the odd half of the vocabulary is never drafted
 
 
-def drafter_for(
-    tree, rule: Sampling, children: str = "noise", model: str = "llama", vocab=None, **options
-):
+def drafter_for(tree, children: str = "noise", model: str = "llama", vocab=None, **options):
     target, head = golden_target(MODELS[model][0]), MODELS[model][1]
     lm_head = draft_lm_head(target, None, vocab.ids) if vocab else None
     head = golden_head(head, target)
     options |= {"vocab": vocab} if vocab else {}
-    return EagleDrafter(head, target, tree, rule, lm_head, children=children, **options)
+    return EagleDrafter(head, target, tree, lm_head, children=children, **options)
 
 
-def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama") -> Drafter:
+def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
     """An EAGLE tree of `TREES`, of the whole vocabulary or trimmed to its even half, lookup, a draft model (the target
     with noise on its weights), or a grafted tree.
     """
     if name in TREES:
-        return drafter_for(TREES[name], rule, children, model)
+        return drafter_for(TREES[name], children, model)
     who, _, tree = name.partition(":")
     if who == "none":
         return RootOnly()
     if who == "auto":
-        return with_smaller_trees(
-            make(tree, rule, children, model), golden_target(MODELS[model][0])
-        )
+        return with_smaller_trees(make(tree, children, model), golden_target(MODELS[model][0]))
     if who == "trimmed" and tree in TREES:
-        return drafter_for(TREES[tree], rule, children, model, EVEN)
+        return drafter_for(TREES[tree], children, model, EVEN)
     if who == "ngram":
         return NgramDrafter(Ngram(tokens=5, branches=3))
     if who == "eagle+ngram":
@@ -146,9 +143,9 @@ def make(name: str, rule: Sampling, children: str = "noise", model: str = "llama
         vocab, ngram = EVEN if tree.startswith("trimmed") else None, Ngram(tokens=6, branches=2)
         if tree.endswith("tiny"):
             grafted, ngram = TREES["tiny"], Ngram(tokens=4, branches=1)
-        return drafter_for(grafted, rule, children, model, vocab, lookup=ngram)
+        return drafter_for(grafted, children, model, vocab, lookup=ngram)
     target = golden_target(MODELS[model][0])
-    return ModelDrafter(noisy_copy(target, 0.02), target, TREES[tree], rule, children=children)
+    return ModelDrafter(noisy_copy(target, 0.02), target, TREES[tree], children=children)
 
 
 def new_tokens(session: Session, row: int, prompt: list[int]) -> list[int]:
@@ -177,7 +174,7 @@ def check(
     name: a drafter, as `make` takes it
     """
     vanilla, plain = plainly(model, **options)
-    drafter = make(name, vanilla.config.sampling, children, model)
+    drafter = make(name, children, model)
     options = {"batch_size": batch, "max_new_tokens": LENGTH, "ignore_eos": True, **options}
     drafted = decode(engine_for(vanilla.target, drafter, **options), *PROMPTS[:batch])
     for row, prompt in enumerate(PROMPTS[:batch]):
@@ -233,10 +230,7 @@ def test_trimmed_heads_equal_vanilla(model, tree, temperature, batch):
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
     """Whether the head can draft the end or the target has to add it as the bonus token."""
-    rule, options = (
-        Sampling(temperature),
-        {"temperature": temperature, "max_new_tokens": 60, "seed": 7},
-    )
+    options = {"temperature": temperature, "max_new_tokens": 60, "seed": 7}
     vanilla = engine_for(golden_target(), RootOnly(), **options, ignore_eos=True)
     truth = new_tokens(decode(vanilla, PROMPTS[0]), 0, PROMPTS[0])
     ends = [
@@ -245,7 +239,7 @@ def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
         if i > 3 and token % 2 == (not kept) and token not in truth[:i]
     ]
     for at, tree in itertools.product(ends[:2], ("chain", "dynamic")):
-        engine = engine_for(golden_target(), make(f"trimmed:{tree}", rule), **options)
+        engine = engine_for(golden_target(), make(f"trimmed:{tree}"), **options)
         session = decode(with_cycles(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
         assert new_tokens(session, 0, PROMPTS[0]) == truth[: at + 1]
     assert ends
@@ -293,9 +287,9 @@ def check_compiled(
         "temperature": temperature,
         "seed": 7,
     }
-    rule, children = Sampling(temperature), "sampled" if accept == "residual" else "noise"
+    children = "sampled" if accept == "residual" else "noise"
     engine = engine_for(
-        golden_target(MODELS[model][0]), make(name, rule, children, model), accept=accept, **options
+        golden_target(MODELS[model][0]), make(name, children, model), accept=accept, **options
     )
     compiled = compiled_as_on_cuda(engine)
     list(Session(replace(compiled, tree_policy=InTurn())).run([LOOP] * batch))  # every preset runs
@@ -308,7 +302,7 @@ def check_compiled(
             rows = [(row, 0) for row in range(len(prompts))]
             ours = Session(replace(compiled, tree_policy=InTurn()), rows, host_lag=1)
             list(ours.run(list(prompts)))
-            state, _ = compiled.cycles[-1](ours.buffers.cache, ours.state)
+            state, _ = compiled.cycles[ours.kind][-1](ours.buffers.cache, ours.state)
             assert all(map(operator.is_, tensors_of(state), tensors_of(ours.state)))
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
@@ -355,7 +349,7 @@ def test_qwen3_trees_equal_vanilla(dtype):
         )
     target = target.to(dtype).requires_grad_(False).eval()
     target.rope_freq = rope_frequencies(target.config)
-    drafter = ModelDrafter(noisy_copy(target, 0.02), target, TREES["twigs"], Sampling(1.0))
+    drafter = ModelDrafter(noisy_copy(target, 0.02), target, TREES["twigs"])
     options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     vanilla = engine_for(target, RootOnly(), **options)
     plain = decode(vanilla, PROMPTS[0])
@@ -433,8 +427,7 @@ def test_seeds_prompts_and_samples_differ():
 
 def test_a_row_does_not_depend_on_its_batch():
     target = golden_target()
-    rule = Sampling(1.0)
-    for drafter in (RootOnly(), drafter_for(TREES["dynamic"], rule)):
+    for drafter in (RootOnly(), drafter_for(TREES["dynamic"])):
         alone = engine_for(target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True)
         together = engine_for(
             target, drafter, temperature=1.0, max_new_tokens=40, ignore_eos=True, batch_size=3
@@ -450,7 +443,7 @@ def test_rows_that_end_at_different_times():
     plain = generate(engine_for(target, RootOnly(), max_new_tokens=60, ignore_eos=True), PROMPTS)
     # an "end of sequence" that the first row meets early and the second one late or never
     end = plain.tokens[0][4]
-    for drafter in (RootOnly(), drafter_for(TREES["dynamic"], Sampling())):
+    for drafter in (RootOnly(), drafter_for(TREES["dynamic"])):
         engine = replace(
             engine_for(target, drafter, max_new_tokens=60, batch_size=2), eos_ids=(end,)
         )
@@ -551,7 +544,7 @@ def test_prompt_of_one_token_and_token_zero():
         tree = decode(
             engine_for(
                 target,
-                drafter_for(TREES["dynamic"], Sampling()),
+                drafter_for(TREES["dynamic"]),
                 max_new_tokens=30,
                 ignore_eos=True,
             ),
@@ -568,7 +561,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
         monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         engine = engine_for(
             target,
-            drafter_for(TREES["dynamic"], Sampling()),
+            drafter_for(TREES["dynamic"]),
             max_new_tokens=20,
             batch_size=2,
             ignore_eos=True,
@@ -591,11 +584,11 @@ def test_a_late_host_changes_nothing(truth):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_second_turn_reuses_the_cache_and_continues_the_noise(temperature):
-    target, rule = golden_target(), Sampling(temperature)
+    target = golden_target()
     options = {"temperature": temperature, "max_new_tokens": 15, "ignore_eos": True, "seed": 4}
     histories = []
     names = ("none", "dynamic", "ngram", "model:small", "eagle+ngram")
-    for drafter in (make(name, rule) for name in names):
+    for drafter in (make(name) for name in names):
         session = Session(engine_for(target, drafter, **options), [(0, 0)])
         list(session.run([PROMPTS[0]]))
         second = [*session.history[0], 9, 8, 7]
@@ -610,7 +603,7 @@ def test_second_turn_reuses_the_cache_and_continues_the_noise(temperature):
 @pytest.mark.parametrize("name", ["dynamic", "model:chain", "model:static", "model:small"])
 def test_reused_cache_equals_a_fresh_one(name):
     target = golden_target()
-    drafter = make(name, Sampling())
+    drafter = make(name)
     engine = engine_for(target, drafter, max_new_tokens=15, ignore_eos=True)
     session = Session(engine, [(0, 0)])
     list(session.run([PROMPTS[0]]))
@@ -633,11 +626,11 @@ def own_text(prompt: list[int], tokens: int) -> list[int]:
 def test_residual_rule_runs_in_the_loop():
     """Its distribution is tested in test_sampling.py; here: lengths, stops, the same seed twice."""
     prompts = [own_text(prompt, 40) for prompt in PROMPTS]
-    target, rule = golden_target(), Sampling(0.6)
+    target = golden_target()
     cases = [
         ("static", "sampled"), ("dynamic", "topk"), ("model:chain", "sampled"), ("ngram", "topk"), ("eagle+ngram", "topk")
     ]  # fmt: skip
-    for drafter in (make(name, rule, children) for name, children in cases):
+    for drafter in (make(name, children) for name, children in cases):
         engine = engine_for(
             target,
             drafter,
@@ -668,14 +661,14 @@ def first_two(repeats: bool, temperature: float = 0.6) -> tuple[list[int], torch
     prompt = own_text(PROMPTS[0], 63) if repeats else PROMPTS[0]
     rule = Sampling(temperature, top_k=3)
     ids = torch.tensor([prompt])
-    first = sampling.process(
+    first = process(
         target.logits(target(ids, torch.arange(len(prompt))[None])[:, -1]), rule
     ).softmax(-1)[0]
     joint = torch.zeros(97, 97)
     for token in first.nonzero().flatten().tolist():
         longer = torch.tensor([[*prompt, token]])
         z = target.logits(target(longer, torch.arange(longer.shape[1])[None])[:, -1])
-        joint[token] = first[token] * sampling.process(z, rule).softmax(-1)[0]
+        joint[token] = first[token] * process(z, rule).softmax(-1)[0]
     return prompt, joint
 
 
@@ -716,7 +709,7 @@ def test_residual_rule_in_the_loop_follows_p(name, children):
     """
     repeats = "ngram" in name
     prompt, joint = first_two(repeats)
-    drafter = make(name, Sampling(0.6, top_k=3), children)
+    drafter = make(name, children)
     counts = counts_of_first_two(drafter, prompt, accept="residual")
     assert chi_square(counts, joint) > 1e-4
     assert chi_square(counts, first_two(repeats, 1.0)[1]) < 1e-9
@@ -759,7 +752,7 @@ def test_an_idle_row_keeps_what_it_has():
     """Scratch of the cycles that run meanwhile lies behind it."""
     engine = engine_for(
         golden_target(),
-        drafter_for(TREES["dynamic"], Sampling()),
+        drafter_for(TREES["dynamic"]),
         max_new_tokens=15,
         ignore_eos=True,
         batch_size=2,

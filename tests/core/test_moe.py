@@ -36,7 +36,6 @@ from ops.cpu import build
 from ops.experts import experts_linear, experts_linear_reference
 from ops.quantized import w4a8_reference, w8a8_reference
 from quantize import FORMATS, QuantExperts, quantize_directory
-from sampling import Sampling
 from scripts.bench import inflate
 from scripts.train import experts_gradient, train_demo, train_eagle
 
@@ -623,9 +622,7 @@ def test_eagle_decodes_quantized_experts(temperature):
     target = load_model(GOLDEN / "models/target_mixtral", torch.float32, quant=quant)
     assert isinstance(target.layers[0].ffn.w2, QuantExperts)
     head = load_head(GOLDEN / "models/head_eagle12_mixtral", target, quant)
-    drafter = EagleDrafter(
-        head, target, DynamicTree(depth=6, topk=10, size=60), Sampling(temperature)
-    )
+    drafter = EagleDrafter(head, target, DynamicTree(depth=6, topk=10, size=60))
     options = {
         "temperature": temperature,
         "seed": 7,
@@ -659,7 +656,7 @@ def test_bf16_experts_decode_exactly(temperature):
     plain = decode(engine_for(target, RootOnly(), **options), *prompts)
     for tree in (DynamicTree(depth=6, topk=10, size=60), StaticTree.chain(5)):
         drafted = decode(
-            engine_for(target, EagleDrafter(head, target, tree, Sampling(temperature)), **options),
+            engine_for(target, EagleDrafter(head, target, tree), **options),
             *prompts,
         )
         assert drafted.history == plain.history
@@ -687,7 +684,7 @@ def test_many_small_experts_decode_exactly(qwen, format, compile):
         return decode(engine, *prompts)
 
     plain = decoded(RootOnly())
-    drafters = [EagleDrafter(head, target, DynamicTree(depth=2, topk=4, size=10), Sampling())]
+    drafters = [EagleDrafter(head, target, DynamicTree(depth=2, topk=4, size=10))]
     drafters += [NgramDrafter(Ngram(tokens=4, branches=1))]
     for drafter in drafters:
         drafted = decoded(drafter)

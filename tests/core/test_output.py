@@ -19,7 +19,6 @@ from files import replace_file, write_text
 from helpers import engine_for, golden_head, golden_target
 from options import DEMO, GenerateConfig
 from prompts import read_prompts
-from sampling import Sampling
 
 FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]
 
@@ -44,7 +43,7 @@ def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
     monkeypatch.setattr(session, "PREFILL_CHUNK", 16)
     target = golden_target()
     tree = DynamicTree(depth=3, topk=4, size=12)
-    drafter = EagleDrafter(golden_head(), target, tree, Sampling()) if drafts else RootOnly()
+    drafter = EagleDrafter(golden_head(), target, tree) if drafts else RootOnly()
     engine = engine_for(
         target, drafter, draft="none", max_new_tokens=12, ignore_eos=True, context=256
     )

@@ -16,9 +16,9 @@ from draft_tree import StaticTree, build_tree, path_to, root_tree
 from drafters import RootOnly
 from extras import residual
 from extras.residual import residual_accept
-from helpers import chi_square, engine_for, golden_target, order_of, parents_of, text_with
+from helpers import chi_square, engine_for, golden_target, order_of, parents_of, process, text_with
 from ops.topk import best
-from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, process, uniforms
+from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, uniforms
 from session import Session
 
 ALPHA = 1e-4

@@ -21,7 +21,6 @@ from helpers import decode, engine_for
 from hf.weights import load_model
 from ops.cpu import build
 from options import DEMO
-from sampling import Sampling
 
 ROOT = Path(build.__file__).parents[2]
 MARCHES = ("x86-64-v3", "x86-64")  # AVX2, and plain loops, which take half a minute
@@ -55,7 +54,7 @@ def decode_all() -> dict[str, list]:
         head = load_head(Path(DEMO + "-eagle"), target, quant)
         drafters = [
             RootOnly(),
-            *(EagleDrafter(head, target, tree, Sampling()) for tree in TREES.values()),
+            *(EagleDrafter(head, target, tree) for tree in TREES.values()),
         ]
         for compile in (False, True):
             engines = [

@@ -20,7 +20,6 @@ from extras.ngram_draft import Ngram, NgramDrafter
 from helpers import decode, engine_for
 from model import Transformer
 from ops.library import has_cpu_operators
-from sampling import Sampling
 from session import Session
 from tree_shapes import EAGLE1_PATHS
 
@@ -73,9 +72,7 @@ def operators_of(engine: Engine, preset: int) -> Counter:
 
 
 def eagle(kind: str, tree: str, rule: dict, **options) -> EagleDrafter:
-    return EagleDrafter(
-        drafter_of(HEADS[kind]).head, target(), TREES[tree], Sampling(**rule), **options
-    )
+    return EagleDrafter(drafter_of(HEADS[kind]).head, target(), TREES[tree], **options)
 
 
 @cache
@@ -120,7 +117,7 @@ class TestFewOperators:
 
     def test_draft_models(self, rule, batch):
         for tree in ("chain 1", "chain 3"):
-            drafter = ModelDrafter(target(), target(), TREES[tree], Sampling(**rule))
+            drafter = ModelDrafter(target(), target(), TREES[tree])
             check_counts(drafter, batch, rule)
 
 
@@ -144,7 +141,7 @@ def drafters(rule: dict) -> dict[str, Drafter]:
     }
     made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8", rule), target())
     made["topk"] = eagle("3", "static", rule, children="topk", sharpness=1.7)
-    return made | {"model": ModelDrafter(target(), target(), TREES["static"], Sampling(**rule))}
+    return made | {"model": ModelDrafter(target(), target(), TREES["static"])}
 
 
 @pytest.mark.parametrize(

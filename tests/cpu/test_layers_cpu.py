@@ -31,7 +31,6 @@ from model import (
 from ops.cpu.layers import FusedHead, FusedModel, fits
 from ops.tree import Frontier, Paths
 from quantize import FORMATS, Int4Linear, QuantExperts
-from sampling import Sampling
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -190,7 +189,7 @@ def test_a_target_and_a_head_decode_by_them(monkeypatch):
         )
         return decode(engine, prompt).history
 
-    drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))), Sampling())
+    drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))))
     modules = decoded(drafter, compile=False)
     assert not served and decoded(RootOnly(), compile=False) == modules
     assert decoded(RootOnly()) == decoded(drafter) == modules
@@ -349,7 +348,7 @@ def drafter_of(config: EagleConfig, quant: str | None = None) -> EagleDrafter:
     head = fill((Eagle3Head if config.eagle3 else EagleHead)(config), quant)
     if head.lm_head is not None:
         head.vocab = DraftVocab(50, torch.arange(5, 45))
-    return EagleDrafter(head, model(), StaticTree(((0,), (1,), (0, 0))), Sampling())
+    return EagleDrafter(head, model(), StaticTree(((0,), (1,), (0, 0))))
 
 
 def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import process
 from model import rope_angles
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm, rms_norm_reference
 from ops.topk import best, best_reference
 from runtime import compiled
-from sampling import NoiseKey, Sampling, gumbel, process
+from sampling import NoiseKey, Sampling, gumbel
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 

@@ -98,7 +98,7 @@ def test_next_level(vocab, batch, kind):
         front, above = (None, 1) if rows is None else (front_of(batch, rows, slots), rows)
         k = min(width, 3)
         found = Scores(logits_of(kind, batch, above, width), random.choice((1.0, 0.5, 1.7)), ids)
-        shared = Shared(noise, 2, 0.7) if noisy else None
+        shared = Shared(noise, 2, 0.3 + torch.rand(batch)) if noisy else None
         for count, places in (
             (2, None),
             (above * k, None),
@@ -142,7 +142,7 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     torch.manual_seed(0)
     found, shared = (
         Scores(torch.randn(3, 5, 9000), 1.2, None),
-        Shared(torch.randn(3, 2, 9000), 1, 0.9),
+        Shared(torch.randn(3, 2, 9000), 1, torch.tensor([0.9, 0.3, 1.0])),
     )
     front, step = front_of(3, 5, 9), Expansion(4, 5, 3)
     want = next_level(found, shared, front, step, 2, 9)
@@ -155,7 +155,7 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     alone = Frontier(*map(one, front[:3]), Paths(*map(one, front.paths)))
     ours = next_level(
         found._replace(logits=one(found.logits)),
-        shared._replace(noise=one(shared.noise)),
+        Shared(one(shared.noise), 1, one(shared.temperature)),
         alone,
         step,
         2,
@@ -175,7 +175,7 @@ def test_wrong_levels():
         ids,
         noise,
         0,
-        1.0,
+        torch.ones(2),
         index,
         values,
         seen,
@@ -191,6 +191,7 @@ def test_wrong_levels():
         "ids": [ids[:4], torch.arange(6), ids + 5, ids - 1, ids.int(), None],
         "noise": [noise[:1], noise[0], noise.double(), noise[..., :4]],
         "level": [3, -1],
+        "temperature": [torch.ones(1), torch.ones(2).double(), None],
         "index": [index[:1], index[:, :1], index.int()],
         "values": [values[:1], values[:, :1], values.double()],
         "seen": [seen[:1], seen[:, :1], seen[..., :5], seen.int()],
@@ -360,7 +361,7 @@ def test_wrong_acceptance():
 
 
 def state_of(batch: int, length: int, pos: Tensor, limit: Tensor, done: Tensor) -> DecodeState:
-    return DecodeState(whole(9, batch, length), pos, pos + 100, done, limit, None, ())
+    return DecodeState(whole(9, batch, length), pos, pos + 100, done, limit, None, None, ())
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -624,8 +625,10 @@ def test_what_the_compiler_is_told():
     columns, text = [list(column) for column in zip(*levels)], text_of(2)
     front = front_of(2, 2, 4)
     cases = {
-        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, 0.5, front.index, *front.paths, None,
-                       3, 2, (4, 2, 4), True),
+        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), front.index, *front.paths,
+                       None, 3, 2, (4, 2, 4), True),
+        "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
+        "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0])),
         "rerank": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),

@@ -649,9 +649,7 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     }
     config = GenerateConfig(**options, ignore_eos=True, seed=7)
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
-    drafter = with_smaller_trees(
-        EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling), target
-    )
+    drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
     engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
     assert engine.captured and isinstance(engine.tree_policy, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
@@ -659,7 +657,7 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))
         next(decoding)
-        for preset in range(len(engine.cycles)):
+        for preset in range(len(engine.drafter.presets)):
             for _ in range(1 + WARM_UPS):
                 session.time_cycle(preset)  # captured by now, whichever the tree policy preferred
         del session, decoding  # the next session takes over the buffers
@@ -693,7 +691,7 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
         seed=7,
     )
     vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
-    drafter = EagleDrafter(head, target, TREES[tree], config.sampling)
+    drafter = EagleDrafter(head, target, TREES[tree])
     drafted = with_cycles(Engine(replace(config, compile=compiled), target, drafter, 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
@@ -732,7 +730,7 @@ def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Eng
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
     vanilla = with_cycles(Engine(config, target, RootOnly(), context, ()))
-    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20), config.sampling)
+    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     config = replace(config, **changes)
     return vanilla, warm_up(with_cycles(Engine(config, target, drafter, context, ())))
 

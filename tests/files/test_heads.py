@@ -32,7 +32,6 @@ from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from options import DEMO, GenerateConfig
 from quantize import quantize_directory
-from sampling import Sampling
 from session import Session
 
 TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
@@ -377,7 +376,7 @@ def test_a_head_of_another_width(tmp_path):
     config |= {"hidden_size": 32, "head_dim": 16, "target_hidden_size": 64}
     cut = {n: t.clone() for n, t in cut.items()} | {"embed_tokens.weight": fresh(128, 32)}
     head = load_head(write(tmp_path / "head", config, cut), target())
-    drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12), Sampling())
+    drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12))
     options = {"max_new_tokens": 20, "ignore_eos": True}
     drafted, plain = (
         decode(engine_for(target(), d, **options), [5, 17, 3]) for d in (drafter, RootOnly())
@@ -455,7 +454,7 @@ def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
     }
     prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]][:batch]
     plain = decode(engine_for(model, RootOnly(), **options), *prompts)
-    drafter = EagleDrafter(head, model, TREES[tree], Sampling(temperature))
+    drafter = EagleDrafter(head, model, TREES[tree])
     drafted = decode(engine_for(model, drafter, compile=compile, **options), *prompts)
     assert (head.fused is not None and model.fused is not None) == compile
     assert drafted.history == plain.history
@@ -479,7 +478,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     for chunk in (256, 16):
         monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         calls = record(monkeypatch, EagleDrafter, "extend")
-        drafter = EagleDrafter(head, model, TREES["chain"], Sampling())
+        drafter = EagleDrafter(head, model, TREES["chain"])
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
         steps = session.run([prompt])
         next(steps)

@@ -21,7 +21,6 @@ from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO
-from sampling import Sampling
 from scripts.train import train_demo, train_eagle
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import Recipe, unrolled_losses
@@ -63,9 +62,7 @@ def test_chains_from_every_start_agree_with_the_loop():
     """The vectorised evaluator and the decode loop draft the same tokens and accept the same lengths."""
     target, head = golden_target(), golden_head()
     prompt = [5, 17, 3, 40, 8]
-    drafter = EagleDrafter(
-        head, target, StaticTree.chain(train_eagle.ALPHAS), Sampling(), sharpness=1.0
-    )
+    drafter = EagleDrafter(head, target, StaticTree.chain(train_eagle.ALPHAS), sharpness=1.0)
     session = decode(engine_for(target, drafter, max_new_tokens=60, ignore_eos=True), prompt)
     ok, _ = Chains(head, target, torch.tensor([session.history[0]])).run()
     lengths = ok.long().cumprod(1).sum(1).tolist()
@@ -195,7 +192,7 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
     ).exists()
     target = train_eagle.load_model(train_eagle.Path(DEMO), torch.float32)
     head = load_head(tmp_path / "cut", target)
-    drafter = EagleDrafter(head, target, StaticTree.chain(3), Sampling())
+    drafter = EagleDrafter(head, target, StaticTree.chain(3))
     options = {"max_new_tokens": 20, "ignore_eos": True}
     drafted, plain = (
         decode(engine_for(target, d, **options), [1, 50, 60]) for d in (drafter, RootOnly())

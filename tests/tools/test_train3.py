@@ -22,7 +22,6 @@ from hf.heads import rows_of
 from kv_cache import KVCache, causal_window
 from model import RMSNorm
 from options import GenerateConfig
-from sampling import Sampling
 from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
 from scripts.train import train_eagle
@@ -200,7 +199,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     assert head.aux_layers == (2, 4, 5) and head.vocab.kept == 100 and head.config.sharpness >= 1
     tau = evaluate(head, target(), written()[1])["tau"]
     assert tau == pytest.approx(last["tau"], abs=1e-3)
-    drafter = EagleDrafter(head, target(), StaticTree.chain(5), Sampling())
+    drafter = EagleDrafter(head, target(), StaticTree.chain(5))
     drafted, plain = (
         decode(engine_for(target(), d, max_new_tokens=40), [5, 17, 3])
         for d in (drafter, RootOnly())
