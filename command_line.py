@@ -9,6 +9,7 @@ Not here: the options of generate.py (options.py).
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -105,8 +106,11 @@ def parse(
     """Read the command line into a dataclass with fields made by `option`.
 
     Exits with status 2 on a mistake.
+    argv: default: that of the process, whose text is then UTF-8 in every locale
     settings: take fields with `flag=False` too
     """
+    if argv is None:
+        argv = _utf8_arguments()
     parser = _Parser(
         prog=program,
         description=description,
@@ -121,6 +125,14 @@ def parse(
     with one_line_errors(program):
         check_ranges(made)
     return made
+
+
+def _utf8_arguments() -> list[str]:
+    """Return the process's arguments, decoded as UTF-8. Its streams become UTF-8 too."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if stream is not None and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(encoding="utf-8")
+    return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
 
 
 def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
@@ -145,20 +157,29 @@ def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
     parser.add_argument(name, **arguments)
 
 
+def _drop_output() -> None:
+    """Let standard output lead nowhere, so that the rest of its buffer cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """Report a user's mistake inside as one line and exit status 2.
 
-    Ctrl-C and a closed pipe end the program without a traceback.
+    Ctrl-C, a closed pipe and a full standard output end the program without a traceback.
     """
     try:
         yield
+        sys.stdout.flush()  # at the end of the process a failure would be a traceback
     except ValueError as error:
         fail(program, str(error))
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _drop_output()
+            fail(program, f"cannot write standard output: {error.strerror}; name a file or a pipe")
         if error.filename is None:
             raise
         fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")

@@ -225,6 +225,22 @@ def write_text(where: str, text: str) -> None:
         raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
 
 
+def bundled_head(checkpoint: Path) -> Path:
+    """Return the place of the draft head that belongs to a checkpoint: its name with -eagle."""
+    if checkpoint.name in ("", ".."):
+        checkpoint = checkpoint.resolve()
+    name = checkpoint.stem if is_gguf(checkpoint) else checkpoint.name
+    return checkpoint.with_name(name + "-eagle")
+
+
+def show_progress(text: str, last: bool) -> None:
+    """Write progress over the line before on a terminal; elsewhere write the last line only."""
+    terminal = sys.stderr.isatty()
+    if terminal or last:
+        begin = "\r" if terminal else ""
+        print(begin + text, end="\n" if last else "", file=sys.stderr, flush=True)
+
+
 # ---------------------------------------------------------------------- locking
 
 

@@ -15,7 +15,11 @@ Not here: products; embeddings, which are looked up and never multiplied.
 
 from __future__ import annotations
 
-import sys
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +40,7 @@ from checkpoint import (
     write_checkpoint,
 )
 from command_line import one_line_errors, option, parse
-from files import read_json
+from files import bundled_head, read_json, show_progress
 from ops.norm import add, swiglu
 from ops.quantized import PRODUCTS, join_zeros, split_zeros
 from options import FORMAT_NAMES, GROUP_SIZES, pick_device
@@ -386,9 +390,7 @@ def encoded(files: TensorSource, quant: Quantization, device: str) -> Iterator[t
             yield scale_name(name), scale.cpu()
         elif not name.endswith("rotary_emb.inv_freq"):
             yield name, tensor.clone()
-        progress = f"\r{quant.format}: {number} of {count} tensors"
-        end = "\n" if number == count else ""
-        print(progress, end=end, file=sys.stderr, flush=True)
+        show_progress(f"{quant.format}: {number} of {count} tensors", number == count)
 
 
 def quantize_directory(
@@ -429,19 +431,20 @@ def main(argv: list[str] | None = None) -> None:
 
     with one_line_errors("quantize.py"):
         if not config.checkpoint or not config.out:
-            raise ValueError(
-                "--checkpoint and --out are needed: the directory to read and the one to write"
-            )
+            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
         quant = Quantization(config.quant, config.group_size)
         out = Path(config.out)
         device = pick_device(config.device)
         quantize_directory(Path(config.checkpoint), out, quant, device, config.overwrite)
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+        head = bundled_head(Path(config.checkpoint))
+        eagle = f" --eagle {head}" if head.is_dir() else ""
         print(
-            f"wrote {config.out}, {size / 1e9:.3f} GB of weights; "
-            f"run: python generate.py --checkpoint {config.out}"
+            f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: "
+            f'python generate.py --checkpoint {config.out}{eagle} --prompt "Once upon a time"'
         )
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

@@ -47,9 +47,8 @@ class NoiseKey(NamedTuple):
     seed: Tensor  # [B, 2] int64, low and high 32 bits; [2]: of all sequences
     prompt: Tensor  # [B] int64, index of the prompt in the request
     sample: Tensor  # [B] int64, index of the sample of that prompt
-    silent: Tensor | None = (
-        None  # [B] bool, greedy sequences: their noise is 0; None: there is none
-    )
+    # [B] bool, the greedy sequences, whose noise is 0; None: there are none
+    silent: Tensor | None = None
 
 
 class Kind(IntEnum):
@@ -80,10 +79,11 @@ class Rule(NamedTuple):
     def of(each: Sequence[Sampling], device: torch.device | str = "cpu") -> Rule:
         """Make the rule of B sequences."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
+        temperature = [max(s.temperature, LEAST_TEMPERATURE) for s in own]
         return Rule(
-            torch.tensor([max(s.temperature, LEAST_TEMPERATURE) for s in own], device=device),
+            torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor([s.top_k for s in own], device=device),
-            torch.tensor([s.top_p for s in own], device=device),
+            torch.tensor([s.top_p for s in own], dtype=torch.float32, device=device),
         )
 
     def needed(self, kind: Kind) -> Rule | None:

@@ -59,7 +59,7 @@ class Buffers:
         )
         self.start = number[:1].clone()  # of a prefill chunk
         self.deferred_cycles = 0  # cycles since the drafter caught up
-        self.replays: dict[Any, Replay] = {}  # of cycles by kind and preset, of prefills, ...
+        self.replays: dict[Any, Replay] = {}  # of cycles by kind and preset; of other steps
         self.scratch: dict[str, Any] = {}  # memory that captured prefills share
 
     def reset(self, engine: Engine, key: NoiseKey) -> None:

@@ -247,10 +247,9 @@ def sequence_memory(engine: Any) -> str:
     weight = target.norm.weight
     target_cache = engine.slots * weight.itemsize * _cache_width(target.layers)
     draft_cache = engine.slots * weight.itemsize * _cache_width(drafter.layers or ())
-    # sets of scores over the vocabulary; sampling adds the noise and the adjusted scores
-    scores = max(drafter.size, drafter.width)
-    if engine.config.temperature:
-        scores += drafter.size + drafter.depth + 1
+    # sets of scores over the vocabulary; sampling, which any call may ask for, adds the noise and
+    # the adjusted scores
+    scores = max(drafter.size, drafter.width) + drafter.size + drafter.depth + 1
     plan = {
         "the caches": target_cache + draft_cache,
         "scores of a tree": 4 * target.config.vocab_size * scores,

@@ -1,7 +1,8 @@
 """`--interactive`: a conversation on the terminal.
 
 When the history no longer fits the context, the oldest turns are dropped and a note is printed.
-Ctrl-C ends an answer and not the conversation; the cached part of the answer stays.
+Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a
+second Ctrl-C, or the end of input, ends the conversation.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ def chat(
     session = Session(engine)
     turns: list[str] = []
     answers: list[str] = []
+    leaving = False  # the last key was Ctrl-C
     while True:
         try:
             turn = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt) as error:
             print()
-            return
+            if leaving or isinstance(error, EOFError):
+                return
+            leaving = True
+            print("[Ctrl-C again, or Ctrl-D, ends the conversation]")
+            continue
+        leaving = False
         if not turn.strip():
             continue
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint import BLOCKS, TensorSource, WeightFiles, foreign_quantization, saved_quantization
-from files import is_gguf, read_json
+from files import bundled_head, is_gguf, read_json
 from hf.fields import (
     FLAG,
     NAMES,
@@ -399,13 +399,7 @@ def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
 
 def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
     """Fill in `draft` and `eagle`: a head next to the target is the default."""
-    resolved = path
-    if path.name in ("", ".."):
-        resolved = path.resolve()
-    name = resolved.name
-    if is_gguf(path):
-        name = resolved.stem
-    bundled = resolved.with_name(name + "-eagle")
+    bundled = bundled_head(path)
     eagle = config.eagle
     if not eagle and config.draft in ("", "eagle", "eagle+ngram") and bundled.is_dir():
         eagle = str(bundled)

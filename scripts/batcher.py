@@ -13,16 +13,16 @@ fp32 they may differ by rounding.
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from decode import Engine
-from sampling import MASK32
+from options import Sampling
+from scripts.counters import Counters
 from session import Session, common_prefix
 from stats import Stats
 
@@ -49,7 +49,10 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The text of a sequence, up to an end of sequence or a stop string."""
+    """The text of a sequence, up to an end of sequence or a stop string.
+
+    The bytes of a character that is not complete at the end are left out.
+    """
 
     def __init__(self, decoder: Any, stops: list[str], ends: list[int]):
         """decoder: hf.tokenizer.StreamDecoder; ends: token ids"""
@@ -73,7 +76,6 @@ class Answer:
     def close(self) -> str:
         """End the answer. Returns: the rest of the text."""
         self.over = True
-        self.held += self.decoder.flush()
         return self._take(True)
 
     def _take(self, last: bool) -> str:
@@ -105,11 +107,13 @@ class Job:
     choice: int  # its number in the response
     prompt: list[int]
     stream: tuple[int, int]  # (prompt, sample): with the seed the key of its noise
+    sampling: Sampling
     seed: int
     most: int  # tokens
     answer: Answer
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
     left: bool = False  # the client has left
+    came: float = field(default_factory=time.perf_counter)  # host's clock (s)
 
 
 class Batcher(threading.Thread):
@@ -125,6 +129,7 @@ class Batcher(threading.Thread):
         self.changed = threading.Condition()  # guards the fields here
         self.open = True  # takes jobs
         self.failed = False  # decoding raised
+        self.counters = Counters()
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs. Raises: Refusal when there are too many."""
@@ -139,6 +144,13 @@ class Batcher(threading.Thread):
                 )
             self.waiting += jobs
             self.changed.notify()
+
+    def page(self) -> str:
+        """Return the counters, in Prometheus' text form."""
+        with self.changed:
+            running = sum(job is not None for job in self.jobs)
+            waiting = sum(not job.left for job in self.waiting)
+        return self.counters.page(running, waiting)
 
     def close(self) -> None:
         """Let the thread end behind its step, with a refusal for every unfinished job."""
@@ -170,7 +182,7 @@ class Batcher(threading.Thread):
             self.changed.wait_for(lambda: self.waiting or any(self.jobs) or not self.open)
             for seq, job in enumerate(self.jobs):
                 if job and job.left:
-                    self._evict(seq)
+                    self._evict(seq, "left")
             while None in self.jobs and self.waiting:
                 job = self.waiting.popleft()
                 if not job.left:
@@ -182,10 +194,12 @@ class Batcher(threading.Thread):
         free = [seq for seq, other in enumerate(self.jobs) if other is None]
         seq = max(free, key=lambda seq: common_prefix(session.history[seq], job.prompt))
         self.jobs[seq] = job  # before the calls that may fail: `run` then refuses it
+        session.configure(seq, job.sampling, job.seed)
         session.admit(seq, job.prompt, job.stream, job.most)
-        session.state.key.seed[seq] = torch.tensor([job.seed & MASK32, job.seed >> 32])
+        self.counters.prompt_tokens += len(job.prompt)
 
-    def _evict(self, seq: int) -> None:
+    def _evict(self, seq: int, reason: str) -> None:
+        self.counters.ended[reason] += 1
         self.session.release(seq)
         self.jobs[seq] = None
 
@@ -197,16 +211,22 @@ class Batcher(threading.Thread):
             if job is None or (not ids and session.busy(seq)):
                 continue
             answer = job.answer
+            before = answer.tokens
             text = ""
             for id in ids:
                 if not answer.over:
                     text += answer.push(id)
             if not answer.over and not session.busy(seq):
                 text += answer.close()
-            if answer.over:
+            self.counters.tokens += answer.tokens - before
+            if before == 0 and answer.tokens:
+                self.counters.first_token(time.perf_counter() - job.came)
+            reason = _reason(answer)
+            if reason:
                 with self.changed:
-                    self._evict(seq)
-            job.tell(Piece(job.choice, text, answer.tokens, _reason(answer)))
+                    self._evict(seq, reason)
+            job.tell(Piece(job.choice, text, answer.tokens, reason))
+        self.counters.step(session.stats)
         # without readers they would only grow
         session.stats = Stats()
         session.trace = []

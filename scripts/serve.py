@@ -11,9 +11,11 @@ scripts/requirements-serve.txt.
    or one whose client has left, is evicted for the next request.
 2. The event loop reads requests (`Reader`), refuses unserved options by name, and streams the text.
 
-The text is a function of (weights, prompt, seed, number of the choice): that of generate.py for
-this prompt and --seed, in a batch of any size. Without a seed one is drawn.
-Trade-off: temperature, top_k and top_p are compiled into the cycles; other values are refused.
+The text is a function of (weights, prompt, temperature, top_k, top_p, seed, number of the choice):
+that of generate.py for this prompt and these options, in a batch of any size and company, but for
+the bytes of a character that is cut at the end. Without a seed one is drawn; the other options are
+the server's where a request names none. Trade-off: on CUDA three kinds of cycles are compiled.
+/health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Not here: keys and TLS. The default address is reached from this machine alone; with another --host
 put a proxy before it.
@@ -21,12 +23,17 @@ put a proxy before it.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+
 import asyncio
 import errno
 import ipaddress
 import json
 import random
-import signal
+import re
 import socket
 import sys
 import time
@@ -40,12 +47,13 @@ from typing import Any, NamedTuple
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.datastructures import Headers
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     if __name__ != "__main__":
@@ -59,13 +67,15 @@ except ImportError as error:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 import ranks
-from command_line import one_line_errors, option, parse
+from command_line import MOST, one_line_errors, option, parse
 from decode import Engine
 from generate import load
 from hf.chat import chat_template, template_text
 from hf.fetch import fetched
-from options import GenerateConfig
-from prompts import check_ids
+from load import warm_up
+from options import GenerateConfig, Sampling
+from prompts import check_ids, check_sampled
+from sampling import Kind
 from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
 
 READ_S = 30  # seconds for the head of a request, and for its body
@@ -79,8 +89,10 @@ UNSERVED: dict[str, tuple] = {
     "functions": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
+    "min_p": (0, 0.0),
     "parallel_tool_calls": (False, True),
     "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -88,7 +100,7 @@ UNSERVED: dict[str, tuple] = {
     "top_logprobs": (0,),
 }
 SERVED = {
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stream",
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "n", "stream",
     "stream_options", "stop", "seed", "user", "store", "metadata",
 }  # fmt: skip
 
@@ -101,7 +113,7 @@ class ServeConfig(GenerateConfig):
     port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
     batch_size: int = option(4, "requests decoded side by side", least=1)
     max_new_tokens: int = option(
-        512, "tokens of an answer at most, and where a request names none", least=1
+        512, "tokens of an answer at most, where a request names no other number", least=1
     )
     max_waiting: int = option(
         64, "answers that may wait for their turn; more requests are refused", least=0
@@ -139,6 +151,7 @@ class Asked(NamedTuple):
 
     prompts: list[list[int]]
     samples: int
+    sampling: Sampling
     seed: int
     most: int  # tokens of an answer
     stops: list[str]
@@ -169,12 +182,13 @@ class Reader:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
         self._check_names(body, source)
-        self._check_sampling(body)
+        sampling = self._sampling(body)
         options = body.get("stream_options", {})
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
         options = _without_nulls(options)
-        limit = self.config.max_new_tokens
-        most = self._integer(body, "max_tokens", limit, 1, limit)
+        limit = self.engine.context
+        own = min(self.config.max_new_tokens, limit)
+        most = self._integer(body, "max_tokens", own, 1, limit)
         most = self._integer(body, "max_completion_tokens", most, 1, limit)
         need(source in body, f"{source} is missing", source)
         prompts = [body[source]]
@@ -196,6 +210,7 @@ class Reader:
         return Asked(
             ids,
             samples,
+            sampling,
             seed % 2**64,
             most,
             self._stops(body),
@@ -217,14 +232,28 @@ class Reader:
                 name[:SHOWN],
             )
 
-    def _check_sampling(self, body: dict) -> None:
-        for name, own in (("temperature", self.config.temperature), ("top_p", self.config.top_p)):
-            value = body.get(name, own)
-            need(
-                type(value) in (int, float) and value == own,
-                f"{name} is {own:g} for all requests; leave it out, or serve with --{name}",
-                name,
-            )
+    def _sampling(self, body: dict) -> Sampling:
+        """Read the parameters of the distribution; the server's own where they are missing."""
+        own = self.config.sampling
+        temperature = body.get("temperature", own.temperature)
+        need(
+            _is_number(temperature) and (0 <= temperature <= 2 or temperature == own.temperature),
+            f"temperature must be a number from 0 to 2; it is {json.dumps(temperature)[:SHOWN]}",
+            "temperature",
+        )
+        top_p = body.get("top_p", own.top_p)
+        need(
+            _is_number(top_p) and 0 < top_p <= 1,
+            f"top_p must be a number above 0, at most 1; it is {json.dumps(top_p)[:SHOWN]}",
+            "top_p",
+        )
+        top_k = self._integer(body, "top_k", own.top_k, -1, MOST)  # -1: all, as vLLM has it
+        sampling = Sampling(temperature, max(top_k, 0), top_p)
+        try:
+            check_sampled(replace(self.config, temperature=temperature))
+        except ValueError as error:
+            raise Refusal(400, str(error), "temperature") from None
+        return sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
         value = body.get(name, default)
@@ -282,6 +311,10 @@ class Reader:
         texts = [text for _, text in parsed]
         ids = self._template(system).encode(engine.tokenizer, texts[0::2], texts[1::2])
         return check_ids(ids, engine.target.config.vocab_size, engine.context)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _without_nulls(options: dict) -> dict:
@@ -395,20 +428,38 @@ class Server:
             await asyncio.to_thread(self.batcher.join)
 
         routes = [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
         ]
-        handlers = {Refusal: _refused, HTTPException: _not_there, ClientDisconnect: _left}
+        handlers = {
+            Refusal: _refused,
+            HTTPException: _not_there,
+            ClientDisconnect: _left,
+            Exception: _failed,
+        }
         guards = []
         if _loopback(self.config.host):
             # against a page of another site whose name is resolved to this machine
-            names = ["localhost", "127.0.0.1", "[::1]", self.config.host]
-            guards = [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)]
+            names = {"localhost", "127.0.0.1", "[::1]", self.config.host.lower()}
+            guards = [Middleware(KnownHosts, names=names)]
         return Starlette(
             routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards
         )
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 while answers are decoded, else 503."""
+        if not self.batcher.open or not self.batcher.is_alive():
+            raise Refusal(503, "the server decodes no answers; start it again")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer with the counters, in Prometheus' text form."""
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.batcher.page(), media_type=kind)
 
     async def models(self, request: Request) -> Response:
         """Answer for the one model, or the list of it."""
@@ -474,7 +525,8 @@ class Server:
                 decoder = engine.tokenizer.stream(continuation=not chat)
                 answer = Answer(decoder, asked.stops, ends)
                 stream = (number, sample)
-                jobs.append(Job(len(jobs), prompt, stream, asked.seed, asked.most, answer, tell))
+                how = (stream, asked.sampling, asked.seed, asked.most)
+                jobs.append(Job(len(jobs), prompt, *how, answer, tell))
         return jobs
 
 
@@ -501,6 +553,11 @@ async def _not_there(request: Request, error: Exception) -> Response:
         error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}"
     )
     return JSONResponse(refusal.body, error.status_code, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer where the server itself is wrong; the terminal gets the traceback."""
+    return JSONResponse(Refusal(500, "the server failed; see the terminal").body, 500)
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -588,6 +645,24 @@ def _loopback(host: str) -> bool:
     return host == "localhost"
 
 
+class KnownHosts:
+    """Refuses requests that name another machine in their Host."""
+
+    def __init__(self, app: ASGIApp, names: set[str]):
+        self.app = app
+        self.names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. The server calls this."""
+        app = self.app
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "").lower()
+            if re.sub(r":\d+$", "", host) not in self.names:
+                body = Refusal(400, f"{host[:SHOWN]!r} is no name of this machine").body
+                app = JSONResponse(body, 400)
+        await app(scope, receive, send)
+
+
 class Connection(H11Protocol):
     """Drops a client whose request does not come."""
 
@@ -647,7 +722,21 @@ def load_engine(config: ServeConfig) -> Engine:
     engine = load(config)
     if engine.tokenizer is None:
         raise ValueError(f"{config.checkpoint} has no tokenizer; a server needs one")
+    if engine.captured:
+        warm_other_kinds(engine)
     return engine
+
+
+def warm_other_kinds(engine: Engine) -> None:
+    """Compile and capture the cycles of other kinds than the engine's own.
+
+    No request waits for them then.
+    """
+    config = engine.config
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):
+        served = sampling.temperature > 0 or config.accept == "exact"
+        if served and Kind.of(sampling) != Kind.of(config.sampling):
+            warm_up(replace(engine, config=replace(config, **sampling._asdict())))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -670,6 +759,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # a regular exit saves the measurements of --tree auto
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -33,6 +33,7 @@ from files import alone
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
+WAITING = "note: waiting for another process, which builds the CPU operators (20 s)"
 
 
 def _rows_of(x: Tensor, n: int, fp32_out: bool) -> Tensor:
@@ -277,7 +278,7 @@ def build(march: str = "") -> Path:
         if is_whole(library):
             return library
         with (
-            alone(folder) as locked,
+            alone(folder, WAITING) as locked,
             tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary,
         ):
             if locked:

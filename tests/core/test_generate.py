@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,7 @@ import runtime
 from generate import generate, load, main, stream
 from helpers import GOLDEN
 from hf.config import resolve_draft
-from options import DEMO, GenerateConfig
+from options import DEMO, ROOT, GenerateConfig
 from prompts import read_prompts
 from stats import share_of_equal
 
@@ -333,6 +336,51 @@ def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatc
     assert "oldest turn(s) dropped" in out
     assert "the context holds 120" in out, "a turn that never fits is refused, and the chat goes on"
     assert out.count("tokens/s") >= 5
+
+
+def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):
+    """A second one in a row ends the conversation, as the end of input does."""
+    keys = iter(
+        [KeyboardInterrupt, "def a():", KeyboardInterrupt, "x = 1", *[KeyboardInterrupt] * 2]
+    )
+
+    def typed(_: str) -> str:
+        key = next(keys)
+        if key is KeyboardInterrupt:
+            raise key
+        return key
+
+    monkeypatch.setattr("builtins.input", typed)
+    main([*ON_DEMO, "--interactive", "--max_new_tokens", "2"])
+    out, _ = capsys.readouterr()
+    assert out.count("Ctrl-C again, or Ctrl-D, ends") == 3 and out.count("tokens/s") == 2
+    assert next(keys, None) is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_standard_output_is_one_line():
+    """At the first text, and where all of it is in the buffer until the end."""
+    for argv in ([*ON_DEMO, "--max_new_tokens", "3"], [*IDS, "--json", "-"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, str(ROOT / "generate.py"), *argv]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.splitlines()[-1].startswith(
+            "generate.py: cannot write standard output: "
+        )
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_text_is_utf8_in_every_locale():
+    """Of the command line and of standard input; what is printed too."""
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    text = "# \u00e9 \u20ac \u4e2d"
+    command = [sys.executable, str(ROOT / "generate.py"), *ON_DEMO, "--max_new_tokens", "2"]
+    for argv, typed in ((["--prompt", text], ""), (["--interactive"], f"{text}\n")):
+        done = subprocess.run([*command, *argv], input=typed.encode(), env=env, capture_output=True)
+        assert done.returncode == 0 and b"tokens in" in done.stdout, done.stderr
+    done = subprocess.run([*command, "--draft", text], env=env, capture_output=True)
+    assert done.returncode == 2 and text in done.stderr.decode("utf-8")
 
 
 CHAT = (

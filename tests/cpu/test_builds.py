@@ -153,11 +153,14 @@ def test_what_a_library_depends_on(calls, tmp_path, monkeypatch):
     assert {name for name in sources if f'#include "{name}"' not in included} == set(build.UNITS)
 
 
-def test_two_who_build_at_once_build_once(calls, monkeypatch):
-    monkeypatch.setenv("TAKES_S", "0.1")
+def test_two_who_build_at_once_build_once(calls, monkeypatch, capsys):
+    """The second one says why it waits."""
+    monkeypatch.setenv("TAKES_S", "0.5")
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(build.build, ["x86-64", "x86-64"])
     assert first == second and len(calls()) == 1
+    said = sorted(capsys.readouterr().err.splitlines())
+    assert len(said) == 2 and "building" in said[0] and said[1] == build.WAITING
 
 
 # ------------------------------------------------------------------------ where there is no library

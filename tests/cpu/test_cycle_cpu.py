@@ -17,9 +17,11 @@ from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
+from generate import generate
 from helpers import decode, engine_for
 from model import Transformer
 from ops.library import has_cpu_operators
+from sampling import Sampling
 from session import Session
 from tree_shapes import EAGLE1_PATHS
 
@@ -59,9 +61,14 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of(engine: Engine, preset: int) -> Counter:
-    """The operators of a cycle of a preset, behind some others."""
+MIXED = [Sampling(), Sampling(0.6, top_k=20), Sampling(1.0), Sampling(0.8, top_p=0.7)]
+
+
+def operators_of(engine: Engine, preset: int, each: list[Sampling] = ()) -> Counter:
+    """The operators of a cycle of a preset, behind some others. each: of the sequences that differ"""
     session = Session(engine)
+    for seq, own in enumerate(each):
+        session.configure(seq, own, 7 + seq)
     decoding = session.run([LOOP] * engine.config.batch_size)
     for _ in range(3):
         next(decoding)
@@ -71,7 +78,7 @@ def operators_of(engine: Engine, preset: int) -> Counter:
     return counted.met
 
 
-def eagle(kind: str, tree: str, rule: dict, **options) -> EagleDrafter:
+def eagle(kind: str, tree: str, **options) -> EagleDrafter:
     return EagleDrafter(drafter_of(HEADS[kind]).head, target(), TREES[tree], **options)
 
 
@@ -80,13 +87,13 @@ def target() -> Transformer:
     return model()
 
 
-def check_counts(drafter: Drafter, batch: int, rule: dict) -> None:
+def check_counts(drafter: Drafter, batch: int, rule: dict, each: list[Sampling] = ()) -> None:
     """Every preset of a drafter stays within the bounds."""
     engine = engine_for(
         target(), drafter, compile=True, batch_size=batch, ignore_eos=True, trace="", **rule
     )
     for number, preset in enumerate(drafter.presets):
-        met = operators_of(engine, number)
+        met = operators_of(engine, number, each)
         depth = max(preset.depth, 2) if isinstance(preset, NgramDrafter) else preset.depth
         bound = BASE + LEVEL * depth if preset.size > 1 else VANILLA
         assert met.total() <= bound, (preset.name, batch, rule, met.total(), met)
@@ -104,21 +111,39 @@ class TestFewOperators:
     @pytest.mark.parametrize("kind", EAGLES)
     def test_heads(self, kind, rule, batch):
         for tree in TREES if kind in ("2", "3") else ("chain 1", "dynamic 5/3/8"):
-            check_counts(eagle(kind, tree, rule), batch, rule)
+            check_counts(eagle(kind, tree), batch, rule)
 
     def test_presets_of_auto(self, rule, batch):
         for kind in ("2", "3"):
-            check_counts(
-                with_smaller_trees(eagle(kind, "dynamic 6/4/16", rule), target()), batch, rule
-            )
+            check_counts(with_smaller_trees(eagle(kind, "dynamic 6/4/16"), target()), batch, rule)
 
     def test_lookup_beside_a_head(self, rule, batch):
-        check_counts(eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1)), batch, rule)
+        check_counts(eagle("2", "dynamic 5/3/8", lookup=Ngram(4, 1)), batch, rule)
 
     def test_draft_models(self, rule, batch):
         for tree in ("chain 1", "chain 3"):
             drafter = ModelDrafter(target(), target(), TREES[tree])
             check_counts(drafter, batch, rule)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_mixed_batch_has_as_few(rule):
+    """Whatever the engine was loaded with; and where all of it is greedy nothing of sampling runs."""
+    made = {
+        "vanilla": RootOnly(),
+        "ngram": NgramDrafter(Ngram(2, 2)),
+        "auto": with_smaller_trees(eagle("2", "dynamic 6/4/16"), target()),
+        "chain": eagle("3", "chain 3"),
+        "model": ModelDrafter(target(), target(), TREES["chain 3"]),
+    }
+    for drafter in made.values():
+        check_counts(drafter, 4, rule, MIXED)
+    engine = engine_for(
+        target(), made["chain"], compile=True, batch_size=4, ignore_eos=True, trace="", **rule
+    )
+    sampled = {f"gpt_eagle.{name}.default" for name in ("gumbel", "cut")}
+    assert sampled <= operators_of(engine, 0, MIXED).keys()
+    assert not sampled & operators_of(engine, 0, [Sampling()] * 4).keys()
 
 
 def test_operators_are_counted():
@@ -132,15 +157,15 @@ def test_operators_are_counted():
 # ------------------------------------------------------------------------------------------- tokens
 
 
-def drafters(rule: dict) -> dict[str, Drafter]:
-    made = {f"{kind} {tree}": eagle(kind, tree, rule) for kind in ("2", "3") for tree in TREES}
-    made |= {kind: eagle(kind, "dynamic 5/3/8", rule) for kind in EAGLES[2:]}
+def drafters() -> dict[str, Drafter]:
+    made = {f"{kind} {tree}": eagle(kind, tree) for kind in ("2", "3") for tree in TREES}
+    made |= {kind: eagle(kind, "dynamic 5/3/8") for kind in EAGLES[2:]}
     made |= {
         "ngram": NgramDrafter(Ngram(3, 2)),
-        "eagle+ngram": eagle("2", "dynamic 5/3/8", rule, lookup=Ngram(4, 1)),
+        "eagle+ngram": eagle("2", "dynamic 5/3/8", lookup=Ngram(4, 1)),
     }
-    made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8", rule), target())
-    made["topk"] = eagle("3", "static", rule, children="topk", sharpness=1.7)
+    made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8"), target())
+    made["topk"] = eagle("3", "static", children="topk", sharpness=1.7)
     return made | {"model": ModelDrafter(target(), target(), TREES["static"])}
 
 
@@ -154,7 +179,7 @@ def test_every_cycle_is_the_modules(rule, batch):
     options = {"batch_size": batch, "max_new_tokens": 16, "ignore_eos": True, "seed": 5, **rule}
     prompts = [LOOP, [3, 1, 4], [0]][:batch]
     want = decode(engine_for(target(), RootOnly(), **options), *prompts).history
-    for name, drafter in {"vanilla": RootOnly(), **drafters(rule)}.items():
+    for name, drafter in {"vanilla": RootOnly(), **drafters()}.items():
         plain, ours = (
             decode(engine_for(target(), drafter, compile=compile, **options), *prompts)
             for compile in (False, True)
@@ -163,6 +188,30 @@ def test_every_cycle_is_the_modules(rule, batch):
         assert [without_time(line) for line in ours.trace] == [
             without_time(line) for line in plain.trace
         ], name
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4])
+def test_a_mixed_batch_is_each_alone(batch):
+    """In bf16, where all is bit for bit, with and without the modules."""
+    prompts = [LOOP, [3, 1, 4], [0], [9, 9, 2], LOOP[:7], [5]]
+    each = [*MIXED, Sampling(), Sampling(1.3)]
+    options = {"max_new_tokens": 16, "ignore_eos": True}
+    mixed = {
+        "temperature": [own.temperature for own in each],
+        "top_k": [own.top_k for own in each],
+        "top_p": [own.top_p for own in each],
+        "seed": list(range(6)),
+    }
+    want = []
+    for number, own in enumerate(each):
+        engine = engine_for(target(), RootOnly(), seed=number, **own._asdict(), **options)
+        session = Session(engine, [(number, 0)])
+        list(session.run([prompts[number]]))
+        want.append(session.history[0][len(prompts[number]) :])
+    for name, drafter in {"vanilla": RootOnly(), **drafters()}.items():
+        for compile in (False, True):
+            engine = engine_for(target(), drafter, compile=compile, batch_size=batch, **options)
+            assert generate(engine, prompts, **mixed).tokens == want, (name, compile)
 
 
 def without_time(line: dict) -> dict:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -672,14 +674,31 @@ def failure(capsys, main, *argv: str) -> str:
     return err
 
 
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
+    """Of the commands that do not read their options before."""
+    imported = tmp_path / "imported"
+    (tmp_path / "torch.py").write_text(f"open({str(imported)!r}, 'w'); import time; time.sleep(60)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for script in ("quantize.py", "scripts/serve.py"):
+        command = [sys.executable, str(ROOT / script)]
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        while not imported.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == "" and process.returncode == -signal.SIGINT
+        imported.unlink()
+
+
 def test_quantize_and_generate(capsys, tmp_path):
     for end in ("", "-eagle"):
         out, err = run(
             capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}")
         )
         assert f"python generate.py --checkpoint {tmp_path / 'demo'}" in out
+        if not end:
+            advised = shlex.split(out.partition("run: python generate.py ")[2])
         total = len(WeightFiles(Path(DEMO + end)).readers)
-        assert err.endswith(f"int4: {total} of {total} tensors\n") and err.count("\r") == total
+        assert err.endswith(f"int4: {total} of {total} tensors\n") and "\r" not in err
     ids = [
         "--prompt",
         "def f(x):",
@@ -699,6 +718,10 @@ def test_quantize_and_generate(capsys, tmp_path):
     assert {k: got["config"][k] for k in ("quant", "quant_draft", "group_size", "draft")} == {
         "quant": "int4", "quant_draft": "int4", "group_size": 128, "draft": "eagle"
     }  # fmt: skip
+    shutil.rmtree(tmp_path / "demo-eagle")
+    out, _ = run(capsys, main, *advised, "--max_new_tokens", "2", "--json", "-", "--device", "cpu")
+    config = json.loads(out)["config"]
+    assert (config["draft"], config["eagle"]) == ("eagle", f"{DEMO}-eagle"), "the source's head"
 
 
 BASE = ("--checkpoint", str(TARGET))

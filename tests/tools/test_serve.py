@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +25,9 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from command_line import parse  # noqa: E402
 from generate import encode, generate  # noqa: E402
+from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
+from sampling import Kind  # noqa: E402
 from scripts import serve  # noqa: E402
 from scripts.batcher import Answer  # noqa: E402
 
@@ -136,6 +140,55 @@ def test_a_completion_is_what_generate_makes_of_it(running):
     assert len(texts) > 1, "without a seed one is drawn"
 
 
+RULES = [
+    {"temperature": 0},
+    {"temperature": 0.5},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.95},
+    {},
+]
+
+
+def as_sent(rule: dict) -> dict:
+    """The options of a request; the client sends those that it does not know as they are."""
+    own = {name: value for name, value in rule.items() if name == "top_k"}
+    return {name: rule[name] for name in rule.keys() - own.keys()} | {"extra_body": own}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_request_has_its_own_parameters(running, rule):
+    """Whole, streamed and in a chat, as the official client sends them."""
+    want = running.own([PROMPT], 11, **rule).text[0]
+    assert running.complete(seed=11, **as_sent(rule)).choices[0].text == want
+    events = running.complete(seed=11, stream=True, **as_sent(rule))
+    assert "".join(event.choices[0].text for event in events) == want
+    messages = [{"role": "user", "content": "Hello"}]
+    found = running.client.chat.completions.create(
+        model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
+    )
+    ids = encode(running.engine, ["Hello"], [])
+    chat = generate(replace(running.engine, pool=[]), [ids], seed=4, max_new_tokens=12, **rule)
+    assert found.choices[0].message.content == chat.text[0]
+
+
+def test_top_k_of_all_tokens_is_none(running):
+    want = running.own([PROMPT], 11).text[0]
+    for k in (0, -1, 10**6):
+        found = running.complete(seed=11, extra_body={"top_k": k, "min_p": 0})
+        assert found.choices[0].text == want
+
+
+def test_an_answer_up_to_the_context(running):
+    ids = running.engine.tokenizer.encode(PROMPT, bos=True)
+    context = running.engine.context
+    prompt = (ids * context)[: context - 5]
+    found = running.complete(prompt, max_tokens=context, temperature=0)
+    assert found.usage.total_tokens <= context
+    assert found.choices[0].finish_reason == "stop" or found.usage.total_tokens == context
+    assert running.complete(max_tokens=401).usage.completion_tokens > 0
+
+
 def test_several_prompts_and_choices(running):
     prompts = [PROMPT, "import "]
     want = running.own(prompts, 7, num_samples=2).text
@@ -212,13 +265,23 @@ def test_stop_strings(running):
 
 
 class Letters:
-    """A decoder whose tokens are letters; of the last there is more to come."""
+    """A decoder whose tokens are letters."""
 
     def push(self, ids):
         return "".join(map(chr, ids))
 
-    def flush(self):
-        return ""
+
+@pytest.mark.parametrize("text", ["a\u00e9", "\u20ac", "ok \U0001f600"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_half_a_character_is_left_out(text, ends):
+    """At the last token and at an end of sequence, which has no bytes."""
+    letters = SimpleNamespace(piece=lambda id: bytes([id]) if id < 256 else b"", strips_space=False)
+    *data, last = text.encode()
+    for ids, want in ((data, text[:-1]), ([*data, last], text)):
+        answer = Answer(StreamDecoder(letters, True), [], [256])
+        found = "".join(map(answer.push, ids))
+        assert found + (answer.push(256) if ends else answer.close()) == want
+        assert answer.stopped == ends
 
 
 @pytest.mark.parametrize("text, stops, want", [
@@ -242,31 +305,34 @@ def test_a_crowd_gets_what_one_gets(running):
     crowd(running, 12)
 
 
-@pytest.mark.slow
-def test_a_load_of_two_hundred():
-    running = Running("--max_waiting", "200")
-    crowd(running, 200)
+@pytest.mark.parametrize("size", [32, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_larger_crowd(size):
+    running = Running("--max_waiting", str(size))
+    crowd(running, size)
     running.close()
 
 
 def crowd(running, size: int) -> None:
-    """Requests at once, whole and streamed, each with the text that it would have alone."""
+    """Requests at once, whole and streamed, of mixed parameters, each with the text that it would have alone."""
     rng = random.Random(0)
     asked = [
         (
             rng.choice([PROMPT, "import ", "class A", "x = [" * 9]),
             rng.randrange(99),
             rng.randint(1, 30),
+            rng.randrange(len(RULES)),
         )
         for _ in range(size)
     ]
     alone = {
-        each: running.own([each[0]], each[1], max_new_tokens=each[2]).text[0] for each in set(asked)
+        each: running.own([each[0]], each[1], max_new_tokens=each[2], **RULES[each[3]]).text[0]
+        for each in set(asked)
     }
 
     def ask(number: int) -> str:
-        prompt, seed, most = asked[number]
-        found = running.complete(prompt, seed=seed, max_tokens=most, stream=number % 3 == 0)
+        prompt, seed, most, rule = asked[number]
+        options = {"seed": seed, "max_tokens": most, **as_sent(RULES[rule])}
+        found = running.complete(prompt, stream=number % 3 == 0, **options)
         return (
             "".join(e.choices[0].text for e in found) if number % 3 == 0 else found.choices[0].text
         )
@@ -310,14 +376,20 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4' here; this is demo"),
     ({"prompt": [1, "a"]}, 400, "prompt must be"), ({"prompt": {"a": 1}}, 400, "prompt must be"),
     ({"prompt": [10**9]}, 400, "token ids must be in"), ({"prompt": "a b " * 2500}, 400, "the context holds"),
-    ({"prompt": "a", "max_tokens": 401}, 400, "from 1 to 400"), ({"prompt": "a", "max_tokens": 0}, 400, "from 1 to 400"),
-    ({"prompt": "a", "max_tokens": 401, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
+    ({"prompt": "a", "max_tokens": 2049}, 400, "from 1 to 2048"), ({"prompt": "a", "max_tokens": 0}, 400, "1 to 2048"),
+    ({"prompt": "a", "max_tokens": 2049, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
     ({"prompt": "a", "logprobs": 0}, 400, "logprobs = 0 is not"), ({"prompt": "a", "echo": 0}, 400, "echo = 0 is not"),
     ({"prompt": ["a"] * 16}, 400, "at most 15 answers"), ({"prompt": "a", "\ud800": 1}, 400, "half a character"),
     ({"prompt": "\udfff"}, 400, "half a character"), ({"model": "x" * 9000}, 404, f"model '{'x' * 99} here"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "whole number"), ({"prompt": "a", "seed": 1.5}, 400, "seed must be"),
-    ({"prompt": "a", "n": 99}, 400, "from 1 to 15"), ({"prompt": "a", "temperature": 0.5}, 400, "temperature is 1 for"),
-    ({"prompt": "a", "top_p": 0.9}, 400, "top_p is 1"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
+    ({"prompt": "a", "n": 99}, 400, "from 1 to 15"), ({"prompt": "a", "temperature": -1}, 400, "from 0 to 2; it is -1"),
+    ({"prompt": "a", "temperature": "0.5"}, 400, 'temperature must be a number from 0 to 2; it is "0.5"'),
+    ({"prompt": "a", "temperature": True}, 400, "temperature must be"), ({"prompt": "a", "temperature": 10**400}, 400, "to 2"),
+    (b'{"prompt": "a", "temperature": 1e999}', 400, "from 0 to 2"), ({"prompt": "a", "top_p": 0}, 400, "top_p must be a number"),
+    ({"prompt": "a", "top_p": 1.1}, 400, "at most 1; it is 1.1"), ({"prompt": "a", "top_p": [1]}, 400, "top_p must be"),
+    ({"prompt": "a", "top_k": 2.5}, 400, "top_k must be a whole number"), ({"prompt": "a", "top_k": -2}, 400, "from -1 to"),
+    ({"prompt": "a", "top_k": 2**31}, 400, "top_k must be"), ({"prompt": "a", "min_p": 0.1}, 400, "min_p = 0.1 is not served"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
     ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
     ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream must be"), ({"prompt": "a", "stream_options": 1}, 400, "stream_options"),
@@ -342,6 +414,72 @@ def test_garbage_of_chats(running, messages, message):
         and message in found["error"]["message"]
         and found["error"]["param"] == "messages"
     )
+
+
+def page_of(running) -> dict[str, float]:
+    """The counters of a server by name and labels, checked to be as Prometheus reads them."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    connection.request("GET", "/metrics")
+    response = connection.getresponse()
+    assert response.status == 200 and response.headers["content-type"].startswith(
+        "text/plain; version=0.0.4"
+    )
+    text = response.read().decode()
+    connection.close()
+    assert text.endswith("\n")
+    typed = set(re.findall(r"^# TYPE (\w+) (?:counter|gauge|histogram)$", text, re.M))
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            name, labels, value = re.fullmatch(r"(\w+)(\{\w+=\"[^\"]+\"\})? (\S+)", line).groups()
+            assert name in typed or re.sub("_(bucket|sum|count)$", "", name) in typed, line
+            found[name.removeprefix("gpt_eagle_") + (labels or "")] = float(value)
+    return found
+
+
+def test_health_and_counters():
+    running = Running()
+    assert running.raw(b"", "/health", "GET") == (200, {"status": "ok"})
+    first = page_of(running)
+    assert first.pop("tau") != first.get("tau") and not any(first.values()), "NaN, and zeros"
+    answers = [running.complete(seed=seed, max_tokens=40, temperature=0) for seed in range(3)]
+    stream = running.complete(max_tokens=400, stream=True, n=3)
+    next(iter(stream))
+    busy = page_of(running)
+    assert busy["answers_running"] == 3 and busy["answers_waiting"] == 0
+    stream.close()
+    wait_for(lambda: running.batcher.jobs == [None] * 3)
+    page = page_of(running)
+    usage = [answer.usage for answer in answers]
+    assert busy["prompt_tokens_total"] == 2 * sum(each.prompt_tokens for each in usage)
+    assert page["generated_tokens_total"] > sum(each.completion_tokens for each in usage)
+    assert page["answers_running"] == 0 and page['answers_total{reason="left"}'] == 3
+    ended = sum(page[f'answers_total{{reason="{reason}"}}'] for reason in ("stop", "length"))
+    assert ended == 3 and page["passes_total"] > 0
+    assert page["tau"] == pytest.approx(1 + page["accepted_tokens_total"] / page["passes_total"])
+    buckets = [value for name, value in page.items() if "_bucket" in name]
+    assert buckets == sorted(buckets) and buckets[-1] == page["time_to_first_token_seconds_count"]
+    assert 3 <= buckets[-1] <= 6 and page["time_to_first_token_seconds_sum"] > 0
+    running.batcher.close()
+    status, found = running.raw(b"", "/health", "GET")
+    assert status == 503 and "decodes no answers" in found["error"]["message"]
+    running.close()
+
+
+def test_a_mistake_of_the_server_is_json(running, monkeypatch):
+    monkeypatch.setattr(running.server.reader, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda *said, **_: None)
+    status, found = running.raw(b'{"prompt": "a"}')
+    assert (status, found["error"]["type"]) == (500, "server_error")
+
+
+def test_cycles_of_all_kinds_are_warm_before_a_request(running):
+    """As on CUDA, where a kind that is met late would be compiled then."""
+    engine = replace(running.engine, captured=True, pool=[])
+    serve.warm_other_kinds(engine)
+    (buffers,) = engine.pool
+    kinds = {key[0] for key in buffers.replays if isinstance(key[0], Kind)}
+    assert kinds == {Kind.GREEDY, Kind.CUT}, "the engine's own is warm already"
 
 
 def test_other_paths_methods_and_kinds(running):
@@ -442,11 +580,17 @@ def test_names_of_other_machines_are_refused(running):
         ("localhost", 200),
         ("127.0.0.1:1", 200),
         ("[::1]:1", 200),
+        ("LocalHost", 200),
         ("example.org", 400),
+        ("localhost.example.org:80", 400),
+        ("localhost@example.org", 400),
     ):
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("GET", "/v1/models", headers={"Host": host})
-        assert connection.getresponse().status == status
+        response = connection.getresponse()
+        assert response.status == status
+        found = json.loads(response.read())
+        assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this machine"
         connection.close()
     assert serve._loopback("::1") and not serve._loopback("0.0.0.0")
 
