@@ -124,7 +124,7 @@ class ServeConfig(GenerateConfig):
     prompt_ids: str | None = option(None, "", flag=False)
     interactive: bool = option(False, "", flag=False)
     num_samples: int = option(1, "", flag=False)
-    seed: int = option(0, "", flag=False)
+    seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
     compare: bool = option(False, "", flag=False)
     json: str = option("", "", flag=False)
     results: str = option("", "", flag=False)
