@@ -128,7 +128,7 @@ class TestFewOperators:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_mixed_batch_has_as_few(rule):
-    """Whatever the engine was loaded with; and where all of it is greedy nothing of sampling runs."""
+    """The engine's own parameters do not matter; where all is greedy, nothing of sampling runs."""
     made = {
         "vanilla": RootOnly(),
         "ngram": NgramDrafter(Ngram(2, 2)),
