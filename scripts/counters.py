@@ -6,6 +6,7 @@ Source: Prometheus' exposition formats, text format 0.0.4.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from stats import Stats
@@ -76,5 +77,5 @@ def _head(name: str, kind: str, text: str) -> list[str]:
 
 
 def _metric(name: str, kind: str, text: str, value: float) -> list[str]:
-    shown = "NaN" if value != value else f"{value}"
+    shown = "NaN" if math.isnan(value) else str(value)
     return [*_head(name, kind, text), f"{PREFIX}{name} {shown}"]

@@ -525,8 +525,17 @@ class Server:
                 decoder = engine.tokenizer.stream(continuation=not chat)
                 answer = Answer(decoder, asked.stops, ends)
                 stream = (number, sample)
-                how = (stream, asked.sampling, asked.seed, asked.most)
-                jobs.append(Job(len(jobs), prompt, *how, answer, tell))
+                job = Job(
+                    choice=len(jobs),
+                    prompt=prompt,
+                    stream=stream,
+                    sampling=asked.sampling,
+                    seed=asked.seed,
+                    most=asked.most,
+                    answer=answer,
+                    tell=tell,
+                )
+                jobs.append(job)
         return jobs
 
 
@@ -679,6 +688,14 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle and self.cycle.response_complete:
             self._await_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not HTTP. The protocol calls this."""
+        body = json.dumps(Refusal(400, msg).body)
+        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        answer = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
+        self.transport.write(answer.encode("ascii"))
+        self.transport.close()
 
     def _await_request(self) -> None:
         before = self.cycle  # of the last request
