@@ -372,7 +372,7 @@ def test_a_full_standard_output_is_one_line():
 
 
 def test_text_is_utf8_in_every_locale():
-    """Of the command line and of standard input; what is printed too."""
+    """Of the command line, of standard input, and of the output."""
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     text = "# \u00e9 \u20ac \u4e2d"
     command = [sys.executable, str(ROOT / "generate.py"), *ON_DEMO, "--max_new_tokens", "2"]
