@@ -12,9 +12,11 @@ Not here: the time of a proposal, and of a pass over N rows.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,6 +29,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from command_line import one_line_errors, option, parse
+from drafters import LARGEST
 from sampling import NoiseKey, gumbel
 from scripts.bench.measure import Log
 from scripts.bench.record_answers import Reader, Record, RecordConfig, engine_of
@@ -88,44 +91,44 @@ def node_rows(reader: Reader, text: list[int], tree: Tree) -> list[Row]:
     return [Row(*line, []) for line in lines]
 
 
-def replay(
-    record: Record,
-    union: Union,
-    nodes: int,
-    noise: Noise | None = None,
-    reads_prompt: bool = False,
-    reader: Reader | None = None,
-    costs: dict[int, float] | None = None,
-) -> Counted:
-    """Decode a recorded answer.
+class Rules(NamedTuple):
+    """Variants of a replay."""
 
-    noise: of the record, where trees read it
-    reads_prompt: the successors of the prompt's tokens are known, too
-    reader: of the target, to read the proposed nodes
-    costs: of passes, by nodes: one of these sizes is picked for each pass, up to `nodes`
-    """
+    noise: Noise | None = None  # of the record, where trees read it
+    reads_prompt: bool = False  # the successors of the prompt's tokens are known, too
+    reader: Reader | None = None  # of the target, to read the proposed nodes
+    # of passes, by nodes: one of these sizes is picked for each pass; none: always the largest
+    costs: dict[int, float] = {}
+
+
+PLAIN = Rules()
+
+
+def replay(record: Record, union: Union, nodes: int, rules: Rules = PLAIN) -> Counted:
+    """Decode a recorded answer with trees of at most `nodes` nodes."""
     tokens = record.tokens.tolist()
     root = record.start
     last = len(tokens) - 1
+    first = 0 if rules.reads_prompt else root - 1
     union.begin()
-    union.update(tokens[: root + 1], record.rows(0 if reads_prompt else root - 1, root))
+    union.update(tokens[: root + 1], record.rows(first, root))
     passes = 0
     cost = 0.0
     while root < last:
-        if noise is not None:
-            noise.next = root + 1 - record.start
-        tree = union.propose(tokens[: root + 1], nodes, noise)
+        if rules.noise is not None:
+            rules.noise.next = root + 1 - record.start
+        tree = union.propose(tokens[: root + 1], nodes, rules.noise)
         size = nodes
-        if costs:
-            size = best_size(tree.values, costs, (root - record.start + 3) / (cost + 3))
+        if rules.costs:
+            size = best_size(tree.values, rules.costs, (root - record.start + 3) / (cost + 3))
         count = min(union.accept(tree, tokens[root + 1 :], size) + 1, last - root)
         rows = record.rows(root, root + count)
-        if reader is not None:
-            rows = [*node_rows(reader, tokens[: root + 1], tree), *rows]
+        if rules.reader is not None:
+            rows = [*node_rows(rules.reader, tokens[: root + 1], tree), *rows]
         union.update(tokens[root + 1 : root + 1 + count], rows)
         root += count
         passes += 1
-        cost += costs[size] if costs else 1.0
+        cost += rules.costs.get(size, 1.0)
     return Counted(last - record.start, passes, cost)
 
 
@@ -189,7 +192,24 @@ class CountConfig:
     corpus: str = option("", "token ids for REST, from record_answers.py; default: no REST")
     live: str = option("", "the model, to read every proposed tree; default: no model runs")
     kept: int = option(50, "other requests that a kept store has read", least=1)
-    json: str = option("", "file of the counts; those that it holds are not made again")
+    json: str = option(
+        "", "file of the counts, one for each temperature and costs; what it holds is not repeated"
+    )
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of trees. Raises: ValueError for a list that is none."""
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.nodes):
+            raise ValueError(f"--nodes must be a list of sizes, as 4,8; it is {self.nodes}")
+        return [int(n) for n in self.nodes.split(",")]
+
+    @property
+    def cost_of(self) -> dict[int, float]:
+        """The cost of a pass by nodes, empty without costs. Raises: ValueError."""
+        if not re.fullmatch(r"([1-9]\d*:\d+(\.\d+)?(,|$))*", self.costs):
+            raise ValueError(f"--costs must be as 1:1,4:1.3,8:1.75; it is {self.costs}")
+        pairs = [pair.split(":") for pair in self.costs.split(",") if pair]
+        return {int(nodes): float(cost) for nodes, cost in pairs}
 
 
 def methods_of(config: CountConfig) -> list[Method]:
@@ -233,10 +253,9 @@ def methods_of(config: CountConfig) -> list[Method]:
 def read_records(config: CountConfig) -> list[Record]:
     """Read the answers of a temperature, mixed. Raises: ValueError without any."""
     files = sorted(Path(config.records).glob(f"*-T{config.temperature:g}-*.npz"))
-    records = [Record.load(file) for file in files]
-    records = [r for r in records if not config.limit or r.number < config.limit]
-    if not records:
+    if not files:
         raise ValueError(f"--records: {config.records} has no answers; run record_answers.py")
+    records = [Record.load(file) for file in files]
     Random(0).shuffle(records)
     return records
 
@@ -245,36 +264,31 @@ def count(config: CountConfig, log: Log) -> None:
     """Count what the log lacks. Writes: the log."""
     records = read_records(config)
     methods = methods_of(config)
-    sizes = [int(n) for n in config.nodes.split(",")]
-    costs = {}
-    if config.costs:
-        pairs = [pair.split(":") for pair in config.costs.split(",")]
-        costs = {int(nodes): float(cost) for nodes, cost in pairs}
-        sizes = [max(costs)]
+    costs = config.cost_of
+    sizes = [max(costs)] if costs else config.sizes
     done = {(row["method"], row["nodes"], row["task"], row["number"]) for row in log.rows}
     engine = engine_of(RecordConfig(config.live)) if config.live else None
     outcomes: dict[tuple[str, int], dict] = {}  # learnt acceptance by method and nodes
-    for record in tqdm(records, unit="answer"):
+    for record in tqdm([r for r in records if r.number < (config.limit or LARGEST)], unit="answer"):
         others = [r for r in records if r is not record]
         past = Past.of(Random(record.number).sample(others, min(config.kept, len(others))))
         noise = Noise(record)
         made = []
-        for method in methods:
-            for nodes in sizes:
-                if (method.name, nodes, record.task, record.number) in done:
-                    continue
-                union = Union(method.sources(past))
-                if method.kept:
-                    union.outcomes = outcomes.setdefault((method.name, nodes), {})
-                read = noise if method.reads_noise else None
-                reader = None
-                if engine is not None:
-                    reader = Reader(engine, len(record.tokens) + nodes)
-                    reader.read_text(record.tokens[: record.start].tolist())
-                options = (read, method.reads_prompt, reader, costs)
-                counted = replay(record, union, nodes, *options)
-                where = {"task": record.task, "number": record.number}
-                made.append({"method": method.name, "nodes": nodes} | where | counted._asdict())
+        for method, nodes in product(methods, sizes):
+            if (method.name, nodes, record.task, record.number) in done:
+                continue
+            union = Union(method.sources(past))
+            if method.kept:
+                union.outcomes = outcomes.setdefault((method.name, nodes), {})
+            reader = None
+            if engine is not None:
+                reader = Reader(engine, len(record.tokens) + nodes)
+                reader.read_text(record.tokens[: record.start].tolist())
+            read = noise if method.reads_noise else None
+            rules = Rules(read, method.reads_prompt, reader, costs)
+            counted = replay(record, union, nodes, rules)
+            where = {"task": record.task, "number": record.number}
+            made.append({"method": method.name, "nodes": nodes} | where | counted._asdict())
         log.add(made)
 
 

@@ -433,10 +433,7 @@ class Union:
         return tree
 
     def accept(self, tree: Tree, following: list[int], nodes: int = 1 << 30) -> int:
-        """Return the accepted length of a tree's first nodes, and learn.
-
-        following: the target's tokens behind the root
-        """
+        """Return how many of the following tokens the first nodes hold on a path, and learn."""
         node = 0
         for length, token in enumerate(following):
             for offered in tree.offers[node].values():

@@ -11,7 +11,7 @@ from drafters import LargestTree
 from generate import Batch, load
 from options import DEMO
 from scripts.bench import count_sources, record_answers
-from scripts.bench.count_sources import Past, best_size, node_rows, replay, table
+from scripts.bench.count_sources import Past, Rules, best_size, node_rows, replay, table
 from scripts.bench.record_answers import GRAM, WINDOW, Reader, Record, sort_suffixes, window_mask
 from scripts.bench.sources import (
     Candidate,
@@ -41,7 +41,7 @@ OTHER = text([5], [1, 2, 3, 4, 9])
 
 
 def passes(record: Record, source: Source, nodes: int, **options) -> int:
-    counted = replay(record, Union([source]), nodes, **options)
+    counted = replay(record, Union([source]), nodes, Rules(**options))
     assert counted.tokens == len(record.tokens) - record.start - 1
     return counted.passes
 
@@ -112,7 +112,7 @@ def test_the_size_of_a_tree_is_picked_by_its_cost():
     # .1 more token is not worth .2 passes of a token each, and is worth them at .4 a pass
     assert best_size([1.0, 0.1, 0.0, 0.0], costs, 1.0) == 1
     assert best_size([1.0, 0.1, 0.0, 0.0], costs, 0.4) == 2
-    counted = replay(LOOP, Union([Fixed(50, 0.001)]), 4, costs=costs)
+    counted = replay(LOOP, Union([Fixed(50, 0.001)]), 4, Rules(costs=costs))
     assert counted == (8, 8, 8.0)
 
 
@@ -214,9 +214,22 @@ def test_a_table_sums_over_answers():
     assert lines[-1] == "| m | 2.00 | 2.00 |"
 
 
-def test_mistakes_get_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["count_sources.py", "--records", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ([], "run record_answers.py"),
+        (["--nodes", "4,x"], "as 4,8"),
+        (["--costs", "4"], "as 1:1"),
+        (["--methods", "oracle"], "use of lookup; suffix"),
+    ],
+)
+def test_mistakes_get_one_line(flags, remedy, tmp_path, monkeypatch, capsys):
+    if flags:
+        np.savez(tmp_path / "a-T0-0.npz", **LOOP._asdict())
+    monkeypatch.setattr("sys.argv", ["count_sources.py", "--records", str(tmp_path), *flags])
     with pytest.raises(SystemExit) as ended:
         count_sources.main()
     assert ended.value.code == 2
-    assert "run record_answers.py" in capsys.readouterr().err
+    error = capsys.readouterr().err.strip()
+    assert remedy in error
+    assert "\n" not in error
