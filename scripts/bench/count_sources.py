@@ -34,6 +34,7 @@ from sampling import NoiseKey, gumbel
 from scripts.bench.measure import Log
 from scripts.bench.record_answers import Reader, Record, RecordConfig, engine_of
 from scripts.bench.sources import (
+    PRIOR,
     Lookahead,
     Lookup,
     Recycling,
@@ -114,14 +115,21 @@ def replay(record: Record, union: Union, nodes: int, rules: Rules = PLAIN) -> Co
     union.update(tokens[: root + 1], record.rows(first, root))
     passes = 0
     cost = 0.0
+    expected = PRIOR  # accepted nodes
+    accepted = PRIOR
     while root < last:
         if rules.noise is not None:
             rules.noise.next = root + 1 - record.start
         tree = union.propose(tokens[: root + 1], nodes, rules.noise)
         size = nodes
         if rules.costs:
-            size = best_size(tree.values, rules.costs, (root - record.start + 3) / (cost + 3))
-        count = min(union.accept(tree, tokens[root + 1 :], size) + 1, last - root)
+            values = np.array(tree.values) * accepted / expected
+            rate = (root - record.start + PRIOR) / (cost + PRIOR)
+            size = best_size(values, rules.costs, rate)
+        length = union.accept(tree, tokens[root + 1 :], size)
+        expected += sum(tree.values[1:size])
+        accepted += length
+        count = min(length + 1, last - root)
         rows = record.rows(root, root + count)
         if rules.reader is not None:
             rows = [*node_rows(rules.reader, tokens[: root + 1], tree), *rows]
@@ -132,13 +140,13 @@ def replay(record: Record, union: Union, nodes: int, rules: Rules = PLAIN) -> Co
     return Counted(last - record.start, passes, cost)
 
 
-def best_size(values: list[float], costs: dict[int, float], rate: float) -> int:
+def best_size(values: np.ndarray, costs: dict[int, float], rate: float) -> int:
     """Return the size of tree that gains most over spending its time as passes did on average.
 
-    values: estimated acceptance of the nodes, best first, the root's 1 for the bonus
+    values: estimated acceptance of the nodes, best first; the root's does not count
     rate: tokens per cost so far
     """
-    return max(costs, key=lambda nodes: sum(values[:nodes]) - rate * costs[nodes])
+    return max(costs, key=lambda nodes: values[1:nodes].sum() - rate * costs[nodes])
 
 
 # ------------------------------------------------------------------------------------------- tables

@@ -108,10 +108,10 @@ class Fixed(Source):
 def test_the_size_of_a_tree_is_picked_by_its_cost():
     # a chain that is never wrong: 4 nodes give 4 tokens for 1.5, and 2 nodes 2 for 1.2
     costs = {1: 1.0, 2: 1.2, 4: 1.5}
-    assert best_size([1.0, 1.0, 1.0, 1.0], costs, 1.0) == 4
+    assert best_size(np.array([1.0, 1.0, 1.0, 1.0]), costs, 1.0) == 4
     # .1 more token is not worth .2 passes of a token each, and is worth them at .4 a pass
-    assert best_size([1.0, 0.1, 0.0, 0.0], costs, 1.0) == 1
-    assert best_size([1.0, 0.1, 0.0, 0.0], costs, 0.4) == 2
+    assert best_size(np.array([1.0, 0.1, 0.0, 0.0]), costs, 1.0) == 1
+    assert best_size(np.array([1.0, 0.1, 0.0, 0.0]), costs, 0.4) == 2
     counted = replay(LOOP, Union([Fixed(50, 0.001)]), 4, Rules(costs=costs))
     assert counted == (8, 8, 8.0)
 
