@@ -301,12 +301,13 @@ def count(config: CountConfig, log: Log) -> None:
 
 
 def table(rows: list[dict]) -> Iterator[str]:
-    """Yield a Markdown table: tau by method and task, one figure per size of the tree."""
+    """Yield a Markdown table: tau or speedup by method and task, a figure per size of the tree."""
     tasks = [t for t in ("edit", *SIX) if any(row["task"] == t for row in rows)]
     tasks += sorted({row["task"] for row in rows} - set(tasks))
     sizes = sorted({row["nodes"] for row in rows})
     six = [t for t in tasks if t in SIX]
-    columns = [f"tau, {'/'.join(map(str, sizes))} nodes", *tasks, f"median of {len(six)}"]
+    name = "tau" if all(row["cost"] == row["passes"] for row in rows) else "speedup"
+    columns = [f"{name}, {' '.join(map(str, sizes))} nodes", *tasks, f"median of {len(six)}"]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for method in dict.fromkeys(row["method"] for row in rows):

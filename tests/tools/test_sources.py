@@ -209,9 +209,13 @@ def test_records_and_counts_from_the_command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_a_table_sums_over_answers():
-    row = {"method": "m", "nodes": 4, "task": "gsm8k", "number": 0, "tokens": 6, "cost": 2.0}
-    lines = list(table([row, row | {"number": 1, "tokens": 6, "cost": 4.0}]))
-    assert lines[-1] == "| m | 2.00 | 2.00 |"
+    row = {"method": "m", "nodes": 4, "task": "gsm8k", "number": 0, "tokens": 6, "passes": 2}
+    rows = [row | {"cost": 2.0}, row | {"number": 1, "passes": 4, "cost": 4.0}]
+    assert list(table(rows))[-1] == "| m | 2.00 | 2.00 |"
+    rows[1]["cost"] = 6.0  # dearer passes
+    lines = list(table(rows))
+    assert lines[0].startswith("| speedup, 4 nodes |")
+    assert lines[-1] == "| m | 1.50 | 1.50 |"
 
 
 @pytest.mark.parametrize(
