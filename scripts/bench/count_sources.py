@@ -29,7 +29,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from command_line import one_line_errors, option, parse
-from drafters import LARGEST
 from sampling import NoiseKey, gumbel
 from scripts.bench.measure import Log
 from scripts.bench.record_answers import Reader, Record, RecordConfig, engine_of
@@ -275,9 +274,14 @@ def count(config: CountConfig, log: Log) -> None:
     costs = config.cost_of
     sizes = [max(costs)] if costs else config.sizes
     done = {(row["method"], row["nodes"], row["task"], row["number"]) for row in log.rows}
-    engine = engine_of(RecordConfig(config.live)) if config.live else None
+    engine = (
+        engine_of(RecordConfig(config.live, temperature=config.temperature))
+        if config.live
+        else None
+    )
     outcomes: dict[tuple[str, int], dict] = {}  # learnt acceptance by method and nodes
-    for record in tqdm([r for r in records if r.number < (config.limit or LARGEST)], unit="answer"):
+    chosen = [r for r in records if not config.limit or r.number < config.limit]
+    for record in tqdm(chosen, unit="answer"):
         others = [r for r in records if r is not record]
         past = Past.of(Random(record.number).sample(others, min(config.kept, len(others))))
         noise = Noise(record)

@@ -11,7 +11,7 @@ from drafters import LargestTree
 from generate import Batch, load
 from options import DEMO
 from scripts.bench import count_sources, record_answers
-from scripts.bench.count_sources import Past, Rules, best_size, node_rows, replay, table
+from scripts.bench.count_sources import Noise, Past, Rules, best_size, node_rows, replay, table
 from scripts.bench.record_answers import GRAM, WINDOW, Reader, Record, sort_suffixes, window_mask
 from scripts.bench.sources import (
     Candidate,
@@ -206,6 +206,24 @@ def test_records_and_counts_from_the_command_line(tmp_path, monkeypatch, capsys)
     )
     count_sources.main()
     assert "| union, kept |" in capsys.readouterr().out
+
+
+def test_the_noise_is_that_of_the_recorded_draws(tmp_path, monkeypatch):
+    flags = ["--checkpoint", str(DEMO), "--tasks", "copy", "--limit", "1", "--temperature", "1"]
+    argv = ["record_answers.py", "--records", str(tmp_path), *flags, "--max_new_tokens", "24"]
+    monkeypatch.setattr("sys.argv", argv)
+    record_answers.main()
+    made = Record.load(tmp_path / "copy-T1-0.npz")
+    noise = Noise(made)
+    checked = 0
+    for place in range(made.start, len(made.tokens) - 1):
+        noise.next = place + 1 - made.start
+        scores = [noise.of(0, int(t)) + p for t, p in zip(made.top[place], made.logp[place])]
+        chosen = made.tokens[place + 1]
+        if chosen in made.top[place]:
+            assert made.top[place][np.argmax(scores)] == chosen
+            checked += 1
+    assert checked > 5  # of 23
 
 
 def test_a_table_sums_over_answers():
