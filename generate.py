@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 from before_torch import Command, read_command, with_text
 from command_line import one_line_errors
 from files import write_text
-from options import GenerateConfig
 from prompts import Conversation, check_ids, with_options
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
