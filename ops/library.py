@@ -105,3 +105,8 @@ def uses_cpp(x: Tensor) -> bool:
     # the operators have no gradients
     supported = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
     return supported and on_cpp_device(x)
+
+
+def needs_gradients(*inputs: Tensor) -> bool:
+    """Check that gradients flow to one of the inputs: our operators have none."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

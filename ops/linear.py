@@ -10,21 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_cpu_operators
+from ops.library import has_cpu_operators, needs_gradients
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
     """Multiply rows by a weight, x W^T, and add a bias.
 
     x: [..., K]; weight: [N, K]; bias: [N]
-    fp32_out: the result in fp32; without a GPU or our operators, or for training, it is rounded to
-    x's dtype first
+    fp32_out: the result in fp32; rounded to x's dtype first where gradients are needed, where there
+    is a bias, and without a GPU or our operators
     Returns: [..., N] in x's dtype, or fp32.
     """
     if has_linear_kernel(x, weight):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
     halves = x.dtype == weight.dtype != torch.float32
-    if fp32_out and bias is None and x.is_cuda and halves and not torch.is_grad_enabled():
+    if fp32_out and bias is None and x.is_cuda and halves and not needs_gradients(x, weight):
         y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
         return y.unflatten(0, x.shape[:-1])
     y = F.linear(x, weight, bias)  # not an operator of ours, so that the compiler may fuse it
@@ -38,9 +38,7 @@ def has_linear_kernel(x: Tensor, weight: Tensor) -> bool:
     """
     if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.bfloat16:
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
-    return has_cpu_operators()
+    return not needs_gradients(x, weight) and has_cpu_operators()
 
 
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:

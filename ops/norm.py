@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_triton, lib, triton_products, uses_cpp
+from ops.library import has_triton, lib, needs_gradients, triton_products, uses_cpp
 
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
@@ -23,16 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [..., F]; weight: [F]
     Returns: [..., F].
     """
-    if x.dtype == weight.dtype == torch.bfloat16 and not _trained(x, weight) and uses_cpp(x):
+    if x.dtype == weight.dtype == torch.bfloat16 and not needs_gradients(x, weight) and uses_cpp(x):
         return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
-    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, weight):
+    if x.is_cuda and x.dtype == weight.dtype and not needs_gradients(x, weight):
         return torch.ops.gpt_eagle.norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
-
-
-def _trained(*inputs: Tensor) -> bool:
-    """Check that gradients are needed: the operators have none."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,7 +49,7 @@ def add(x: Tensor, delta: Tensor) -> Tensor:
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute `add` and the `rms_norm` of its result; weight: [F]. Returns: both, [..., F] each."""
-    if x.is_cuda and x.dtype == weight.dtype and not _trained(x, delta, weight):
+    if x.is_cuda and x.dtype == weight.dtype and not needs_gradients(x, delta, weight):
         return torch.ops.gpt_eagle.add_norm(x, delta, weight, eps)
     x = add(x, delta)
     return x, rms_norm(x, weight, eps)

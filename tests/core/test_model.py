@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf.weights
@@ -23,8 +25,10 @@ from helpers import block_inputs
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window
-from model import rope_frequencies
+from load import load
+from model import LMHead, rope_frequencies
 from ops.cpu.pages import HUGE_PAGE, HugePages
+from ops.library import needs_gradients
 from options import DEMO
 
 TOKENS = 24  # per test sequence
@@ -687,3 +691,39 @@ def test_large_tensors_have_regions_of_their_own(monkeypatch):
     owners = [t.untyped_storage().data_ptr() for t in (a, d, b, e)]
     assert owners[0] == owners[1] and len(set(owners)) == 3
     assert b.data_ptr() % HUGE_PAGE == e.data_ptr() % HUGE_PAGE == 0
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_not_rounded_on_a_gpu(dtype, gradients):
+    """The product itself gives fp32, with gradients enabled too, as decoding runs."""
+    with FakeTensorMode(), torch.set_grad_enabled(gradients):
+        head = LMHead(64, 97, bias=False, device="meta")
+        weight = torch.empty(97, 64, dtype=dtype, device="cuda")
+        head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with Operations() as ran:
+            scores = head(torch.empty(2, 3, 64, dtype=dtype, device="cuda"))
+    assert "aten.mm.dtype" in ran.names and "aten.mm.default" not in ran.names
+    assert scores.dtype == torch.float32 and scores.shape == (2, 3, 97)
+    weight = torch.ones(4, 4, requires_grad=True)
+    assert needs_gradients(torch.ones(2, 4), weight) and not needs_gradients(torch.ones(2, 4))
+
+
+def test_loaded_weights_need_no_gradients():
+    """Or operators without gradients would be passed over, since nothing turns gradients off while decoding."""
+    engine = load(checkpoint=DEMO, draft="eagle", tree="dynamic", device="cpu")
+    for part in (engine.target, engine.drafter.head, engine.drafter.lm_head):
+        assert torch.is_grad_enabled()
+        assert not [name for name, x in part.named_parameters() if x.requires_grad]
