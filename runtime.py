@@ -49,10 +49,11 @@ def use(device: str) -> None:
 
 
 class Replay:
-    """A step over fixed buffers: a CUDA graph once it is warm, elsewhere run as it is."""
+    """A step over fixed buffers: a CUDA graph once it is warm, elsewhere run as it is.
 
-    # False after a failed capture, for the whole process: its stream and memory may be unusable
-    captures = True
+    A capture that fails is tried once more, warmed up again and without dependent launch, which
+    some devices cannot capture. Other steps are captured all the same.
+    """
 
     def __init__(
         self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None
@@ -62,6 +63,7 @@ class Replay:
         self.device = device
         self.scratch = {} if scratch is None else scratch
         self.runs = 0
+        self.tries = 2  # captures that may fail
         self.graph = None
         self.result = None
 
@@ -69,7 +71,7 @@ class Replay:
         """Run it. Returns: the body's result; from a graph in the same tensors every time."""
         self.runs += 1
         warm = self.runs > WARM_UPS
-        if self.device.type == "cuda" and Replay.captures and self.graph is None and warm:
+        if self.device.type == "cuda" and self.tries and self.graph is None and warm:
             self._capture()
         if self.graph is None:
             self.result = self.body()
@@ -78,7 +80,10 @@ class Replay:
         return self.result
 
     def _capture(self) -> None:
-        """Record the body without running it. If that fails, say why, and run it as it is."""
+        """Record the body without running it. If that fails, say why.
+
+        Writes: the graph, or what a further try starts from.
+        """
         graph = torch.cuda.CUDAGraph()
         returns_nothing = self.result is None  # as the warm-ups have shown
         pool = self.scratch if returns_nothing else {}
@@ -93,11 +98,18 @@ class Replay:
                 self.scratch.setdefault("pool", graph.pool())
         # of the body, or of the end of a capture that the body's own error has broken
         except Exception as error:
-            Replay.captures = False
             self.result = None
-            reason = first_line(error.__context__ or error)
-            note = "cycles are not captured and are slower, since a capture failed"
-            print(f"note: {note}: {reason}", file=sys.stderr)
+            self.tries -= 1
+            self.runs = 0
+            self.scratch.clear()  # the broken capture may hold its pool
+            note = "a step is not captured and is slower, since its capture failed"
+            if self.tries:
+                note = "a capture is tried again without dependent launch, since it failed"
+                if has_triton():
+                    import ops.cuda.launch
+
+                    ops.cuda.launch.stop_overlaps()
+            print(f"note: {note}: {first_line(error.__context__ or error)}", file=sys.stderr)
 
 
 def first_line(error: BaseException) -> str:

@@ -6,8 +6,9 @@ reads the result of another kernel and before it writes anything; all earlier ke
 when the call returns. A kernel that is launched so and does not wait would let the next one start
 too early.
 
-Off before Hopper, and with EAGLE_PDL=0 for comparison. Source: "programmatic dependent launch" in
-the CUDA programming guide. Not run on a GPU yet.
+Off before Hopper, from compute capability 12 on, where captures of such launches failed (sglang
+18596), and with EAGLE_PDL=0 for comparison. Source: "programmatic dependent launch" in the CUDA
+programming guide. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ class Device(NamedTuple):
 def device_of(index: int) -> Device:
     """Read the properties of a GPU."""
     properties = torch.cuda.get_device_properties(index)
-    overlaps = properties.major >= 9 and os.environ.get("EAGLE_PDL", "1") != "0"
+    overlaps = 9 <= properties.major < 12 and os.environ.get("EAGLE_PDL", "1") != "0"
     return Device(
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
         10 * properties.major + properties.minor,
         overlaps,
     )
+
+
+def stop_overlaps() -> None:
+    """Launch the kernels of this process without overlaps from now on."""
+    os.environ["EAGLE_PDL"] = "0"
+    device_of.cache_clear()
 
 
 def overlap(device: Device) -> dict[str, Any]:
