@@ -22,10 +22,17 @@ os.environ.setdefault(
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests that a module names as its SMOKE: some cases of several parameters, which no decorator can pick."""
+    """Mark the tests that a module names as its SMOKE, and run them first, in that order.
+
+    They are some cases of several parameters, which no decorator can pick.
+    """
+    places = {}
     for item in items:
-        if item.name in getattr(item.module, "SMOKE", ()):
+        smoke = getattr(item.module, "SMOKE", ())
+        if item.name in smoke:
             item.add_marker("smoke")
+            places[item] = smoke.index(item.name)
+    items.sort(key=lambda item: places.get(item, len(items)))
 
 
 @pytest.fixture(scope="session")

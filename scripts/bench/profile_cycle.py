@@ -54,6 +54,7 @@ from scripts.bench.measure import Series, environment, shown_path
 from session import Session
 
 LOOK = "one cycle of "  # begins the lines that sum up `look_closer`
+DUMMIES = 20  # kernels
 CYCLE = "profile_cycle"  # name of a cycle in the trace
 STEP = "profile_step "  # before the name of a step in the trace
 TARGET = "products of the target"
@@ -130,6 +131,8 @@ def run_cycles(engine: Engine, ids: list[int], cycles: int, profiler: Any = None
     _, decoding = decode_prompt(engine, ids)
     wait()
     with profiler or nullcontext():
+        if profiler and cuda:
+            run_dummies()
         marks = [time.perf_counter()]
         tokens = 0
         for _ in range(cycles):
@@ -165,12 +168,9 @@ def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tu
     options = replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True)
     plain = replace(engine, config=options)
     named = with_named_steps(plain)
-    activities = [ProfilerActivity.CPU]
-    if config.device.startswith("cuda"):
-        activities.append(ProfilerActivity.CUDA)
     for _ in tqdm(range(config.rounds), unit="round"):
         without = run_cycles(plain, ids, config.cycles)
-        yield without, run_cycles(named, ids, config.cycles, profile(activities=activities))
+        yield without, run_cycles(named, ids, config.cycles, profiler_of(config.device))
 
 
 # ------------------------------------------------------------------------------------------- shares
@@ -254,13 +254,26 @@ class Span(NamedTuple):
 
 
 def spans(events: Iterable[Any], device: str) -> list[Span]:
-    """Return the kernels of a trace in order; on a CPU the outermost operators of its cycles."""
+    """Return the kernels of a trace in order; on a CPU the outermost operators of its cycles.
+
+    Kernels count from the first cycle's begin on, and until a second behind the last one: those of
+    `run_dummies` do not, nor do records whose times are from another clock.
+    """
     events = list(events)
+    cycles = cycles_of(events)
     if device.startswith("cuda"):
         kind = torch.autograd.DeviceType.CUDA
-        found = [e for e in events if e.device_type == kind and not e.name.startswith(CYCLE)]
+        begin = min(cycle.time_range.start for cycle in cycles)
+        end = max(cycle.time_range.end for cycle in cycles) + 1e6  # us
+        found = [
+            e
+            for e in events
+            if e.device_type == kind
+            and not e.name.startswith((CYCLE, STEP))
+            and begin <= e.time_range.start <= end
+        ]
     else:
-        found = [child for cycle in cycles_of(events) for child in outermost(cycle)]
+        found = [child for cycle in cycles for child in outermost(cycle)]
     times = sorted((e.time_range.start, e.time_range.end, e.name) for e in found)
     ran = []
     until = times[0][0] if times else 0
@@ -304,22 +317,47 @@ def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     return session, preset
 
 
+def profiler_of(device: str) -> profile:
+    """Return a profiler of the host, which knows where cycles begin, and of a GPU."""
+    activities = [ProfilerActivity.CPU]
+    if device.startswith("cuda"):
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities)
+
+
+def run_dummies() -> None:
+    """Run kernels whose records may be lost, at the begin of a profile.
+
+    In the k-th profile of a process the first k records are lost or have times of another clock
+    (pytorch 192021, 175790).
+    """
+    x = torch.zeros(1, device="cuda")
+    for _ in range(DUMMIES):
+        x.add_(1)
+    torch.cuda.synchronize()
+
+
 def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
     """Profile one cycle behind a prompt, warm, and captured where cycles are.
 
-    Returns: its kernels, the copy to the host included.
+    Returns: its kernels, the copy to the host included. Two cycles must have the same ones, or
+    records were lost.
     """
     cuda = engine.config.device.startswith("cuda")
     session, preset = warm_session(engine, ids)
-    for _ in range(2):  # the first profile in a process is slow
-        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+    with profiler_of(engine.config.device) as seen:
+        if cuda:
+            run_dummies()
+        for _ in range(2):
             with record_function(CYCLE):
                 session.time_cycle(preset)
             if cuda:
                 torch.cuda.synchronize()
     ran = spans(seen.events(), engine.config.device)
-    assert ran, "the profiler saw nothing"
-    return ran
+    count = len(ran) // 2
+    names = [span.name for span in ran]
+    assert ran and names[:count] == names[count:], f"the profiler lost some of {len(ran)} records"
+    return [ran[count]._replace(gap_us=0.0), *ran[count + 1 :]]
 
 
 def replay_table(ran: list[Span]) -> str:

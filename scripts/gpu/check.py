@@ -1,14 +1,19 @@
 """Run all checks that need a GPU, in one command on a bare machine: the most telling ones first.
 
-    python scripts/gpu/check.py                # environment, smoke, int4, bf16, kernels: 9 minutes
-    python scripts/gpu/check.py --only tests,formats,models,demo,tp    # the rest, within --minutes
-    python scripts/gpu/check.py --dry_run      # on a CPU: print the commands, run some, small
+    python scripts/gpu/check.py                # environment, trees, smoke, kernels: 9 minutes
+    python scripts/gpu/check.py --only sanitizers,tests,formats        # further ones, one call each
+    python scripts/gpu/check.py --dry_run      # on a CPU: print all commands, run some, small
+    python scripts/gpu/check.py --pack DIR     # copy the files that this needs, below 30 MB
 
-environment  Versions, one kernel, one compiled step, one capture, bandwidth (scripts/gpu/probe.py).
-smoke        37 of the tests marked `gpu`, in 8 processes; our kernels under compute-sanitizer.
-int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, and every kernel of
-             one cycle of each, with its time and the gap before it (scripts/bench/papers.py).
+environment  Versions, our kernels on small shapes, one compiled step, one capture, boundaries,
+             bandwidth (probe.py). Where the kernels fail, EAGLE_PDL=0 holds for all later steps.
+int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, repeated cycles
+             compared (scripts/bench/papers.py).
+profile      Every kernel of one cycle of these in int4, with its time and the gap before it;
+             without dependent launch, with which kernels overlap.
+smoke        37 of the tests marked `gpu`, in 8 processes; captured cycles first.
 kernels      Our int4 products, the vendor's bf16 products, tree attention (kernels.py).
+sanitizers   Our kernels under compute-sanitizer.
 tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernels.py.
 models       Several trees with 1,000 replays of each, and auto; 8B, random twins, int8, Mixtral
@@ -19,8 +24,8 @@ tp           The demo and a 7B on two GPUs, with graphs that hold NCCL's collect
 Each step is a process with a time limit, which grows by the time that earlier ones left over. A
 step that fails, hangs or comes too late is named, the next one starts, and the exit status is 1.
 The folder --out ($OUT where that is set, else gpu_check) gets `results.jsonl`, a row per
-measurement and per step; `PART.txt`, the output of a part; `PART.xml`, its tests; `rows.json`, of
-the step `rows`; `summary.txt`.
+measurement and per step; `log.txt`, all output; `rows.json`, of the step `rows`; `summary.txt`.
+Written for torch 2.11 with Triton 3.6 and for 2.13 with 3.7; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -50,6 +55,9 @@ from scripts.bench.profile_cycle import LOOK
 from scripts.gpu import kernels as kernel_bench
 
 LEAST_S = 5  # a step with less time than this is not begun
+SMALL_KERNELS = "small_kernels"
+CUDA_PROGRAMS = "/usr/local/cuda/bin"  # compute-sanitizer among them; often not on the PATH
+STAYS = ("checkpoints/SmolLM2", "data/train/", "benchmarks/")  # beginnings of files not packed
 DEATH_S = 10  # to wait for a killed process; one that a driver holds may never end
 
 
@@ -74,16 +82,16 @@ def sanitized(tool: str, share_s: float) -> Step:
     """Make a step that runs small kernels under a tool of compute-sanitizer."""
     # every tensor in memory of its own, or an access past its end would hit another one
     command = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9"
-    kernels = probe("small_kernels", 0).command
+    kernels = probe(SMALL_KERNELS, 0).command
     return Step(tool, f"{command} --tool {tool} {kernels}", share_s, needs="compute-sanitizer")
 
 
-def tests(part: str, marks: str, share_s: float) -> Step:
-    """Make a step that runs the tests with some marks, results in PART.xml."""
+def tests(marks: str, share_s: float) -> Step:
+    """Make a step that runs the tests with some marks, in the order of their file's SMOKE."""
     # 8 processes that compile; each with processes of its own for that would be too many
     command = (
         "env TORCHINDUCTOR_COMPILE_THREADS=1 python -m pytest -v -n 8 --maxprocesses 8 "
-        f"--junitxml {{out}}/{part}.xml -m '{marks}' tests/cuda/test_gpu.py"
+        f"--dist load --maxschedchunk 1 -m '{marks}' tests/cuda/test_gpu.py"
     )
     return Step("pytest", command, share_s, "-n 1")
 
@@ -101,6 +109,11 @@ def kernels(form: str, flags: str, share_s: float) -> Step:
     return Step(form, command, share_s)
 
 
+def without_overlap(step: Step) -> Step:
+    """Return the step without dependent launch."""
+    return step._replace(command=f"env EAGLE_PDL=0 {step.command}")
+
+
 CPU = "--device cpu"
 SMALL = "--device cpu --options ignore_eos --limit 1 --max_new_tokens 12"
 TREE = "eagle:dynamic:tree_depth=6:tree_topk=8:tree_size=32"
@@ -108,6 +121,7 @@ PAPERS = (
     "python scripts/bench/papers.py --device cuda --dtype bfloat16 --compile --tasks demo "
     "--limit 3 --traced 1 --json {out}/papers.jsonl"
 )
+INT4_7B = f"--options inflate=llama2-7b,ignore_eos --quant int4 --methods none,{TREE}"
 PAPERS_LOGS = ("papers.jsonl", "papers.jsonl.part")  # in the folder, until a step ends
 LLAMA_7B = "--options inflate=llama2-7b,ignore_eos"
 LLAMA_8B = "--options inflate=llama3-8b,ignore_eos"
@@ -140,35 +154,26 @@ EAGLE3 = (
 FIRST = {
     "environment": (
         probe("facts", 15, CPU),
-        probe("product", 15),
+        probe(SMALL_KERNELS, 30),
         probe("compiling", 20, CPU),
-        probe("capture", 15, CPU),
+        probe("capture", 10, CPU),
         probe("boundary", 10),
         probe("bandwidth", 10, CPU),
     ),
-    "smoke": (
-        tests("smoke", "gpu and smoke", 90),
-        sanitized("memcheck", 30),
-        sanitized("racecheck", 30),
-    ),
-    "int4": (
-        papers("int4", f"{LLAMA_7B} --quant int4 --methods none,{TREE} --profile", 100, SMALL),
-    ),
-    "bf16": (
-        papers("bf16", f"{LLAMA_7B} --methods none,{TREE}:quant_draft=int4 --profile", 100, SMALL),
-    ),
-    "kernels": (
-        kernels("int4", "--rows 1,16,32,64", 35),
-        kernels("bf16", "--rows 1,16,32,64", 25),
-        kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
-    ),
+    "int4": (papers("int4", f"{INT4_7B} --replays 200", 100, f"{SMALL} --replays 2"),),
+    "profile": (without_overlap(papers("profile", f"{INT4_7B} --repeats 1 --profile", 50, SMALL)),),
+    "bf16": (papers("bf16", f"{LLAMA_7B} --methods none,{TREE}:quant_draft=int4", 90, SMALL),),
+    "smoke": (tests("gpu and smoke", 150),),
+    "kernels": (kernels("int4", "--rows 1,16,32,64", 35),),
 }
-# to compare with `int4`
-NO_OVERLAP = papers("no-overlap", f"{LLAMA_7B} --quant int4 --methods none,{TREE}", 80)
 TREES = f"none,eagle:auto,eagle:static,eagle:chain:tree_depth=5,{TREE}"
 REST = {
-    "tests": (tests("tests", "gpu and not smoke", 300),),
+    # behind plain runs, which have filled Triton's cache
+    "sanitizers": (sanitized("memcheck", 60), sanitized("racecheck", 60)),
+    "tests": (tests("gpu and not smoke", 300),),
     "formats": (
+        kernels("bf16", "--rows 1,16,32,64", 25),
+        kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
         kernels("int8", "", 40),
         kernels("tinygemm", "", 40),
         kernels("compact", "", 40),
@@ -176,7 +181,7 @@ REST = {
         kernels("experts", "", 40),
     ),
     "models": (
-        NO_OVERLAP._replace(command=f"env EAGLE_PDL=0 {NO_OVERLAP.command}"),
+        without_overlap(papers("no-overlap", INT4_7B, 80)),  # to compare with `int4`
         papers(
             "trees",
             f"{LLAMA_7B} --quant int4 --methods {TREES} --replays 1000",
@@ -222,11 +227,12 @@ PARTS = FIRST | REST
 @dataclass
 class CheckConfig:
     out: str = option(os.environ.get("OUT") or "gpu_check", "folder of all that comes out")
-    only: str = option(",".join(FIRST), "parts to run")
+    only: str = option("", f"parts to run; default: {', '.join(FIRST)}, with --dry_run all")
     minutes: float = option(9.0, "for the whole run")
     dry_run: bool = option(
         False, "say what would run, and run on a CPU what says something there, small"
     )
+    pack: str = option("", "folder to make: a copy of the project's files without large ones")
 
 
 # ------------------------------------------------------------------------------- a process
@@ -371,10 +377,10 @@ class Check:
     def step(self, part: str, step: Step, later: list[Step]) -> None:
         """Run a step, and record its end and its results.
 
-        Writes: results.jsonl, PART.txt, summary.txt.
+        Writes: results.jsonl, log.txt, summary.txt; EAGLE_PDL, where our kernels fail.
         """
         command = command_of(step, self.out, self.config.dry_run)
-        log = self.out / f"{part}.txt"
+        log = self.out / "log.txt"
         began = time.monotonic()
         limit = self.limit_s(step, later)
         before = len(self.rows().rows)
@@ -397,18 +403,21 @@ class Check:
         if wrong:
             state = f"FAILED, {wrong}"
             self.failed.append(f"{part} {step.name}")
+            if step.name == SMALL_KERNELS:
+                os.environ["EAGLE_PDL"] = "0"
+                texts.append("later steps run without dependent launch")
         self.say("\n    ".join([f"{part:11} {step.name:11} {seconds:4.0f} s  {state}", *texts]))
 
     def _texts(self, step: Step, rows: list[dict[str, Any]], log: Path, wrong: str) -> list[str]:
         """Summarize the rows and the output of a step."""
         texts = [text for text in map(told, rows) if text] + told_of_kernels(rows)
         printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        last = printed.rpartition("\n$ ")[2]  # of this step
-        texts += [line for line in last.splitlines() if line.startswith(LOOK)]
+        last = f"\n{printed}".rpartition("\n$ ")[2].strip()  # of this step
+        texts += [line for line in last.splitlines() if line.startswith((LOOK, "note: "))]
         if step.name == "pytest":
-            texts.append(told_of_tests(printed))
-        elif wrong and printed:
-            texts.append(printed.strip().splitlines()[-1][:200])
+            texts.append(told_of_tests(last))
+        elif wrong and last:
+            texts.append(last.splitlines()[-1][:200])
         return texts
 
     def _left_out(self, step: Step) -> str:
@@ -433,17 +442,33 @@ class Check:
         steps = [(part, step) for part in self.parts for step in PARTS[part]]
         for name in PAPERS_LOGS:
             (self.out / name).unlink(missing_ok=True)
-        for part in self.parts:
-            for ending in (".txt", ".xml"):  # of an earlier run
-                (self.out / f"{part}{ending}").unlink(missing_ok=True)
+        (self.out / "log.txt").unlink(missing_ok=True)  # of an earlier run
         for number, (part, step) in enumerate(steps):
             self.step(part, step, [other for _, other in steps[number + 1 :]])
         self.say(f"FAILED: {', '.join(self.failed)}" if self.failed else "all went well")
 
 
+def pack(folder: Path) -> None:
+    """Copy the files that git tracks to a new folder, but for the large ones that no step reads.
+
+    Raises: ValueError for a folder that is there, or without git.
+    """
+    if folder.exists():
+        raise ValueError(f"--pack: {folder} is there already; name a new folder")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        raise ValueError("--pack needs the project's git checkout; run it in one")
+    for name in listed.stdout.split("\0"):
+        if (ROOT / name).is_file() and not name.startswith(STAYS):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {size / 1e6:.1f} MB; run python scripts/gpu/check.py there")
+
+
 def check(config: CheckConfig) -> None:
     """Run the parts. Exits with status 1 when one did not go well."""
-    parts = config.only.split(",")
+    parts = config.only.split(",") if config.only else [*(PARTS if config.dry_run else FIRST)]
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"--only: there is no part {part}; use {', '.join(PARTS)}")
@@ -460,10 +485,11 @@ def check(config: CheckConfig) -> None:
         raise ValueError(
             f"--out: cannot write {config.out}: {error.strerror}; name a folder"
         ) from None
+    os.environ["PATH"] += os.pathsep + CUDA_PROGRAMS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was begun
     checked = Check(config, parts)
     checked.say(
-        f"# {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {config.only}, "
+        f"# {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {','.join(parts)}, "
         f"{config.minutes:g} minutes"
     )
     checked.run()
@@ -474,7 +500,10 @@ def check(config: CheckConfig) -> None:
 def main() -> None:
     config = parse(CheckConfig, "check.py", __doc__)
     with one_line_errors("check.py"):
-        check(config)
+        if config.pack:
+            pack(Path(config.pack))
+        else:
+            check(config)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
     python scripts/gpu/probe.py --probe boundary
 
 facts          Versions, nvidia-smi, and a C compiler and Python.h for Triton's launchers.
-product        Two of the project's Triton kernels: one reads the clock, one is an int4 product.
 compiling      A compiled step that changes a record (torch 2.11 lost its fields).
 capture        A step captured as a graph and replayed.
-boundary       The time of an empty kernel in a graph of 500: the gap from one kernel to the next.
+boundary       The time of an empty kernel in a graph of 500: the gap from one kernel to the next;
+               with dependent launch, and so behind a fill or a copy, where it may have no effect.
 bandwidth      Bytes per second that a GPU reads (scripts/bench/measure.py).
-small_kernels  Small cases of the project's kernels against their references. check.py runs them
-               under compute-sanitizer, which makes programs many times slower.
+small_kernels  The device's clock; small cases of the project's kernels against their references.
+               check.py runs them under compute-sanitizer, too, which is many times slower.
 A failed check raises; the exit status is then 1. One JSON line is appended per probe, with `text`
 for a reader.
 """
@@ -23,8 +23,9 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 import ops.norm
 from command_line import one_line_errors, option, parse
 from draft_tree import replace_fields
+from ops.library import has_triton
 from options import pick_device
 from runtime import WARM_UPS, Replay, compiled, copy_into, device_time
 from scripts.bench import measure
@@ -72,6 +74,7 @@ def facts(device: str) -> dict[str, Any]:
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton") if has_triton() else None,
         "cuda": torch.version.cuda,
         "processors": os.cpu_count(),
         "nvidia_smi": lines_of("nvidia-smi", query, "--format=csv,noheader")[0],
@@ -79,22 +82,12 @@ def facts(device: str) -> dict[str, Any]:
         "python_h": header.exists(),
         "sanitizer": shutil.which("compute-sanitizer") is not None,
     }
+    header_text = "is there" if found["python_h"] else "is missing"
     found["text"] = (
         f"{found['nvidia_smi']}; Python {found['python']}, torch {found['torch']}, "
-        f"{found['compiler']}, Python.h {'is there' if found['python_h'] else 'is missing'}"
+        f"Triton {found['triton']}, {found['compiler']}, Python.h {header_text}"
     )
     return found
-
-
-def product(device: str) -> dict[str, Any]:
-    """Run two kernels of the project."""
-    first = device_time(torch.device(device))
-    second = device_time(torch.device(device))
-    assert 0 < first < second, f"the device's clock went from {int(first)} to {int(second)} ns"
-    layer = kernel_bench.make_layer("int4", *SMALL, 128)
-    checked = kernel_bench.check_layer(layer, SMALL[1], [1, 17])
-    assert checked["correct"] and checked["same_bits"], checked
-    return checked | {"text": "clock and int4 product are right"}
 
 
 def compiling(device: str) -> dict[str, Any]:
@@ -125,22 +118,36 @@ def capture(device: str) -> dict[str, Any]:
 
 
 def boundary(device: str) -> dict[str, Any]:
-    """Time a graph of kernels that do nothing, and of the smallest of torch's."""
+    """Time graphs of kernels that do nothing, and of the smallest of torch's."""
     import triton
+    import triton.language as tl
+
+    from ops.cuda.launch import after_others, device_of, overlap
 
     @triton.jit
-    def empty_kernel(x):
-        pass
+    def empty_kernel(x, OVERLAPS: tl.constexpr):
+        after_others(OVERLAPS)
 
     x = torch.zeros(1, device=device)
+    y = torch.zeros(1, device=device)
+    here = device_of(x.device.index)
 
-    def median_us(call: Callable[[], object]) -> float:
-        return 1e6 * statistics.median(kernel_bench.graph_times_s([call] * BOUNDARIES, 20))
+    def empty(overlaps: bool) -> None:
+        empty_kernel[(1,)](x, num_warps=1, **overlap(here._replace(overlaps=overlaps)))
 
-    empty_us = median_us(lambda: empty_kernel[(1,)](x, num_warps=1))
-    fill_us = median_us(lambda: x.fill_(1.0))
-    text = f"boundary {empty_us:.2f} us; with torch's smallest kernel {fill_us:.2f} us"
-    return {"empty_us": empty_us, "fill_us": fill_us, "text": text}
+    plain = partial(empty, False)
+    dependent = partial(empty, True)
+    fill = partial(x.fill_, 1.0)
+    graphs = {"empty": [plain], "fill": [fill]}
+    if here.overlaps:
+        copy = partial(x.copy_, y)
+        graphs |= {"dependent": [dependent], "fill, dependent": [fill, dependent]}
+        graphs |= {"copy, dependent": [copy, dependent], "fill, empty": [fill, plain]}
+    found = {}
+    for name, calls in graphs.items():
+        times = kernel_bench.graph_times_s(calls * (BOUNDARIES // len(calls)), 20)
+        found[name] = 1e6 * statistics.median(times)
+    return found | {"text": ", ".join(f"{name} {us:.2f} us" for name, us in found.items())}
 
 
 def bandwidth(device: str) -> dict[str, Any]:
@@ -160,7 +167,9 @@ def norm_error(device: str) -> float:
 
 
 def small_kernels(device: str) -> dict[str, Any]:
-    """Check products, attention, compaction, top-k and norms."""
+    """Check the clock, products, attention, compaction, top-k and norms."""
+    times = [int(device_time(torch.device(device))) for _ in range(2)]
+    assert 0 < times[0] < times[1], f"the device's clock went from {times[0]} to {times[1]} ns"
     for form in kernel_bench.PRODUCTS:
         layer = kernel_bench.make_layer(form, *SMALL, 128)
         checked = kernel_bench.check_layer(layer, SMALL[1], [1, 17, 33])
@@ -178,7 +187,7 @@ def small_kernels(device: str) -> dict[str, Any]:
 
 PROBES = {
     probe.__name__: probe
-    for probe in (facts, product, compiling, capture, boundary, bandwidth, small_kernels)
+    for probe in (facts, compiling, capture, boundary, bandwidth, small_kernels)
 }
 
 

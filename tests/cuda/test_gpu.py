@@ -65,6 +65,12 @@ LIMIT_S = (
     180  # of a test, among several processes; the longest compile a dozen kernels or three steps
 )
 SMOKE = """
+test_captured_cycles_equal_vanilla_and_never_wait[1-0.0]
+test_captured_cycles_equal_vanilla_and_never_wait[2-1.0]
+test_four_rows_that_come_and_go[True-0.0]
+test_trees_equal_vanilla[llama_mha-dynamic-0.0-True]
+test_trees_equal_vanilla[llama_mha-chain-1.0-False]
+test_the_demo_with_grouped_queries_equals_vanilla[0.0]
 test_tree_attention[128-torch.bfloat16-(32, 32)]
 test_tree_attention[128-torch.bfloat16-(32, 8)]
 test_tree_attention[64-torch.bfloat16-(8, 1)]
@@ -96,13 +102,7 @@ test_product_with_experts[int4-128-torch.bfloat16-1024-3584]
 test_captured_experts_follow_the_routing[int4-60]
 test_compiled_experts[int4]
 test_noise_is_the_same_on_both_devices
-test_captured_cycles_equal_vanilla_and_never_wait[1-0.0]
-test_captured_cycles_equal_vanilla_and_never_wait[2-1.0]
-test_four_rows_that_come_and_go[True-0.0]
-test_trees_equal_vanilla[llama_mha-dynamic-0.0-True]
-test_trees_equal_vanilla[llama_mha-chain-1.0-False]
-test_the_demo_with_grouped_queries_equals_vanilla[0.0]
-""".strip().splitlines()  # conftest.py marks them
+""".strip().splitlines()  # conftest.py marks and orders them: whole decodings, which take longest, first
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ def test_names(name, part):
 def test_kernels_of_a_device_overlap_and_leave_gaps():
     spans = [(0, 10), (8, 12), (9, 11), (20, 25), (25, 26)]
     found = profile_cycle.device_kernels(
-        [event("matmul_kernel", *span, device=CUDA) for span in spans]
+        [event(CYCLE, 0, 30), *(event("matmul_kernel", *span, device=CUDA) for span in spans)]
     )
     assert found.count == 5 and [round(1e6 * gap) for gap in found.gaps_s] == [8]
     assert round(1e6 * found.busy_s) == 18 and round(1e6 * found.parts["products"]) == 22
@@ -98,9 +98,10 @@ def test_kernels_of_a_device_overlap_and_leave_gaps():
 
 def test_kernels_in_their_order_with_the_gaps_before_them():
     spans = {"mm": (30, 40), "late": (41, 42), "early": (35, 39), f"{CYCLE} 1": (0, 99)}
-    events = [event(name, *span, device=CUDA) for name, span in spans.items()] + [
-        event("aten::mm", 0, 9)
-    ]
+    events = [event(name, *span, device=CUDA) for name, span in spans.items()]
+    events += [event("aten::mm", 0, 9), event(CYCLE, 20, 45)]
+    # of a dummy before the cycle, and of another clock
+    events += [event("dummy", *span, device=CUDA) for span in ((5, 6), (1e11, 1e11 + 1), (-9, -8))]
     ran = profile_cycle.spans(events, "cuda:0")
     assert ran == [
         ("mm", 10, 0.0),
@@ -119,6 +120,46 @@ def test_kernels_in_their_order_with_the_gaps_before_them():
         event("gpt_eagle::model", 0, 9, event("aten::mm", 1, 3, event("aten::empty", 2, 3))),
     )
     assert profile_cycle.spans([on_cpu], "cpu") == [("aten::mm", 2, 0.0)]
+
+
+class Replayed:
+    """In the place of a GPU's profile: two cycles, of which some records may be lost."""
+
+    devices = []
+    records = []
+
+    def __init__(self, device):
+        self.devices.append(device)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def events(self):
+        cycles = [event(CYCLE, 100, 150), event(CYCLE, 200, 250)]
+        dummies = [event("dummy", 10, 11, device=CUDA)]
+        return cycles + dummies + [event(*record, device=CUDA) for record in self.records]
+
+
+def test_the_profile_of_a_cycle_is_whole_or_fails(monkeypatch):
+    """Dummies take the first records, and two cycles must agree: a kernel that is missing is noticed."""
+    ran = []
+    session = SimpleNamespace(time_cycle=lambda preset: ran.append("cycle"))
+    monkeypatch.setattr(profile_cycle, "warm_session", lambda engine, ids: (session, 0))
+    monkeypatch.setattr(profile_cycle, "profiler_of", Replayed)
+    monkeypatch.setattr(profile_cycle, "run_dummies", lambda: ran.append("dummies"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: ran.append("wait"))
+    engine = SimpleNamespace(config=SimpleNamespace(device="cuda"))
+    Replayed.records = [("a", 110, 120), ("b", 121, 125), ("a", 210, 220), ("b", 223, 225)]
+    assert profile_cycle.one_replay(engine, [1]) == [("a", 10, 0.0), ("b", 2, 3)]
+    assert ran == ["dummies", "cycle", "wait", "cycle", "wait"] and Replayed.devices == ["cuda"]
+    for lost in range(4):
+        Replayed.records = [("a", 110, 120), ("b", 121, 125), ("a", 210, 220), ("b", 223, 225)]
+        del Replayed.records[lost]
+        with pytest.raises(AssertionError, match="the profiler lost some of 3 records"):
+            profile_cycle.one_replay(engine, [1])
 
 
 def test_the_parts_add_up(tmp_path, capsys):
