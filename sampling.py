@@ -22,6 +22,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ops.library import on_cpp_device, uses_cpp
@@ -169,6 +170,15 @@ def process(logits: Tensor, rule: Rule) -> Tensor:
     places = torch.arange(z.shape[-1], device=z.device)  # [V]
     among_k = (places < top_k) | (top_k == 0)
     p = ranked.masked_fill(~among_k, float("-inf")).softmax(-1)
-    before = p.cumsum(-1) - p  # mass before the token; the first is always kept
+    total = cumsum_in_blocks(p) if p.is_cuda else p.cumsum(-1)
+    before = total - p  # mass before the token; the first is always kept
     keep = among_k & ((before < top_p) | (top_p == 1))  # rounding may add up to more than 1
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
+
+
+def cumsum_in_blocks(p: Tensor, block: int = 256) -> Tensor:
+    """Add up along the last axis, [..., V]: the compiler fails at long scans (torch 2.11)."""
+    parts = F.pad(p, (0, -p.shape[-1] % block)).unflatten(-1, (-1, block)).cumsum(-1)
+    ends = parts[..., -1]  # [..., V / block]
+    before = ends.cumsum(-1) - ends
+    return (parts + before[..., None]).flatten(-2)[..., : p.shape[-1]]

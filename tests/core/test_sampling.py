@@ -18,7 +18,16 @@ from extras import residual
 from extras.residual import residual_accept
 from helpers import chi_square, engine_for, golden_target, order_of, parents_of, process, text_with
 from ops.topk import best
-from sampling import ACCEPT, CHOICE, DRAFT, NoiseKey, Sampling, gumbel, uniforms
+from sampling import (
+    ACCEPT,
+    CHOICE,
+    DRAFT,
+    NoiseKey,
+    Sampling,
+    cumsum_in_blocks,
+    gumbel,
+    uniforms,
+)
 from session import Session
 
 ALPHA = 1e-4
@@ -251,6 +260,14 @@ def test_ties_at_a_cut_go_to_the_lower_id():
 def test_top_p_keeps_at_least_one():
     assert kept([0.0, 0.0, 0.0], top_p=1e-9) == [0]
     assert kept([-5.0, 3.0, 30.0], top_p=1e-9) == [2]
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 32000])
+def test_sums_in_blocks(vocab):
+    """As top-p adds up on a GPU, where the compiler fails at a scan of the vocabulary."""
+    p = torch.rand(2, 3, vocab, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    want = p.double().cumsum(-1)
+    torch.testing.assert_close(cumsum_in_blocks(p).double(), want, atol=1e-6, rtol=1e-6)
 
 
 def test_greedy_takes_the_lowest_of_equals():
