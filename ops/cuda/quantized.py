@@ -209,20 +209,22 @@ def minus_zero(half: bool) -> int:
 
 
 @triton.jit
-def _unpack(words, zero, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+def _unpack(
+    words, zero, plane: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr
+):
     """Return the weights of one plane as `dtype`: [ROWS, WIDTH] int16 -> [ROWS, WIDTH].
 
-    zero: [ROWS] int32, 8 + zero point of int4; None: 8, or int8
+    zero: [ROWS] int32, 8 + zero point of int4; without ZEROS it is 8
     """
     if dtype == tl.float32:
         field = (words.to(tl.int32) >> (BITS * plane)) & ((1 << BITS) - 1)
         if BITS == 8:
             return tl.where(field < 128, field, 128 - field).to(tl.float32)
         else:
-            return (field - (8 if zero is None else zero[:, None])).to(tl.float32)
+            return (field - (zero[:, None] if ZEROS else 8)).to(tl.float32)
     else:
-        code: tl.constexpr = unpack_asm(BITS, plane, dtype == tl.float16, zero is not None)
-        if zero is None:
+        code: tl.constexpr = unpack_asm(BITS, plane, dtype == tl.float16, ZEROS)
+        if not ZEROS:
             bits = tl.inline_asm_elementwise(
                 code, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
             )
@@ -276,11 +278,11 @@ def _scale(words, group: tl.constexpr, ZEROS: tl.constexpr):
 
 @triton.jit
 def _zero(words, k: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
-    """Return 8 + the zero points of the group with weight k: [ROWS] int32; None without any."""
+    """Return 8 + the zero points of the group with weight k, [ROWS] int32, or 8 without any."""
     if ZEROS:
         return words[k // GROUP] & 31
     else:
-        return None
+        return 8  # no None, which Triton 3.6 cannot return
 
 
 @triton.jit
@@ -320,9 +322,8 @@ def quantized_product(
             for plane in tl.static_range(PLANES):
                 k = block * BLOCK + plane * COLUMNS + start
                 x = tl.load(tokens_ptr + k, mask=live[None, :], other=0.0)
-                w = _unpack(
-                    words, _zero(scales, plane * COLUMNS + start, GROUP, ZEROS), plane, BITS, dtype
-                )
+                zero = _zero(scales, plane * COLUMNS + start, GROUP, ZEROS)
+                w = _unpack(words, zero, plane, BITS, ZEROS, dtype)
                 if GROUP == 0:
                     total = tl.dot(w, x, total, input_precision="ieee")
                 else:
