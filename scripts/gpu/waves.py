@@ -2,8 +2,9 @@
 
 A kernel's thread blocks run side by side in waves, as many on a multiprocessor as registers and
 shared memory allow. They share DRAM, L2, and each multiprocessor's port to L2, issue slots and
-tensor cores (`fluid`). All numbers are in `GPUS` and `Constants`, estimates for an H100 unless a
-line says otherwise; nothing was measured.
+tensor cores (`fluid`). A block of few warps has a pace of its own, which an idle neighbour does not
+raise. All numbers are in `GPUS` and `Constants`, hopeful estimates for an H100 unless a line says
+otherwise, and in `DOUBTS`; nothing was measured.
 Source, called study: a reading of the CUDA code emitted at commit c495e77; launches counted, times
 estimated. Not here: the launches of a cycle (time_model.py), fp32, prefill, experts.
 """
@@ -11,7 +12,7 @@ estimated. Not here: the launches of a cycle (time_model.py), fp32, prefill, exp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -42,7 +43,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the model: the study's estimates for an H100, but for the first five."""
+    """The constants of the model: the study's estimates for an H100, but for the first five.
+
+    They are hopeful; `DOUBTS` has values that may be found instead.
+    """
 
     bandwidth_tb_s: float  # of DRAM, read by our kernels
     vendor_tb_s: float  # the same by cuBLAS
@@ -55,16 +59,19 @@ class Constants:
     latency_us: float = 0.9  # of DRAM under load, that the stages of a pipeline hide
     ramp_us: float = 1.5  # until the first bytes of a kernel of ours arrive
     epilogue_us: float = 0.7  # from its last bytes to its end
+    # for an instruction of one warp, with the waits for its tensor-core products: 0.65 us for a
+    # step of an int4 product
+    warp_clocks: float = 3.1
     vendor_ramp_us: float = 2.0  # both, of a bf16 product by cuBLAS
     partials_tb_s: float = 2.4  # writing or reading fp32 partial sums (fitted to the study's times)
     small_us: float = 1.4  # an elementwise kernel
     norm_us: float = 2.6  # RMSNorm
     sum_in_norm_us: float = 0.6  # more when it adds splits and residual, too
-    last_combine_us: float = 1.3  # combining chunks of attention, without their bytes
+    combine_us: float = 0.43  # combining a chunk of attention, without its bytes: one by one
     argmax_us: float = 12.0  # over the vocabulary
     accept_us: float = 10.0  # and compaction
-    # each of two kernels that grow a level: candidates of the vocabulary's parts, all the rest
-    level_us: float = 4.0
+    candidates_us: float = 4.0  # the best tokens of the vocabulary's parts
+    level_us: float = 8.0  # growing a level from them: one block, top-k dependent rounds
     level_rerank_us: float = 12.0  # choosing the nodes to verify
     replay_us: float = 8.0  # from one graph's end to the next one's start
     # of an all-reduce of few bytes: NCCL among 4 GPUs of a machine; kernels of one shot: 7
@@ -73,11 +80,31 @@ class Constants:
     link_tb_s: float = 0.2
 
 
+# a review of the study (2026-11-23), where it takes the constants above for too hopeful
+DOUBTS = {
+    "pdl_boundary_us": 0.9,
+    "pdl_saves_us": 0.8,
+    "warp_clocks": 3.8,
+    "norm_us": 3.5,
+    "small_us": 2.0,
+    "level_us": 12.0,
+}
+
+
 class Gpu(NamedTuple):
     """A GPU: its plan parameters, and the constants of the model."""
 
     device: Device
     constants: Constants
+
+    def doubted(self) -> Gpu:
+        """Return it with the constants of `DOUBTS`, and a tenth less of DRAM's bandwidth."""
+        c = self.constants
+        bandwidth = {
+            "bandwidth_tb_s": 0.9 * c.bandwidth_tb_s,
+            "vendor_tb_s": 0.93 * c.vendor_tb_s,
+        }
+        return Gpu(self.device, replace(c, **DOUBTS, **bandwidth))
 
 
 def data_sheet(device: Device, dram_tb_s: float, *rest: float) -> Gpu:
@@ -105,7 +132,13 @@ INSTRUCTIONS = {4: {16: 2.8, 32: 2.95, 64: 3.13}, 8: {16: 3.5, 32: 3.7, 64: 4.0}
 
 @cache
 def fluid(
-    steps: tuple[int, ...], dram: int, read: int, alone_us: float, fit: int, stages: int, gpu: Gpu
+    steps: tuple[int, ...],
+    dram: int,
+    read: int,
+    alone_us: float,
+    fit: int,
+    fastest: float,
+    gpu: Gpu,
 ) -> float:
     """Return the microseconds of a kernel.
 
@@ -113,7 +146,7 @@ def fluid(
     dram, read: bytes of a step, from DRAM and in all
     alone_us: a step's time when alone on a multiprocessor
     fit: blocks on a multiprocessor at a time
-    stages: of the software pipeline
+    fastest: steps of a block in a microsecond, however idle the GPU is
     """
     c = gpu.constants
     queue = list(reversed(steps))
@@ -125,7 +158,6 @@ def fluid(
             place = load.index(min(load))
             active.append([place, queue.pop()])
             load[place] += 1
-        fastest = (stages - 1) / c.latency_us
         rates = [min(1 / (alone_us * load[place]), fastest) for place, _ in active]
         wanted = sum(rates) / 1e6  # steps a second / 1e12
         share = min(1.0, c.bandwidth_tb_s / (wanted * dram), c.l2_tb_s / (wanted * read))
@@ -167,7 +199,11 @@ def product_us(
     steps = []
     for i in range(plan.splits):
         steps += [(i + 1) * blocks // plan.splits - i * blocks // plan.splits] * tiles
-    us = fluid(tuple(steps), words, words + x, alone_us, fit, plan.stages, gpu)
+    # of one warp, for a step
+    instructions = INSTRUCTIONS[bits][plan.tokens] * plan.rows * step / 32 / plan.warps
+    own_us = instructions * c.warp_clocks / c.clock_ghz / 1e3
+    fastest = min(1 / own_us, (plan.stages - 1) / c.latency_us)
+    us = fluid(tuple(steps), words, words + x, alone_us, fit, fastest, gpu)
     return us, plan.splits
 
 
@@ -193,5 +229,5 @@ def attention_us(rows: int, slots: int, shape: Shape | ModelConfig, gpu: Gpu) ->
     stage = plan.keys * shape.head_dim * 4  # bytes
     fit = max(1, device.shared_bytes // (2 * plan.rows * shape.head_dim + 3 * stage + 1024))
     alone_us = stage / 64 / c.clock_ghz / 1e3
-    us = fluid(tuple(steps), stage, stage, alone_us, fit, plan.stages, gpu)
+    us = fluid(tuple(steps), stage, stage, alone_us, fit, (plan.stages - 1) / c.latency_us, gpu)
     return us, len(chunks)
