@@ -126,7 +126,8 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
     count: numbers per draw
     Returns: [B, R, count] fp32.
     """
-    blocks = torch.arange((count + 3) // 4, device=draws.device)  # [C]
+    # masked, though it is small: the compiler takes an index, times a constant, for 32 bits wide
+    blocks = torch.arange((count + 3) // 4, device=draws.device) & MASK32  # [C]
     word = draws[:, :, None] + (domain << DOMAIN_SHIFT)  # [B, R, 1]
     counter = (blocks, word, key.sample[:, None, None], key.prompt[:, None, None])
     words = philox4x32(counter, key.seed[..., None, None].unbind(-3))
