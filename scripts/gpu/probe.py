@@ -120,26 +120,24 @@ def capture(device: str) -> dict[str, Any]:
 def boundary(device: str) -> dict[str, Any]:
     """Time graphs of kernels that do nothing, and of the smallest of torch's."""
     import triton
-    import triton.language as tl
 
-    from ops.cuda.launch import after_others, device_of, overlap
+    from ops.cuda.launch import after_others, device_of
 
     @triton.jit
-    def empty_kernel(x, OVERLAPS: tl.constexpr):
-        after_others(OVERLAPS)
+    def empty_kernel(x):
+        pass
+
+    @triton.jit
+    def dependent_kernel(x):
+        after_others(True)
 
     x = torch.zeros(1, device=device)
     y = torch.zeros(1, device=device)
-    here = device_of(x.device.index)
-
-    def empty(overlaps: bool) -> None:
-        empty_kernel[(1,)](x, num_warps=1, **overlap(here._replace(overlaps=overlaps)))
-
-    plain = partial(empty, False)
-    dependent = partial(empty, True)
+    plain = partial(empty_kernel[(1,)], x, num_warps=1)
+    dependent = partial(dependent_kernel[(1,)], x, num_warps=1, launch_pdl=True)
     fill = partial(x.fill_, 1.0)
     graphs = {"empty": [plain], "fill": [fill]}
-    if here.overlaps:
+    if device_of(x.device.index).overlaps:
         copy = partial(x.copy_, y)
         graphs |= {"dependent": [dependent], "fill, dependent": [fill, dependent]}
         graphs |= {"copy, dependent": [copy, dependent], "fill, empty": [fill, plain]}
