@@ -38,14 +38,20 @@ TESTED = ("pytest", "pytest-xdist", "tokenizers", "gguf", "jinja2", "tqdm")  # b
 EMIT = ("torch==2.11.0", *IMPORTED, *TESTED)
 TTSEM = ("ttsem[triton]==0.1.0", *IMPORTED)  # brings a torch, a Triton and pytest of its own
 FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
-TREES = {"vanilla": "vanilla", "chain": "chain-5", "26": "dynamic-6-8-26", "60": "dynamic-6-10-60"}
+TREES = {
+    "vanilla": "vanilla",
+    "chain": "chain-5",
+    "26": "dynamic-6-8-26",
+    "60": "dynamic-6-10-60",
+    "auto": "auto-6-8-26",
+    "ngram": "ngram",
+}
 CASES = [
-    f"{form}/{tree}"
-    for form in FORMATS
-    for tree in TREES
-    if (form, tree) != ("bf16+int4", "vanilla")
+    *("bf16/vanilla", "bf16/chain", "bf16/26", "bf16/60", "bf16/ngram", "bf16+int4/chain"),
+    *("bf16+int4/26", "bf16+int4/60", "bf16+int4/auto", "int4/vanilla", "int4/chain", "int4/26"),
+    *("int4/60", "int4/26/gqa", "int4/26/qwen3", "bf16/26/sampled", "int4/26/rows"),
+    *("bf16/26/eagle3", "bf16/26/mixtral", "int4/26/mixtral"),
 ]
-CASES += ["int4/26/gqa", "int4/26/qwen3"]
 
 
 @dataclass

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +50,14 @@ from scripts.gpu import fake_cuda
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LAYERS = 3  # of the fake target
 SHAPE = "llama2-7b"
-# changes to the shape
-MODELS = {"": {}, "gqa": {"n_kv_heads": 8}, "qwen3": {"n_kv_heads": 8, "qk_norm": True}}
+# changes to the shape, and options, by the last word of a case
+MIXTRAL = {"n_kv_heads": 8, "ffn_dim": 14336, "n_experts": 8, "experts_per_token": 2}
+MODELS = {
+    "gqa": {"n_kv_heads": 8},
+    "qwen3": {"n_kv_heads": 8, "qk_norm": True},
+    "mixtral": MIXTRAL,
+}
+OPTIONS = {"sampled": {"temperature": 1.0, "top_k": 50, "top_p": 0.9}, "rows": {"batch_size": 4}}
 CONTEXT = 4096
 GROUP = 128
 # operations that launch nothing
@@ -111,12 +118,12 @@ class Step:
 
 
 class Case(NamedTuple):
-    """The formats, the tree and the model of a cycle."""
+    """The formats, the tree, and the model or the options of a cycle."""
 
     target: str  # format of the weights
     draft: str
-    tree: Any  # None: vanilla
-    model: str = ""  # of MODELS
+    tree: str  # vanilla, ngram, chain-DEPTH, and dynamic- or auto-DEPTH-TOPK-SIZE
+    word: str = ""  # of MODELS or OPTIONS, or eagle3
 
 
 # ------------------------------------------------------------------------------- recording
@@ -224,8 +231,10 @@ def replace_launches(recorder: Recorder) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return the reason why something does not compile, cut to 500 characters."""
-    return f"{type(error).__name__}: {error}"[:500]
+    """Return the reason why something does not compile: the innermost error, cut short."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"[-500:]
 
 
 def replace_compiler(recorder: Recorder) -> None:
@@ -278,71 +287,125 @@ def write(step: Step, trace: Callable, args: tuple, options: dict, recorder: Rec
 # ------------------------------------------------------------------------------- engine
 
 
-def quantized(linear: nn.Linear, format: str) -> nn.Module:
-    """Return a layer of the same shape in a format."""
-    from quantize import FORMATS
+def quantized(layer: nn.Module, format: str) -> nn.Module:
+    """Return a linear layer, or the layers of all experts, of the same shape in a format."""
+    from quantize import FORMATS, QuantExperts
 
     if format == "none":
-        return linear
+        return layer
     kind = FORMATS[format]
-    shape = linear.weight.shape
-    codes = torch.empty(shape, dtype=torch.int8)
-    scale = torch.empty(kind.scale_shape(shape, GROUP), dtype=kind.scale_dtype)
-    return kind(codes, scale, linear.bias, fp32_out=getattr(linear, "fp32_out", False))
+    *experts, outputs, inputs = layer.weight.shape
+    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    scale = torch.empty(kind.scale_shape(codes.shape, GROUP), dtype=kind.scale_dtype)
+    if experts:
+        return QuantExperts(kind, repeat((codes, scale), *experts), *experts)
+    return kind(codes, scale, layer.bias, fp32_out=getattr(layer, "fp32_out", False))
 
 
 def quantize_all(model: nn.Module, format: str) -> None:
     """Put every linear layer of a model into a format."""
+    from model import ExpertLinear
+
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, (nn.Linear, ExpertLinear)):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantized(layer, format))
+
+
+def make_head(case: Case, config: Any) -> nn.Module:
+    """Make a draft head of version 2, or of version 3 with half of the vocabulary."""
+    from drafters import DraftVocab
+    from eagle_draft import Eagle3Head, EagleConfig, EagleHead
+    from hf.heads import Eagle3
+
+    dense = replace(config, n_layers=1, n_experts=0)
+    if case.word != "eagle3":
+        return EagleHead(EagleConfig(dense))
+    columns = config.vocab_size // 2
+    head = Eagle3Head(EagleConfig(dense, eagle3=Eagle3((0, 1, 2), config.dim, columns)))
+    head.vocab = DraftVocab(config.vocab_size, torch.arange(columns))
+    return head
+
+
+def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -> Any:
+    """Make the drafter of a case. lm_head: as for `EagleDrafter`"""
+    from draft_tree import DynamicTree, StaticTree
+    from drafters import RootOnly
+    from eagle_draft import EagleDrafter
+    from extras.autosize import with_smaller_trees
+    from extras.ngram_draft import Ngram, NgramDrafter
+
+    kind, *sizes = case.tree.split("-")
+    if kind == "vanilla":
+        return RootOnly()
+    if kind == "ngram":
+        return NgramDrafter(Ngram())
+    make = StaticTree.chain if kind == "chain" else DynamicTree
+    drafter = EagleDrafter(head, target, make(*map(int, sizes)), lm_head)
+    return with_smaller_trees(drafter, target) if kind == "auto" else drafter
 
 
 def make_engine(case: Case) -> Any:
     """Make an engine as generate.py does, of empty tensors; the default device is the GPU."""
     from decode import Engine, with_cycles
-    from drafters import RootOnly
-    from eagle_draft import EagleConfig, EagleDrafter, EagleHead
     from extras.stand_in import Shape
     from model import ModelConfig, Transformer, rope_frequencies
     from options import GenerateConfig
 
     sizes = {name: size for name, size in asdict(Shape.parse(SHAPE)).items() if name != "name"}
-    sizes |= {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS[case.model]
+    sizes |= {"n_layers": LAYERS, "max_context": CONTEXT} | MODELS.get(case.word, {})
     config = ModelConfig(**sizes)
     torch.set_default_dtype(torch.bfloat16)
     target = Transformer(config)
-    head = EagleHead(EagleConfig(replace(config, n_layers=1)))
+    head = make_head(case, config)
     torch.set_default_dtype(torch.float32)
-    lm_head = quantized(target.lm_head, case.draft) if case.draft != case.target else None
+    further = OPTIONS.get(case.word, {})
+    options = GenerateConfig(device="cuda", compile=True, context=CONTEXT, **further)
+    lm_head = None
+    if case.draft != case.target and case.word != "eagle3":  # which has an LM head of its own
+        lm_head = quantized(target.lm_head, case.draft)
     for model, format in ((target, case.target), (head, case.draft)):
         model.rope_freq = rope_frequencies(config, "cuda")
         quantize_all(model.requires_grad_(False), format)
-    options = GenerateConfig(device="cuda", compile=True, context=CONTEXT)
-    drafter = RootOnly()
-    if case.tree is not None:
-        drafter = EagleDrafter(head, target, case.tree, lm_head)
+    drafter = make_drafter(case, target, head, lm_head)
     return with_cycles(Engine(options, target, drafter, CONTEXT, (2,)))
 
 
 def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
-    """Write the code of a cycle, and count its launches. Returns: a row of the report."""
+    """Write the code of a cycle, and count its launches. Returns: a row of the report.
+
+    With gradients enabled, as generate.py decodes. A step that needs a value of a tensor on the
+    host raises, since fake tensors have none. With presets the largest tree counts, and the code of
+    the smallest is written too.
+    """
     import ops.cuda.attention
     from sampling import Kind
-    from session import Buffers
+    from session import PREFILL_WIDTHS, Buffers
 
     recorder.steps.clear()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             engine = make_engine(case)
         work = Buffers(engine)
         ops.cuda.attention.counters(0)  # made once in a process, not in a cycle
-        work.replay(engine, Kind.GREEDY, 0)  # writes code
+        kind = Kind.of(engine.config.sampling)
+        prefill = {}
+        for width in PREFILL_WIDTHS:
+            with recorder.start():
+                work.prefill(engine, kind, 0, 0, width)
+            prefill[width] = len(recorder.eager)
+        largest = len(engine.drafter.presets) - 1
+        for preset in {0, largest}:
+            work.replay(engine, kind, preset)  # writes code
+        work.deferred_cycles = max(preset.max_deferred for preset in engine.drafter.presets)
         with recorder.start():
-            work.replay(engine, Kind.GREEDY, 0)
+            work.catch_up(engine, largest)
+        catch_up = len(recorder.eager)
+        with recorder.start():
+            work.replay(engine, kind, largest)
     buffer = work.cache.k[0]
-    return counts(recorder) | {"cache_buffer_bytes": buffer.numel() * buffer.itemsize}
+    sizes = {"cache_buffer_bytes": buffer.numel() * buffer.itemsize}
+    return counts(recorder) | {"prefill": prefill, "catch_up": catch_up} | sizes
 
 
 # ------------------------------------------------------------------------------- counting
@@ -359,7 +422,8 @@ def counts(recorder: Recorder) -> dict[str, Any]:
     per_layer = 0
     per_level = 0
     per_cycle = len(recorder.eager)
-    for step in recorder.steps:
+    written = [step for step in recorder.steps if step.code is not None]
+    for step in sorted(written, key=idle):  # of the largest tree first; others do not run
         parts = step.launches() if step.calls else []
         names = [name for part in parts for name in part.kernels]
         calls = step.calls
@@ -378,6 +442,11 @@ def counts(recorder: Recorder) -> dict[str, Any]:
         }
     totals = {"per_layer": per_layer, "per_level": per_level, "per_cycle": per_cycle}
     return totals | {"outside": dict(Counter(recorder.eager)), "steps": steps}
+
+
+def idle(step: Step) -> bool:
+    """Check that a step did not run in the last cycle."""
+    return step.calls == 0
 
 
 def between(parts: list[Launches], word: str) -> int:
@@ -450,8 +519,7 @@ def main() -> None:
         "cases",
         nargs="+",
         help="TARGET/DRAFT/TREE, as none/int4/dynamic-6-10-60, none/none/chain-5, "
-        "int4/int4/vanilla; "
-        "/gqa or /qwen3 behind that for another attention",
+        f"int4/int4/vanilla; behind that /eagle3, /{', /'.join(MODELS | OPTIONS)}",
     )
     options = parser.parse_args()
     fake_cuda.install(fake_cuda.GPUS[options.gpu])
@@ -462,16 +530,11 @@ def main() -> None:
     watch_operators(recorder)
     replace_launches(recorder)
     replace_compiler(recorder)
-    from draft_tree import DynamicTree, StaticTree
     from files import write_text
 
-    makers = {"vanilla": lambda: None, "chain": StaticTree.chain, "dynamic": DynamicTree}
     found = {}
     for text in options.cases:
-        target, draft, tree, *model = text.split("/")
-        kind, *sizes = tree.split("-")
-        case = Case(target, draft, makers[kind](*map(int, sizes)), *model)
-        found[text] = run_case(case, recorder)
+        found[text] = run_case(Case(*text.split("/")), recorder)
         print(f"{text}: {found[text]['per_cycle']} launches a cycle", file=sys.stderr, flush=True)
     kernels = [*own_kernels(recorder), *inductor_kernels(recorder)]
     report = {"gpu": options.gpu, "cases": found, "kernels": kernels}
