@@ -264,10 +264,11 @@ def device_time(device: torch.device) -> Tensor | int:
     """
     if device.type != "cuda":
         return time.perf_counter_ns()
-    now = torch.zeros((), dtype=torch.int64, device=device)
-    if has_triton():
-        import ops.cuda.clock
+    if not has_triton():
+        return torch.zeros((), dtype=torch.int64, device=device)
+    import ops.cuda.clock
 
-        with torch.cuda.device(device):
-            ops.cuda.clock.read(now)
+    now = torch.empty((), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        ops.cuda.clock.read(now)
     return now

@@ -9,7 +9,9 @@
 2. Runs emitted_steps.py in that environment, which writes, counts and compiles the code.
 3. Prints the launches by case; by kernel for every step, with --steps; our kernels' resources.
 A 7B model with the head of EAGLE-2 at a context of 4,096 slots, in bf16, int4 (groups of 128), and
-bf16 with an int4 head; with 8 heads of keys (gqa), and with norms of queries and keys (qwen3).
+bf16 with an int4 head; with 8 heads of keys (gqa), norms of queries and keys (qwen3), 8 experts
+(mixtral), a head of EAGLE-3 and half of the vocabulary (eagle3), a batch of 4 (rows), temperature,
+top-k and top-p (sampled). As decoding runs: gradients enabled, prompts in chunks of both widths.
 Needs Linux, a C compiler and about a minute per case. No time of a GPU is measured.
 """
 
@@ -61,7 +63,7 @@ class OfflineConfig:
         False, "make it, and beside it (ENV-ttsem) that of tests/cases/ttsem_cases.py, and end"
     )
     gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
-    cases: str = option(",".join(CASES), "format and tree of each case, and gqa or qwen3")
+    cases: str = option(",".join(CASES), "format and tree of each case, and what it changes")
     steps: bool = option(False, "also print every step, kernel by kernel")
     json: str = option("", "file to write: what was found for each GPU")
 

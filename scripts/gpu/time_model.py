@@ -7,7 +7,7 @@
 
 `cycle` lists the launches: kernel, time, count. Each also costs the boundary between two dependent
 launches, a short one where both kernels are ours, so that the second may start early. The counts
-are those of cycle_offline.py, to 3 %. waves.py has the times of products and attention, and all
+are those of cycle_offline.py, to 2 %. waves.py has the times of products and attention, and all
 constants. Every time is a range: with the hopeful constants, and with those that a review doubts.
 `--measured FILE` replaces constants, and kernels by the names that `--kernels` prints (rows: 1, or
 padded to 16, 32, 64..). Microseconds are a kernel's own, as in a profiler: without the boundary,
