@@ -265,13 +265,9 @@ def spans(events: Iterable[Any], device: str) -> list[Span]:
         kind = torch.autograd.DeviceType.CUDA
         begin = min(cycle.time_range.start for cycle in cycles)
         end = max(cycle.time_range.end for cycle in cycles) + 1e6  # us
-        found = [
-            e
-            for e in events
-            if e.device_type == kind
-            and not e.name.startswith((CYCLE, STEP))
-            and begin <= e.time_range.start <= end
-        ]
+        inside = [e for e in events if begin <= e.time_range.start <= end]
+        kernels = [e for e in inside if e.device_type == kind]
+        found = [e for e in kernels if not e.name.startswith((CYCLE, STEP))]
     else:
         found = [child for cycle in cycles for child in outermost(cycle)]
     times = sorted((e.time_range.start, e.time_range.end, e.name) for e in found)

@@ -423,7 +423,8 @@ def counts(recorder: Recorder) -> dict[str, Any]:
     per_level = 0
     per_cycle = len(recorder.eager)
     written = [step for step in recorder.steps if step.code is not None]
-    for step in sorted(written, key=idle):  # of the largest tree first; others do not run
+    # of the largest tree first; others do not run
+    for step in sorted(written, key=lambda step: step.calls == 0):
         parts = step.launches() if step.calls else []
         names = [name for part in parts for name in part.kernels]
         calls = step.calls
@@ -442,11 +443,6 @@ def counts(recorder: Recorder) -> dict[str, Any]:
         }
     totals = {"per_layer": per_layer, "per_level": per_level, "per_cycle": per_cycle}
     return totals | {"outside": dict(Counter(recorder.eager)), "steps": steps}
-
-
-def idle(step: Step) -> bool:
-    """Check that a step did not run in the last cycle."""
-    return step.calls == 0
 
 
 def between(parts: list[Launches], word: str) -> int:
