@@ -14,7 +14,7 @@ Takes every option of generate.py that says what is decoded and how; decodes the
 3. The rest of the wall time is Python and dispatch: the loop on the host, and operators' wrappers.
    The profiler's own cost per operator (about a microsecond) counts as the operator's.
 4. On CUDA the lines are kernels, and the rest of the wall time is idle. The number of kernels per
-   cycle and the gaps between them follow.
+   cycle and the gaps between them follow. Set EAGLE_PDL=0: with dependent launch kernels overlap.
 
 `look_closer` lists the kernels of a single cycle in their order, and repeats it, for papers.py.
 Not here: speed (papers.py); `generate.py --profile FILE` writes the same trace for a viewer.
@@ -352,7 +352,8 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
     ran = spans(seen.events(), engine.config.device)
     count = len(ran) // 2
     names = [span.name for span in ran]
-    assert ran and names[:count] == names[count:], f"the profiler lost some of {len(ran)} records"
+    text = f"the profiler lost records, or two cycles differ: {len(ran)} kernels"
+    assert ran and names[:count] == names[count:], text
     return [ran[count]._replace(gap_us=0.0), *ran[count + 1 :]]
 
 
