@@ -127,7 +127,7 @@ def test_logits_of_16_bits_are_not_rounded(found):
 def test_prompts_and_deferred_tokens_are_read_without_waiting(found):
     """A prefill pass, which is captured, needs nothing on the host, or fake tensors would have raised."""
     for name, case in found("90")["cases"].items():
-        assert set(case["prefill"]) == {"64", "256"} and min(case["prefill"].values()) > 80, name
+        assert set(case["prefill"]) == {"64", "256"} and min(case["prefill"].values()) > 60, name
         assert (case["catch_up"] > 0) == name.endswith("/auto"), name
 
 
