@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 
+CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
+
+
 @dataclass
 class Stats:
     """Sums and lists over every sequence and cycle."""
@@ -89,7 +92,7 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
 
 
 def stats_line(stats: dict[str, Any]) -> str:
-    """Return the last line of a run."""
+    """Return the last line of a run; with `--compare` a second one explains the speedup."""
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
     compiled = ""
     if stats["compile_s"]:  # on CUDA
@@ -111,7 +114,39 @@ def stats_line(stats: dict[str, Any]) -> str:
         line += f"; {stats['speedup']:.2f}x of vanilla ({vanilla})"
         if stats["identical"] is not None:
             line += f", {100 * stats['identical']:.0f} % of sequences identical"
+        if stats["speedup"]:
+            line += f"\n{explain(stats, 1 / stats['vanilla_tokens_per_s'])}"
     return line
+
+
+def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1.0) -> str:
+    """Return the line that explains a speedup: tau over the cost of a cycle, and its bound.
+
+    drafted: totals of a run, `tokens_per_s`, `cycles`, `decode_s`, `draft_s` and `verify_s`
+    vanilla_s: seconds of a pass without a draft; vanilla_tokens: those that it emits
+    tau: tokens of a drafted cycle over those of a vanilla pass, without tokens cut at the end
+    """
+    one = vanilla_s * drafted["cycles"]
+    tau = drafted["tokens_per_s"] * drafted["decode_s"] / drafted["cycles"] / vanilla_tokens
+    verify = drafted["verify_s"] / one
+    draft = drafted["draft_s"] / one
+    cycle = drafted["decode_s"] / one
+    rest = ""
+    if cycle - verify - draft >= 0.005:
+        rest = f" + host {cycle - verify - draft:.2f}"
+    return (
+        f"{tau / cycle:.2f} = tau {tau:.2f} / (verify {verify:.2f} + draft {draft:.2f}{rest} of a "
+        f"vanilla pass); {_bound(cycle, verify)}"
+    )
+
+
+def _bound(cycle: float, verify: float) -> str:
+    """Describe the bound of a speedup. cycle, verify: cost of each, in vanilla passes"""
+    if cycle <= CHEAP_CYCLE:
+        return "bound by acceptance: a cycle costs hardly more than a vanilla pass"
+    if verify - 1 >= cycle - verify:
+        return "bound by arithmetic: the rows of the tree cost more than the weights that they share"
+    return "bound by memory: every drafted level reads the head's weights again"
 
 
 def _most_used(table: list[dict[str, Any]]) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from files import replace_file, write_text
+from stats import explain
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (
@@ -90,9 +91,24 @@ def tables(rows: list[dict]) -> Iterator[str]:
         compiling = ", ".join(
             f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items()
         )
+        for name, mine in panel.methods.items():
+            if name != "none" and "none" in panel.methods:
+                yield f"\n{name}: {explained(mine, panel.methods['none'])}"
         compiled = all(row["compiled"] for row in panel.rows)
         how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
         yield f"\n{how}; peak memory of the process {peak:.2f} GB."
+
+
+def explained(rows: list[dict], plain: list[dict]) -> str:
+    """Return the line of `stats.explain` over the tasks. plain: the rows of `none`"""
+    keys = ("tokens", "cycles", "decode_s", "draft_s", "verify_s")
+    tasks = {row["task"] for row in rows} & {row["task"] for row in plain}
+    mine = {key: sum(row[key] for row in rows if row["task"] in tasks) for key in keys}
+    none = {key: sum(row[key] for row in plain if row["task"] in tasks) for key in keys}
+    if not mine["cycles"] or not none["cycles"] or not mine["decode_s"]:
+        return "nothing was decoded"
+    mine["tokens_per_s"] = mine["tokens"] / mine["decode_s"]
+    return explain(mine, none["decode_s"] / none["cycles"], none["tokens"] / none["cycles"])
 
 
 def mean_row(method: str, rows: list[dict]) -> str:

@@ -3,7 +3,7 @@
 The file holds one epoch in the dtype of training, batch by batch: [batches, B, T,
 (1 + aux_layers) F]. Its aux layers are those of a new head of version 3, so that both versions can
 read it. The first epoch writes it; later epochs, and later runs on the same data, read it.
-FILE.json records the data that it was made of.
+FILE.json records the data and the hash of the weights that it was made of.
 Trade-off: later epochs have the batches of the first, in another order. Without a file, each epoch
 has batches of its own.
 """
@@ -56,6 +56,7 @@ class Features:
                 "dtype": config.dtype,
                 "aux_layers": kept_aux_layers,
                 "checkpoint": config.checkpoint,
+                "weights": weights_hash(Path(config.checkpoint)),
                 "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             }
             self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
@@ -75,7 +76,8 @@ class Features:
             write_text(str(note), json.dumps(made_of))
         elif not note.is_file() or read_json(note) != made_of or file.stat().st_size != size:
             raise ValueError(
-                f"--features: {file} has features of other data, or is cut short; name another file"
+                f"--features: {file} has features of other data or weights, or is cut short; "
+                "name another file"
             )
         sizes = " x ".join(map(str, shape))
         print(f"features: {sizes} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}")
@@ -98,6 +100,19 @@ class Features:
     def has(self, number: int) -> bool:
         """Return true if the file holds a batch: its last row is written last, and is not 0."""
         return bool(self.kept[number, -1, -1].any())
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """Return the SHA-256 of a checkpoint's config and weights."""
+    files = [checkpoint]
+    if checkpoint.is_dir():
+        kinds = ("config.json", "*.safetensors", "*.bin")
+        files = sorted(file for kind in kinds for file in checkpoint.glob(kind))
+    total = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()
 
 
 def reserve(file: Path, size: int) -> None:

@@ -1,9 +1,6 @@
 """Let the target write answers to train a draft head with, and a third of the prompts.
 
-    python scripts/train/generate_answers.py --out answers --compile   # killed, run it again
-    python scripts/train/train_eagle.py --data answers/answers.jsonl ...
-
-1. Prompts are given questions (`--prompts`), headers of the standard library's functions with their
+1. Prompts are given questions (`prompts`), headers of the standard library's functions with their
    docstrings, and texts that the model itself writes behind the opening of a user turn, at T = 1.
 2. Duplicates, prompts that are too long, and prompts and answers that share 13 words in a row with
    an evaluation prompt (or contain a shorter one) are dropped, and counted.
@@ -15,6 +12,7 @@
 Source: Magpie (arXiv 2406.08464); EAGLE (arXiv 2401.15077), table 6, compares with a fixed set.
 Trade-off: slots of the batch are not refilled. A batch runs until a sixteenth of its answers is
 left; those are cut there.
+Not here: the command (scripts/train_head.py).
 """
 
 from __future__ import annotations
@@ -24,24 +22,20 @@ import hashlib
 import json
 import os
 import re
-import statistics
-import sys
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
-from command_line import one_line_errors, option, parse
+from checkpoint import saved_quantization
 from decode import Engine, with_cycles
-from files import alone, read_jsonl, write_text
+from files import alone, is_gguf, read_jsonl, write_text
 from generate import finish_reason, load, text_of
 from hf.chat import PROBE
+from hf.config import read_raw
 from load import warm_up
 from options import DEFAULT, ROOT, GenerateConfig
 from scripts.train import train_demo
@@ -55,50 +49,28 @@ GRAM = 13  # words in a row that a prompt may not share with an evaluation promp
 OWN_TOKENS = 128  # longest prompt that the model writes; a longer one is dropped
 SORTED_BATCHES = 4  # prompts of so many batches are sorted by length
 TAIL = 16  # a batch ends when only one sequence in so many is unfinished
-RATES = 15  # batches whose median rate is shown: a pause does not spoil it
 ASK = "Complete this Python function:\n\n```python\n{}\n```"
 
 
-@dataclass
+@dataclass(frozen=True)
 class AnswerConfig:
-    checkpoint: str = option(DEFAULT, "the target")
-    out: str = option("answers", "directory to write; an unfinished run in it goes on")
-    prompts: str = option(
-        str(ROOT / "data/train/gsm8k_train_clean.jsonl"),
-        "comma-separated JSONL files; the first of `turns`",
-    )
-    eval: str = option(
-        str(ROOT / "data/eval"),
-        "evaluation prompts to keep clear of: JSONL files or directories of them",
-    )
-    chat: str = option("", "chat template; empty: the checkpoint's own")
-    tokens: float = option(3e6, "answer tokens in all")
-    greedy: float = option(
-        0.5, "share of the prompts that are answered at T = 0; the others at T = 1"
-    )
-    answer_tokens: int = option(400, "longest answer; one that is cut is marked so")
-    prompt_tokens: int = option(300, "longest prompt, template included")
-    batch_size: int = option(48, "sequences decoded together")
-    quant: str = option("int8", "of the target's weights", ("none", "int8", "int4"))
-    dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
-    compile: bool = option(False, "compile the steps of a cycle")
-    seed: int = option(0, "of the sampling noise and of the order")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
-    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    """Options of a run."""
 
-    def check(self) -> None:
-        """Check the values. Raises: ValueError for one that cannot work."""
-        for name in ("answer_tokens", "prompt_tokens", "batch_size", "tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1; it is {getattr(self, name)}")
-        if not 0 <= self.greedy <= 1:
-            raise ValueError(f"--greedy must be in [0, 1]; it is {self.greedy}")
-
-    def identity(self) -> dict:
-        """Return the options that an answer depends on besides its prompt."""
-        names = ("chat", "greedy", "answer_tokens", "quant", "dtype", "seed")
-        options = {name: getattr(self, name) for name in names}
-        return {"checkpoint": Path(self.checkpoint).name} | options
+    checkpoint: str = DEFAULT  # the target
+    out: str = "answers"  # directory of the files; an unfinished run in it goes on
+    prompts: str = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # the first of `turns` counts
+    eval: str = str(ROOT / "data/eval")  # to keep clear of: JSONL files or directories of them
+    chat: str = ""  # chat template; empty: the checkpoint's own
+    tokens: float = 3e6  # answer tokens in all
+    greedy: float = 0.5  # share of the prompts answered at T = 0; the others at T = 1
+    answer_tokens: int = 400  # longest answer; one that is cut is marked so
+    prompt_tokens: int = 300  # longest prompt, template included
+    batch_size: int = 48  # sequences decoded together
+    quant: str = "int8"  # of 16-bit weights; quantized ones stay as they are
+    dtype: str = ""  # empty: the checkpoint's
+    compile: bool = True
+    seed: int = 0  # of the sampling noise and of the order
+    device: str = ""
 
 
 # ------------------------------------------------------------------------------- prompts
@@ -231,11 +203,13 @@ class Run:
         self.config = config
         self.filter = filter
         self.out = Path(config.out)
+        path = Path(config.checkpoint)
+        quantized = is_gguf(path) or saved_quantization(read_raw(path)) is not None
         options = GenerateConfig(
             checkpoint=config.checkpoint,
             draft="none",
             chat=config.chat,
-            quant=config.quant,
+            quant="none" if quantized else config.quant,
             dtype=config.dtype,
             compile=config.compile,
             device=config.device,
@@ -389,20 +363,6 @@ class Run:
         kinds = (*SOURCES, "answers")
         return "\n".join([*map(self.filter.line, kinds), f"answers that were cut: {cut}"])
 
-    def progress(self, rate: float) -> str:
-        """Return the line that is printed after a batch. rate: tokens/s."""
-        total = self.total()
-        parts = []
-        for source in SOURCES:
-            share = sum(self.tokens[source, greedy] for greedy in (False, True)) / max(total, 1)
-            parts.append(f"{100 * share:.0f} % {source}")
-        greedy = sum(self.tokens[source, True] for source in SOURCES) / max(total, 1)
-        left = max(self.config.tokens - total, 0) / max(rate, 1e-9) / 60
-        return (
-            f"{total} of {self.config.tokens:.0f} tokens ({', '.join(parts)}; "
-            f"{100 * greedy:.0f} % greedy), {rate:.0f} tokens/s, {left:.0f} min left"
-        )
-
 
 def decoded(
     engine: Engine, streams: list[tuple[int, int]], prompts: list[list[int]], longest: int
@@ -421,64 +381,40 @@ def decoded(
     return [session.history[seq][len(prompt) :] for seq, prompt in enumerate(prompts)]
 
 
-def claim(config: AnswerConfig) -> None:
-    """Write the run's identity to `config.out`. Raises: ValueError when it holds another run's."""
-    out = Path(config.out)
-    identity = config.identity()
-    file = out / "run.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--out: cannot make the directory {out} ({error.strerror}); name another"
-        ) from None
-    if file.is_file():
-        written = next(iter(read_jsonl(file, "--out")))
-        for name, value in identity.items():
-            if value != written.get(name):
-                raise ValueError(
-                    f"--out: {out} holds another run ({name} was {written.get(name)}, "
-                    f"not {value}); use its options, or name another directory"
-                )
-    elif (out / "answers.jsonl").exists():
-        raise ValueError(f"--out: {out} has answers.jsonl and no run.json; name another directory")
-    else:
-        write_text(str(file), json.dumps(identity))
+def open_run(config: AnswerConfig) -> Run:
+    """Read the prompts and load the target. Writes: `config.out`.
 
-
-def answer(config: AnswerConfig) -> Run:
-    """Write answers until there are enough or no prompt is left. Writes: `config.out`."""
-    config.check()
+    Raises: ValueError for files that cannot be read, and for prompts of which none can be used.
+    """
     given = []
     for file in config.prompts.split(","):
         given += [turns[0] for turns in read_turns(Path(file), "--prompts")]
+    code = []
+    for part in train_demo.read_python().values():
+        code += [ASK.format(header) for header in headers(part)]
     filter = Filter.against(eval_texts(config.eval))
-    claim(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    with alone(Path(config.out), f"note: waiting for another process that writes to {config.out}"):
-        code = []
-        for part in train_demo.read_python().values():
-            code += [ASK.format(header) for header in headers(part)]
-        run = Run(config, {GIVEN: given, CODE: code}, filter)
-        rates = deque(maxlen=RATES)
-        print(run.lines(), flush=True)
-        while run.total() < config.tokens:
-            before = run.total()
-            began = time.perf_counter()
-            if not run.step():
-                break
-            rates.append((run.total() - before) / (time.perf_counter() - began))
-            print(run.progress(statistics.median(rates)), flush=True)
-    print(run.lines(), flush=True)
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    run = Run(config, {GIVEN: given, CODE: code}, filter)
+    if not filter.counts[GIVEN, "used"]:
+        raise ValueError(
+            f"--prompts: nothing in {config.prompts} can be used ({filter.line(GIVEN)}; at most "
+            f"{config.prompt_tokens} tokens); name another file"
+        )
     return run
 
 
-def main(argv: list[str] | None = None) -> None:
-    config = parse(AnswerConfig, "generate_answers.py", __doc__, argv)
-    with one_line_errors("generate_answers.py"):
-        answer(config)
+def answer(config: AnswerConfig, on_batch: Callable[[Run], bool] = lambda run: True) -> Run:
+    """Write answers until there are enough or no prompt is left. Writes: `config.out`.
 
-
-if __name__ == "__main__":
-    main()
+    on_batch: called after every batch; returns false to stop
+    """
+    run = open_run(config)
+    print(run.lines(), flush=True)
+    with tqdm(total=int(config.tokens), unit="token", desc="answers", smoothing=0.05) as bar:
+        bar.update(run.total())
+        while run.total() < config.tokens and run.step():
+            bar.update(run.total() - bar.n)
+            if not on_batch(run):
+                break
+    print(run.lines(), flush=True)
+    return run

@@ -23,6 +23,8 @@ nothing is padding, and a position may see the end of the example before its own
 
 from __future__ import annotations
 
+import copy
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -590,10 +592,19 @@ def progress(row: dict, config: TrainConfig) -> str:
     return f"step {row['step']}: {losses}; alpha {alphas}; tau {row['tau']:.3f}"
 
 
-def train(config: TrainConfig) -> None:
-    """Run the recipe. Writes: `config.out`."""
-    config.check()
-    state_file = train_demo.resume_file(Path(config.out), config.resume)
+class Ready(NamedTuple):
+    """The state of a training before its first step."""
+
+    target: Transformer
+    examples: list[Example]
+    sequences: list[tuple[int, list[int]]]  # of the target, as from `own_sequences`
+    head: EagleHead
+    features: Features
+    losses: Callable[..., tuple[Tensor, ...]]  # as from `losses_of`
+
+
+def ready(config: TrainConfig) -> Ready:
+    """Load the target and the data, and make the head. Writes: `config.out`."""
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -603,46 +614,124 @@ def train(config: TrainConfig) -> None:
     head = make_head(config, target, examples)
     features = Features(config, target, head.aux_layers, laid_out(examples, 0)[0])
     scale_first_layer(config, target, head, examples, features)
-    optimizers = train_demo.make_optimizers(
-        head, config, lambda name: not name.startswith("lm_head")
-    )
-    schedule = train_demo.Schedule(optimizers, config.steps, config.warmup)
+    losses = losses_of(config, head, target)
+    return Ready(target, examples, sequences, head, features, losses)
+
+
+def is_narrow(config: TrainConfig) -> bool:
+    """Return whether products are in `dtype`: in fp32 where a processor has none of bf16.
+
+    In bf16 it would take six times as long (Zen 3).
+    """
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return config.dtype != "float32" and (fast or not config.device.startswith("cpu"))
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    """Return the context of training."""
+    kind = torch.device(config.device).type
+    return torch.autocast(kind, DTYPES[config.dtype], is_narrow(config))
+
+
+def fill_features(config: TrainConfig, made: Ready, on_step: Callable) -> None:
+    """Compute the features of every batch that the file lacks. Writes: the file.
+
+    on_step: called after every batch
+    """
+    count = len(made.features.kept)
+    feed = itertools.islice(batches(made.examples, config, 0), count)
+    for tokens, _, number in tqdm(feed, desc="features", total=count, unit="batch"):
+        if not made.features.has(number):
+            with autocast(config):
+                made.features.of(tokens.to(config.device), number)
+            on_step()
+
+
+class Steps:
+    """The optimizers of a head, and a step of training."""
+
+    def __init__(self, config: TrainConfig, made: Ready):
+        self.config = config
+        self.made = made
+        self.optimizers = train_demo.make_optimizers(
+            made.head, config, lambda name: not name.startswith("lm_head")
+        )
+        self.schedule = train_demo.Schedule(self.optimizers, config.steps, config.warmup)
+        self.weights = torch.tensor(list(config.losses.values()), device=config.device)
+
+    def run(self, step: int, batch: tuple[Tensor, Tensor, int]) -> Tensor:
+        """Do step number `step` on a batch of `batches`. Writes: the head, the optimizers.
+
+        Returns: the losses, unweighted.
+        """
+        tokens, mask, number = batch
+        tokens = tokens.to(self.config.device)
+        mask = mask.to(self.config.device)
+        self.schedule.set(step)
+        with autocast(self.config):
+            features = self.made.features.of(tokens, number)
+            if not is_narrow(self.config):
+                features = features.float()  # a file may have kept them in bf16
+            found = torch.stack(self.made.losses((tokens, mask, features), step))
+        head = self.made.head
+        train_demo.update(head, self.optimizers, (found * self.weights).sum(), self.config.clip)
+        return found.detach()
+
+
+def step_seconds(config: TrainConfig, made: Ready, count: int = 2) -> float:
+    """Time steps of training, after one that compiles. The head stays as it is."""
+    weights = copy.deepcopy(made.head.state_dict())
+    steps = Steps(config, made)
+    feed = batches(made.examples, config, 0)
+    for step in range(1 + count):
+        if step == 1:
+            began = time.perf_counter()
+        steps.run(step, next(feed))
+    made.head.load_state_dict(weights)
+    return (time.perf_counter() - began) / count
+
+
+def train(
+    config: TrainConfig, made: Ready | None = None, on_step: Callable = lambda: None
+) -> None:
+    """Run the recipe. Writes: `config.out`.
+
+    made: as from `ready`; on_step: called after every step
+    """
+    config.check()
+    state_file = train_demo.resume_file(Path(config.out), config.resume)
+    made = made or ready(config)
+    head = made.head
+    steps = Steps(config, made)
     parameters = sum(p.numel() for p in head.parameters())
     info = {"config": asdict(config), "parameters": parameters, "curve": []}
     first = 0
     began = time.time()
     if config.resume:
-        first, info["curve"] = train_demo.load_state(state_file, head, optimizers, config.device)
-    device_type = torch.device(config.device).type
-    autocast = torch.autocast(device_type, DTYPES[config.dtype], config.dtype != "float32")
-    losses = losses_of(config, head, target)
-    weights = torch.tensor(list(config.losses.values()), device=config.device)
-    feed = batches(examples, config, first)
+        first, info["curve"] = train_demo.load_state(
+            state_file, head, steps.optimizers, config.device
+        )
+    feed = batches(made.examples, config, first)
     recent = []
     cpu_s = 0.0
     mark = time.process_time()
-    steps = range(first, config.steps)
-    for step in tqdm(steps, initial=first, total=config.steps, unit="step", mininterval=5):
-        schedule.set(step)
-        tokens, mask, number = next(feed)
-        tokens = tokens.to(config.device)
-        mask = mask.to(config.device)
-        with autocast:
-            found = torch.stack(losses((tokens, mask, features.of(tokens, number)), step))
-        train_demo.update(head, optimizers, (found * weights).sum(), config.clip)
-        recent.append(found.detach())
+    left = range(first, config.steps)
+    for step in tqdm(left, initial=first, total=config.steps, unit="step", mininterval=5):
+        recent.append(steps.run(step, next(feed)))
+        on_step()
         done = step + 1
         if done % config.eval_every == 0 or done == config.steps:
             cpu_s += time.process_time() - mark
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
             row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
-            row |= evaluate(head, target, sequences)
+            row |= evaluate(head, made.target, made.sequences)
             info["curve"].append(row)
             tqdm.write(progress(row, config))
-            train_demo.save_state(state_file, head, optimizers, done, info["curve"])
-            if done == config.steps:
-                sharpness = fit_sharpness(head, target, sequences)
+            if done < config.steps:  # a kill below then repeats the last part
+                train_demo.save_state(state_file, head, steps.optimizers, done, info["curve"])
+            else:
+                sharpness = fit_sharpness(head, made.target, made.sequences)
                 head.config = replace(head.config, sharpness=sharpness)
                 tqdm.write(f"sharpness {sharpness}")
             save_head(head, config, info)

@@ -24,7 +24,7 @@ from helpers import GOLDEN
 from hf.config import resolve_draft
 from options import DEMO, ROOT, GenerateConfig
 from prompts import read_prompts
-from stats import share_of_equal
+from stats import explain, share_of_equal
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 IDS = [
@@ -148,6 +148,35 @@ def test_trace_contract(capsys, tmp_path):
 def test_compare_prints_a_speedup_and_identity(capsys):
     out, _ = run(capsys, *IDS, "--eagle", HEAD, "--compare")
     assert "x of vanilla" in out and "100 % of sequences identical" in out
+
+
+def test_compare_explains_the_speedup(capsys):
+    """The last line: tau over the cost of a cycle is the speedup of the line before."""
+    out, _ = run(capsys, *IDS, "--eagle", HEAD, "--compare", "--max_new_tokens", "40")
+    line, last = out.splitlines()[-2:]
+    assert last.split(" = ")[0] == line.split("; ")[-1].partition("x of vanilla")[0]
+    assert "of a vanilla pass); bound by" in last
+
+
+@pytest.mark.parametrize(
+    "draft_s, verify_s, host_s, expected",
+    [
+        (1.0, 11.2, 0.0, "1.39 = tau 1.69 / (verify 1.12 + draft 0.10 of a vanilla pass); "
+                         "bound by acceptance"),
+        (2.0, 16.0, 0.5, "0.91 = tau 1.69 / (verify 1.60 + draft 0.20 + host 0.05 of a vanilla "
+                         "pass); bound by arithmetic"),
+        (4.0, 10.0, 0.0, "1.21 = tau 1.69 / (verify 1.00 + draft 0.40 of a vanilla pass); "
+                         "bound by memory"),
+    ],
+)  # fmt: skip
+def test_a_speedup_is_explained(draft_s, verify_s, host_s, expected):
+    """100 cycles that emit 169 tokens, against passes of 0.1 s, one or two tokens each."""
+    decode_s = draft_s + verify_s + host_s
+    drafted = {"tokens_per_s": 169 / decode_s, "cycles": 100, "decode_s": decode_s}
+    drafted |= {"draft_s": draft_s, "verify_s": verify_s}
+    assert explain(drafted, 0.1).startswith(expected)
+    half = explain(drafted, 0.1, vanilla_tokens=2.0)
+    assert "tau 0.84 / " in half or "tau 0.85 / " in half
 
 
 def test_a_turn_that_one_run_lacks_is_not_identical():
