@@ -145,7 +145,9 @@ def _bound(cycle: float, verify: float) -> str:
     if cycle <= CHEAP_CYCLE:
         return "bound by acceptance: a cycle costs hardly more than a vanilla pass"
     if verify - 1 >= cycle - verify:
-        return "bound by arithmetic: the rows of the tree cost more than the weights that they share"
+        return (
+            "bound by arithmetic: the rows of the tree cost more than the weights that they share"
+        )
     return "bound by memory: every drafted level reads the head's weights again"
 
 

@@ -382,7 +382,7 @@ def decoded(
 
 
 def open_run(config: AnswerConfig) -> Run:
-    """Read the prompts and load the target. Writes: `config.out`.
+    """Read the prompts and what is answered already, and load the target.
 
     Raises: ValueError for files that cannot be read, and for prompts of which none can be used.
     """
@@ -393,7 +393,6 @@ def open_run(config: AnswerConfig) -> Run:
     for part in train_demo.read_python().values():
         code += [ASK.format(header) for header in headers(part)]
     filter = Filter.against(eval_texts(config.eval))
-    Path(config.out).mkdir(parents=True, exist_ok=True)
     run = Run(config, {GIVEN: given, CODE: code}, filter)
     if not filter.counts[GIVEN, "used"]:
         raise ValueError(
@@ -408,6 +407,7 @@ def answer(config: AnswerConfig, on_batch: Callable[[Run], bool] = lambda run: T
 
     on_batch: called after every batch; returns false to stop
     """
+    Path(config.out).mkdir(parents=True, exist_ok=True)
     run = open_run(config)
     print(run.lines(), flush=True)
     with tqdm(total=int(config.tokens), unit="token", desc="answers", smoothing=0.05) as bar:

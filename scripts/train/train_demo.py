@@ -301,6 +301,38 @@ def init_weights(model: Transformer) -> None:
             torch.nn.init.normal_(p, std=0.02 * scale)
 
 
+def multiplies_bf16(device: str) -> bool:
+    """Return true for a GPU, and for a processor with products of bf16."""
+    own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return own or not device.startswith("cpu")
+
+
+class Fp32Muon(torch.optim.Muon):
+    """Muon with products in fp32: those of bf16 take 14 times as long where there are none."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step down the gradients, with Nesterov momentum. Writes: the parameters."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                x = p.grad.lerp(momentum, group["momentum"])
+                wide = x if len(x) <= x.shape[1] else x.T
+                wide = wide / wide.norm().clamp(min=group["eps"])
+                a, b, c = group["ns_coefficients"]
+                for _ in range(group["ns_steps"]):
+                    gram = wide @ wide.T
+                    wide = torch.addmm(
+                        wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a
+                    )
+                x = wide if len(x) <= x.shape[1] else wide.T
+                rate = 0.2 * math.sqrt(max(x.shape)) * group["lr"]  # match_rms_adamw
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x, alpha=-rate)
+
+
 def make_optimizers(
     model: torch.nn.Module, config: Any, is_matrix: Callable[[str], bool]
 ) -> list[torch.optim.Optimizer]:
@@ -324,11 +356,9 @@ def make_optimizers(
     )
     if not muon:
         return [adamw]
+    kind = torch.optim.Muon if multiplies_bf16(config.device) else Fp32Muon
     rule = "match_rms_adamw"
-    return [
-        adamw,
-        torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule),
-    ]
+    return [adamw, kind(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule)]
 
 
 class Schedule:

@@ -350,14 +350,16 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
 
 
 def losses_of(
-    config: TrainConfig, head: EagleHead, target: Transformer
+    config: TrainConfig, head: EagleHead, target: Transformer, compiled: bool = True
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function of (tokens, mask, features) and the step's number -> `config.losses`."""
     lm_head = head.lm_head or target.lm_head
     if head.vocab and not head.lm_head:
         lm_head = rows_of(target.lm_head, head.vocab.ids)
     recipe = head_training.Recipe(head.embedding or target.embedding, lm_head, config.recipe_steps)
-    compiled = torch.compile(head_training.unrolled_losses)
+    compute = head_training.unrolled_losses
+    if compiled:
+        compute = torch.compile(compute)
     generator = torch.Generator(config.device)
 
     def losses(batch: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[Tensor, ...]:
@@ -367,7 +369,7 @@ def losses_of(
             generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
             uniform = torch.rand(features.shape, generator=generator, device=config.device)
             noise = ((uniform * 2 - 1) * config.noise).to(features.dtype)
-        return compiled(head, target, batch, recipe, noise)
+        return compute(head, target, batch, recipe, noise)
 
     return losses
 
@@ -603,13 +605,18 @@ class Ready(NamedTuple):
     losses: Callable[..., tuple[Tensor, ...]]  # as from `losses_of`
 
 
+def load_target(config: TrainConfig) -> Transformer:
+    """Load the target: on a CPU in fp32."""
+    dtype = torch.float32 if config.device.startswith("cpu") else None
+    return load_model(Path(config.checkpoint), dtype, config.device)
+
+
 def ready(config: TrainConfig) -> Ready:
     """Load the target and the data, and make the head. Writes: `config.out`."""
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    dtype = torch.float32 if config.device == "cpu" else None
-    target = load_model(Path(config.checkpoint), dtype, config.device)
+    target = load_target(config)
     examples, sequences = prepare(config, target)
     head = make_head(config, target, examples)
     features = Features(config, target, head.aux_layers, laid_out(examples, 0)[0])
@@ -619,12 +626,8 @@ def ready(config: TrainConfig) -> Ready:
 
 
 def is_narrow(config: TrainConfig) -> bool:
-    """Return whether products are in `dtype`: in fp32 where a processor has none of bf16.
-
-    In bf16 it would take six times as long (Zen 3).
-    """
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return config.dtype != "float32" and (fast or not config.device.startswith("cpu"))
+    """Return whether products are in `dtype`; otherwise they are in fp32."""
+    return config.dtype != "float32" and train_demo.multiplies_bf16(config.device)
 
 
 def autocast(config: TrainConfig) -> torch.autocast:
@@ -691,9 +694,7 @@ def step_seconds(config: TrainConfig, made: Ready, count: int = 2) -> float:
     return (time.perf_counter() - began) / count
 
 
-def train(
-    config: TrainConfig, made: Ready | None = None, on_step: Callable = lambda: None
-) -> None:
+def train(config: TrainConfig, made: Ready | None = None, on_step: Callable = lambda: None) -> None:
     """Run the recipe. Writes: `config.out`.
 
     made: as from `ready`; on_step: called after every step

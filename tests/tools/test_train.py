@@ -267,6 +267,23 @@ def test_nothing_to_resume_is_one_line(tmp_path):
             train(config(out=str(tmp_path), resume=True, device="cpu"))
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon_in_fp32_is_torchs(shape):
+    """Torch's multiplies in bf16: the difference is its rounding, 1 % of the update."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, *shape, generator=generator)
+    ends = []
+    for kind in (torch.optim.Muon, train_demo.Fp32Muon):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        ends.append(p.detach())
+    update = (ends[0] - start).abs().max()
+    assert update > 0.1 and (ends[0] - ends[1]).abs().max() < 0.02 * update
+
+
 def test_stream_seeks_to_where_it_was():
     documents = [list(range(i, i + 37)) for i in range(30)]
     whole = train_demo.Stream(documents, 0)

@@ -1,0 +1,338 @@
+"""Train a draft head for a model: one command, from nothing to a directory that `--eagle` takes.
+
+    python scripts/train_head.py --checkpoint MODEL --out heads/mine --hours 2
+    python generate.py --checkpoint MODEL --eagle heads/mine --chat --compile
+
+1. A short measurement gives the plan: the hours, disk and memory of every stage.
+2. Answers: the target answers prompts, also its own (train/generate_answers.py).
+3. Features: its hidden states over these texts go to a file (train/feature_cache.py).
+4. Training: an EAGLE-3 head, over three steps of a chain; its sharpness (train/train_eagle.py).
+5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
+   card, `README.md`, and `training.json` are written.
+
+OUT/run.json holds the plan and the state. After a kill the same command goes on: with the next
+batch of answers or features, the last saved step, the next round of a task.
+Trade-off: the stages of a run have fixed shares of the time. The recipe is the bundled head's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
+
+from command_line import one_line_errors, option, parse
+from files import is_gguf, read_json, read_text, write_text
+from hf.chat import chat_template
+from hf.fetch import fetched
+from hf.gguf_header import read_header
+from hf.tokenizer import Tokenizer
+from ops.cpu.build import alone
+from options import DEFAULT, pick_device
+from scripts.bench import papers
+from scripts.bench.report import BRIEF, tables
+from scripts.train import train_eagle
+from scripts.train.feature_cache import weights_hash
+from scripts.train.generate_answers import AnswerConfig, answer, read_turns
+from scripts.train.plan import LEAST_TOKENS, STAGES, make_plan, measure, plan_text
+
+RECIPE = {  # of the bundled head, by measurement (benchmarks/TRAINING.md)
+    "version": 3, "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4,
+    "optimizer": "muon", "lr": 2e-3, "muon_lr": 2e-3, "eval_prompts": 24,
+}  # fmt: skip
+TASKS = "gsm8k,humaneval,mt_bench"
+METHODS = "none,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Options. Units and effects are in the help texts."""
+
+    checkpoint: str = option(
+        DEFAULT, "the target: a Hugging Face directory, quantized or not, or a GGUF file"
+    )
+    out: str = option("heads/mine", "directory to write; an unfinished run in it goes on")
+    hours: float = option(2.0, "time for everything, on this machine")
+    prompts: str = option(
+        AnswerConfig.prompts,
+        "JSONL files of `turns`, comma-separated; the model's own and functions come besides",
+    )
+    chat: str = option("", "chat template; empty: the checkpoint's own")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    def answers(self, tokens: float = 0) -> AnswerConfig:
+        """Return the options of the answers."""
+        return AnswerConfig(
+            checkpoint=self.checkpoint,
+            out=str(Path(self.out, "answers")),
+            prompts=self.prompts,
+            chat=self.chat,
+            tokens=tokens,
+            device=self.device,
+        )
+
+    def training(self, **options: Any) -> train_eagle.TrainConfig:
+        """Return the options of the training."""
+        return train_eagle.TrainConfig(
+            checkpoint=self.checkpoint,
+            out=self.out,
+            data=str(Path(self.out, "answers", "answers.jsonl")),
+            chat=self.chat,
+            threads=self.threads,
+            device=self.device,
+            **RECIPE | options,
+        )
+
+
+# ------------------------------------------------------------------------------- the run
+
+
+class Job:
+    """A run in its directory. Writes: run.json, at every change."""
+
+    def __init__(self, config: HeadConfig):
+        """Read the state, or begin a run. Raises: ValueError where another run is in OUT."""
+        self.config = config
+        self.out = Path(config.out)
+        self.file = self.out / "run.json"
+        self.mark = time.perf_counter()
+        prompts = "".join(map(str, (read_turns(Path(p), "--prompts") for p in self._files())))
+        identity = {
+            "weights": weights_hash(Path(config.checkpoint)),
+            "hours": config.hours,
+            "chat": config.chat,
+            "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+        }
+        self.state = {
+            "identity": identity,
+            "done": [],
+            "seconds": dict.fromkeys(("plan", *STAGES), 0.0),
+        }
+        if self.file.is_file():
+            self.state = read_json(self.file)
+            self._check(identity)
+        elif any(self.out.iterdir()):
+            raise ValueError(
+                f"--out: {self.out} holds something else than a run of train_head.py; "
+                "name another directory"
+            )
+
+    def _files(self) -> list[str]:
+        return self.config.prompts.split(",")
+
+    def _check(self, identity: dict[str, Any]) -> None:
+        for name, value in identity.items():
+            was = self.state["identity"].get(name)
+            if value == was:
+                continue
+            if name == "weights":
+                raise ValueError(
+                    f"--checkpoint: the weights of {self.config.checkpoint} changed since "
+                    f"{self.out} was begun (sha256 {str(was)[:8]}, now {value[:8]}); restore "
+                    "them, or name another --out"
+                )
+            raise ValueError(
+                f"--out: {self.out} holds another run ({name} was {was!r}, not {value!r}); "
+                "use its options, or name another directory"
+            )
+
+    def save(self) -> None:
+        """Write the state."""
+        write_text(str(self.file), json.dumps(self.state, indent=1))
+
+    def tick(self, stage: str, done: bool = False) -> None:
+        """Count the time since the last tick to a stage. Writes: run.json."""
+        now = time.perf_counter()
+        self.state["seconds"][stage] += now - self.mark
+        self.mark = now
+        if done:
+            self.state["done"].append(stage)
+        self.save()
+
+    def left_s(self) -> float:
+        """Return the seconds of the budget that are left for training."""
+        after = self.state["plan"]["seconds"]["evaluation"]
+        return self.config.hours * 3600 - sum(self.state["seconds"].values()) - after
+
+
+def write_answers(job: Job) -> None:
+    """Stage 1. Writes: OUT/answers."""
+    plan = job.state["plan"]
+
+    def on_batch(run: Any) -> bool:
+        job.tick("answers")
+        spent = job.state["seconds"]["answers"]
+        return spent < plan["seconds"]["answers"] or run.total() < LEAST_TOKENS
+
+    run = answer(job.config.answers(plan["tokens"]), on_batch)
+    job.state["tokens"] = run.total()
+    job.state["data"] = run.lines()
+    job.tick("answers", done=True)
+
+
+def train(job: Job) -> None:
+    """Stages 2 and 3. Writes: OUT."""
+    features = job.out / "features.bin"
+    config = job.config.training(features=str(features))
+    made = train_eagle.ready(config)
+    if "features" not in job.state["done"]:
+        train_eagle.fill_features(config, made, lambda: job.tick("features"))
+        job.tick("features", done=True)
+    if "steps" not in job.state:
+        step_s = train_eagle.step_seconds(config, made)
+        job.tick("training")
+        epoch = len(made.features.kept)
+        job.state["steps"] = max(int(job.left_s() / step_s), epoch)
+        print(f"{job.state['steps']} steps of {step_s:.2f} s; {epoch} are an epoch")
+        job.save()
+    steps = job.state["steps"]
+    config = replace(
+        config,
+        steps=steps,
+        warmup=max(steps // 40, 1),
+        eval_every=math.ceil(steps / 5),
+        resume=(job.out / "resume.pt").is_file(),
+    )
+    train_eagle.train(config, made, lambda: job.tick("training"))
+    job.tick("training", done=True)
+
+
+def evaluate(job: Job) -> None:
+    """Stage 4. Writes: OUT/evaluation.jsonl, OUT/README.md, OUT/training.json."""
+    config = job.config
+    bench = papers.BenchConfig(
+        checkpoint=config.checkpoint,
+        eagle=config.out,
+        tasks=TASKS,
+        methods=METHODS,
+        limit=job.state["plan"]["prompts"],
+        traced=1,
+        chat=config.chat,
+        compile=True,
+        threads=config.threads,
+        device=config.device,
+        json=str(job.out / "evaluation.jsonl"),
+    )
+    bench.check()
+    rows = papers.run(bench)
+    job.tick("evaluation", done=True)
+    info = read_json(job.out / "training.json")
+    info["run"] = asdict(config) | job.state
+    info["evaluation"] = [{name: row[name] for name in BRIEF} for row in rows]
+    write_text(str(job.out / "training.json"), json.dumps(info, indent=1))
+    write_text(str(job.out / "README.md"), card(job, info, rows))
+    print("\n".join(tables(rows)))
+
+
+# ------------------------------------------------------------------------------- the model card
+
+
+def licence(path: Path) -> str:
+    """Return the licence that a checkpoint names, in its metadata or its README.md."""
+    found = None
+    if is_gguf(path):
+        found = read_header(path).metadata.get("general.license")
+    elif (path / "README.md").is_file():
+        match = re.search(r"^license:\s*(\S+)", read_text(path / "README.md"), re.MULTILINE)
+        found = match and match[1]
+    return found or "unknown: its files name none"
+
+
+def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
+    """Return the model card. info: of training.json; rows: of the evaluation"""
+    config = job.config
+    state = job.state
+    name = Path(config.checkpoint).name
+    last = info["curve"][-1]
+    hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
+    alphas = " ".join(f"{alpha:.3f}" for alpha in last["alpha"])
+    table = "\n".join(tables(rows))
+    batch = RECIPE["batch_size"] * RECIPE["seq_len"]
+    parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
+    return f"""# An EAGLE-3 head for {name}
+
+    python generate.py --checkpoint {config.checkpoint} --eagle {config.out} --chat {config.chat}
+
+Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
+
+- Target: {name}; SHA-256 of its config and weights: {state["identity"]["weights"]}.
+- The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
+  target's answers and features, so its terms may hold for the head too.
+- Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
+- Training: {state["steps"]} steps of {batch} tokens; {parameters}.
+- Hours: {hours}.
+- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {last["tau"]:.3f};
+  sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
+
+## Prompts
+
+```text
+{state["data"]}
+```
+
+## Evaluation
+
+{table}
+"""
+
+
+# ------------------------------------------------------------------------------- main
+
+
+def run(config: HeadConfig) -> None:
+    """Make the plan, and do the stages that are left. Writes: `config.out`."""
+    path = fetched(config.checkpoint)
+    config = replace(config, checkpoint=str(path), device=pick_device(config.device))
+    tokenizer = Tokenizer.load(path)
+    chat_template(path, tokenizer, config.chat).stop_ids(tokenizer)  # refused before it takes time
+    out = Path(config.out)
+    if out.is_file():
+        raise ValueError(f"--out: {out} is a file; name a directory")
+    out.mkdir(parents=True, exist_ok=True)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with alone(out, f"note: waiting for another process that writes to {out}"):
+        job = Job(config)
+        if "plan" not in job.state:
+            print("measuring for the plan", flush=True)
+            costs = measure(config.answers(), config.training())
+            job.state["plan"] = make_plan(costs, config.hours, config.out)
+            job.tick("plan")
+        print(plan_text(job.state["plan"], job.state["done"]), flush=True)
+        stages: dict[str, Callable[[Job], None]] = {
+            "answers": write_answers,
+            "training": train,
+            "evaluation": evaluate,
+        }
+        for stage, work in stages.items():
+            if stage not in job.state["done"]:
+                spent = sum(job.state["seconds"].values()) / 3600
+                print(f"\n{stage}; {spent:.2f} of {config.hours:g} hours are spent", flush=True)
+                work(job)
+        for name in ("features.bin", "features.bin.json"):
+            (out / name).unlink(missing_ok=True)
+    chat = f"--chat {config.chat}".strip()
+    print(f"\npython generate.py --checkpoint {config.checkpoint} --eagle {out} {chat} --compile")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    config = parse(HeadConfig, "train_head.py", __doc__, argv)
+    with one_line_errors("train_head.py"):
+        run(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""The one command that trains a head: from nothing to a head, kills in every stage, the plan, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint import Quantization
+from generate import generate, load
+from model import Transformer
+from options import DEMO
+from quantize import quantize_directory
+from scripts import train_head
+from scripts.bench import measure as bench_measure
+from scripts.train import generate_answers, plan, train_demo, train_eagle
+from scripts.train.generate_answers import AnswerConfig, Run
+from scripts.train.plan import STAGES, Costs, make_plan, plan_text
+
+STEP_SECONDS = train_eagle.step_seconds
+MODULE = '\ndef plain(x):\n    """Return it."""\n    return x\n'
+PLAN = {
+    "tokens": 120, "prompts": 2, "seconds": dict.fromkeys(STAGES, 60.0), "disk": dict.fromkeys(STAGES, 10**6),
+    "memory": dict.fromkeys(STAGES, 10**8),
+}  # fmt: skip
+
+
+def tiny_model(folder: Path, kind: str) -> Path:
+    """A random LLaMA of two layers with the demo's tokenizer. kind: bfloat16, or int4 in its file"""
+    torch.manual_seed(0)
+    config = train_demo.TrainConfig(dim=64, n_layers=2, ffn_dim=64, out=str(folder / "plain"))
+    (folder / "plain").mkdir()
+    target = Transformer(config.model())
+    train_demo.init_weights(target)
+    train_demo.save_checkpoint(target, config, {})
+    shutil.copy(Path(DEMO, "tokenizer.model"), folder / "plain")
+    (folder / "plain" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
+    if kind == "bfloat16":
+        return folder / "plain"
+    quantize_directory(folder / "plain", folder / "rounded", Quantization("int4", 32))
+    return folder / "rounded"
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Everything of a run is small: few prompts, short answers, an epoch, one task."""
+    rows = [{"turns": [f"What is {i}?"]} for i in range(30)]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"id": i, "task": "tiny", "turns": [f"Say {i}."]} for i in range(2)]
+    (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(generate_answers.train_demo, "read_python", lambda: {"train": [MODULE]})
+    monkeypatch.setattr(train_demo, "held_out", lambda name, share: name.endswith("1?"))
+    monkeypatch.setattr(train_eagle, "OWN_TOKENS", 24)
+    answers = partial(
+        AnswerConfig, answer_tokens=8, batch_size=4, eval=str(tmp_path / "tiny.jsonl")
+    )
+    monkeypatch.setattr(train_head, "AnswerConfig", answers)
+    recipe = {"seq_len": 32, "batch_size": 2, "draft_vocab": 64, "eval_prompts": 2}
+    monkeypatch.setattr(train_head, "RECIPE", train_head.RECIPE | recipe)
+    monkeypatch.setattr(train_head, "TASKS", str(tmp_path / "tiny.jsonl"))
+    monkeypatch.setattr(train_head, "METHODS", "none,eagle:chain:tree_depth=2")
+    monkeypatch.setattr(train_head, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(train_head, "measure", lambda answers, training: None)
+    monkeypatch.setattr(train_head, "make_plan", lambda costs, hours, out: PLAN)
+    monkeypatch.setattr(train_eagle, "step_seconds", lambda config, made: 1000.0)
+    ceiling = bench_measure.Series.of([1e9])
+    monkeypatch.setattr(train_head.papers, "read_bandwidth", lambda device, runs: ceiling)
+    return tmp_path
+
+
+def arguments(folder: Path, checkpoint: Path, out: str = "head", **changes) -> list[str]:
+    options = {
+        "checkpoint": checkpoint, "out": folder / out, "hours": 1, "chat": "vicuna", "device": "cpu",
+        "prompts": folder / "given.jsonl",
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in (options | changes).items()]
+
+
+def kill_at(monkeypatch, owner, name: str, call: int) -> None:
+    """Let a call of `owner.name` end the program after its work, once."""
+    original = getattr(owner, name)
+    calls = []
+
+    def killed(*args, **options):
+        result = original(*args, **options)
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, killed)
+
+
+def check_head(folder: Path, checkpoint: Path) -> None:
+    """The directory is whole: `--eagle` takes it, and tokens are vanilla's."""
+    info = json.loads((folder / "training.json").read_text())
+    assert info["run"]["steps"] == info["curve"][-1]["step"] > 10, "an epoch at least"
+    assert [row["method"] for row in info["evaluation"]] == ["none", "eagle:chain:tree_depth=2"]
+    card = (folder / "README.md").read_text()
+    for text in ("licence: apache-2.0", "given: 30 prompts", "| tiny |", "of a vanilla pass)"):
+        assert text in card, text
+    assert not (folder / "features.bin").exists()
+    tokens = []
+    for options in ({"eagle": str(folder)}, {"draft": "none"}):
+        engine = load(checkpoint=str(checkpoint), max_new_tokens=16, device="cpu", **options)
+        tokens.append(generate(engine, ["What is 7?"]).tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_run_killed_in_every_stage(small, monkeypatch, capsys):
+    """The head is that of a run that was never killed."""
+    checkpoint = tiny_model(small, "bfloat16")
+    train_head.main(arguments(small, checkpoint, "whole"))
+    capsys.readouterr()
+    kill_at(monkeypatch, Run, "_append", 2)
+    kill_at(monkeypatch, train_eagle.Features, "of", 3)
+    kill_at(monkeypatch, train_eagle, "save_head", 2)
+    kill_at(monkeypatch, train_head.papers, "run_round", 1)
+    kills = 0
+    done = []
+    while len(done) < len(STAGES):
+        try:
+            train_head.main(arguments(small, checkpoint))
+        except SystemExit as stop:
+            assert stop.code == 130
+            kills += 1
+        done = json.loads((small / "head" / "run.json").read_text())["done"]
+    assert kills == 4 and done == list(STAGES)
+    assert capsys.readouterr().out.count("measuring for the plan") == 1
+    one, other = (load_file(small / name / "model.safetensors") for name in ("whole", "head"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    check_head(small / "head", checkpoint)
+    train_head.main(arguments(small, checkpoint))
+    again = capsys.readouterr().out
+    assert again.count("  done") == 4 and "are spent" not in again, "nothing is left to do"
+
+
+def test_a_quantized_target(small):
+    """Its answers and features are those of its own weights."""
+    checkpoint = tiny_model(small, "int4")
+    train_head.main(arguments(small, checkpoint))
+    check_head(small / "head", checkpoint)
+
+
+# --------------------------------------------------------------------------------------------- plan
+
+COSTS = Costs(
+    answer_rate=1000.0, single_rate=200.0, batch_tokens=2048, feature_s=1.0, step_s=2.0, feature_bytes=10**7,
+    head_bytes=10**8, answer_memory=10**9, training_memory=3 * 10**9,
+)  # fmt: skip
+
+
+def test_the_plan_divides_the_hours(tmp_path):
+    found = make_plan(COSTS, 2, str(tmp_path))
+    # 20 s and 21 rounds of 10.24 s are left for the evaluation, less than 15 % of two hours
+    assert found["prompts"] == 20 and found["seconds"]["evaluation"] == pytest.approx(235.04)
+    # a token costs 1 ms, and its share of a batch, which costs 1 + 3 * 2 s
+    assert found["tokens"] == int((7200 - 235.04) / (0.001 + 1.5 / 2048 * 7))
+    assert sum(found["seconds"].values()) == pytest.approx(7200, rel=0.01)
+    assert found["disk"]["features"] == -(-found["tokens"] * 1.5 // 2048) * 10**7
+    lines = plan_text(found, ["answers"]).splitlines()
+    assert lines[1].endswith("done") and lines[3].split()[0] == "training"
+    assert "20 prompts of each task" in lines[-1] and "3.00" in lines[2]
+
+
+def test_a_short_measurement(tmp_path, small, monkeypatch):
+    """Every cost is measured, on answers and on a batch of training."""
+    checkpoint = tiny_model(tmp_path, "bfloat16")
+    config = train_head.HeadConfig(
+        checkpoint=str(checkpoint), prompts=str(small / "given.jsonl"), chat="vicuna", device="cpu"
+    )
+    monkeypatch.setattr(train_eagle, "step_seconds", STEP_SECONDS)
+    found = plan.measure(config.answers(), config.training(batch_size=4))
+    assert found.batch_tokens == 4 * 32 and found.feature_bytes == 4 * 32 * 3 * 64 * 2
+    assert min(found) > 0 and found.training_memory >= found.answer_memory
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+
+def refused(capsys, argv: list[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        train_head.main(argv)
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train_head.py: "), err
+    return lines[0]
+
+
+def test_mistakes_are_one_line(small, monkeypatch, capsys):
+    checkpoint = tiny_model(small, "bfloat16")
+    argv = partial(arguments, small, checkpoint)
+    assert "has no chat template; use --chat NAME" in refused(capsys, argv(chat=""))
+    assert "cannot read none.jsonl" in refused(capsys, argv(prompts="none.jsonl"))
+    (small / "other").mkdir()
+    (small / "other" / "config.json").touch()
+    assert "holds something else than a run" in refused(capsys, argv("other"))
+    assert "is a file; name a directory" in refused(capsys, argv("given.jsonl"))
+    monkeypatch.setattr(train_head, "measure", lambda answers, training: COSTS)
+    monkeypatch.setattr(train_head, "make_plan", make_plan)
+    assert "is too short: here one evaluation takes 40 s" in refused(capsys, argv(hours=0.01))
+    usage = plan.shutil.disk_usage(small)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=2 * 10**9))
+    assert "give fewer --hours" in refused(capsys, argv(hours=20))
+    assert not any((small / "head").iterdir()), "a run that cannot be planned leaves nothing"
+
+
+def test_no_prompt_that_can_be_used(small, monkeypatch, capsys):
+    """It is said before anything is answered."""
+    monkeypatch.setattr(
+        train_head, "measure", lambda answers, _: generate_answers.open_run(answers)
+    )
+    (small / "given.jsonl").write_text(json.dumps({"turns": ["Say 1."]}))
+    message = refused(capsys, arguments(small, tiny_model(small, "bfloat16")))
+    assert "can be used (given: 1 prompts, 0 used; dropped: 1 like an evaluation" in message
+
+
+def test_a_run_is_of_one_target_and_its_options(small, monkeypatch, capsys):
+    checkpoint = tiny_model(small, "bfloat16")
+    kill_at(monkeypatch, Run, "_append", 1)
+    with pytest.raises(SystemExit):
+        train_head.main(arguments(small, checkpoint))
+    capsys.readouterr()
+    changed = refused(capsys, arguments(small, checkpoint, hours=3))
+    assert "holds another run (hours was 1.0, not 3.0)" in changed
+    (small / "given.jsonl").write_text(json.dumps({"turns": ["Another?"]}))
+    assert "holds another run (prompts was" in refused(capsys, arguments(small, checkpoint))
+    with open(checkpoint / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    assert "changed since" in refused(capsys, arguments(small, checkpoint))
