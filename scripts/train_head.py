@@ -41,6 +41,7 @@ from hf.tokenizer import Tokenizer
 from ops.cpu.build import alone
 from options import DEFAULT, pick_device
 from scripts.bench import papers
+from scripts.bench.measure import shown_path
 from scripts.bench.report import BRIEF, tables
 from scripts.train import train_eagle
 from scripts.train.feature_cache import weights_hash
@@ -72,9 +73,10 @@ class HeadConfig:
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
-    def answers(self, tokens: float = 0) -> AnswerConfig:
-        """Return the options of the answers."""
+    def answers(self, tokens: float = AnswerConfig.tokens) -> AnswerConfig:
+        """Return the options of the answers; few are answered in small batches, of every kind."""
         return AnswerConfig(
+            batch_size=min(48, math.ceil(tokens / 1000)),
             checkpoint=self.checkpoint,
             out=str(Path(self.out, "answers")),
             prompts=self.prompts,
@@ -108,12 +110,12 @@ class Job:
         self.out = Path(config.out)
         self.file = self.out / "run.json"
         self.mark = time.perf_counter()
-        prompts = "".join(map(str, (read_turns(Path(p), "--prompts") for p in self._files())))
+        prompts = [read_turns(Path(p), "--prompts") for p in config.prompts.split(",")]
         identity = {
             "weights": weights_hash(Path(config.checkpoint)),
             "hours": config.hours,
             "chat": config.chat,
-            "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
         self.state = {
             "identity": identity,
@@ -128,9 +130,6 @@ class Job:
                 f"--out: {self.out} holds something else than a run of train_head.py; "
                 "name another directory"
             )
-
-    def _files(self) -> list[str]:
-        return self.config.prompts.split(",")
 
     def _check(self, identity: dict[str, Any]) -> None:
         for name, value in identity.items():
@@ -227,12 +226,13 @@ def evaluate(job: Job) -> None:
     )
     bench.check()
     rows = papers.run(bench)
-    job.tick("evaluation", done=True)
+    job.tick("evaluation")
     info = read_json(job.out / "training.json")
     info["run"] = asdict(config) | job.state
     info["evaluation"] = [{name: row[name] for name in BRIEF} for row in rows]
     write_text(str(job.out / "training.json"), json.dumps(info, indent=1))
     write_text(str(job.out / "README.md"), card(job, info, rows))
+    job.tick("evaluation", done=True)
     print("\n".join(tables(rows)))
 
 
@@ -250,6 +250,13 @@ def licence(path: Path) -> str:
     return found or "unknown: its files name none"
 
 
+def use(config: HeadConfig) -> str:
+    """Return the command that takes the head."""
+    chat = f"--chat {config.chat}".strip()
+    places = f"--checkpoint {shown_path(config.checkpoint)} --eagle {shown_path(config.out)}"
+    return f"python generate.py {places} {chat} --compile"
+
+
 def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     """Return the model card. info: of training.json; rows: of the evaluation"""
     config = job.config
@@ -263,7 +270,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
     return f"""# An EAGLE-3 head for {name}
 
-    python generate.py --checkpoint {config.checkpoint} --eagle {config.out} --chat {config.chat}
+    {use(config)}
 
 Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 
@@ -323,8 +330,7 @@ def run(config: HeadConfig) -> None:
                 work(job)
         for name in ("features.bin", "features.bin.json"):
             (out / name).unlink(missing_ok=True)
-    chat = f"--chat {config.chat}".strip()
-    print(f"\npython generate.py --checkpoint {config.checkpoint} --eagle {out} {chat} --compile")
+    print(f"\n{use(config)}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Tables and plots of a benchmark, from its log alone (the JSON lines of papers.py).
 
 1. `tables`: Markdown; a table per temperature, batch size and quantization; a row per task and
-   method, and the mean over tasks as in the papers. Spreads are quartiles over prompts, errors of
-   tau standard errors over prompts.
+   method, and the mean over tasks as in the papers; a line that explains each method's speedup.
+   Spreads are quartiles over prompts, errors of tau standard errors over prompts.
 2. `plots`: speedup by task; acceptance by depth; calibration of the draft's confidence (EAGLE-2
    Figure 6). Panels are temperatures, batch sizes and quantizations. All but the first plot add up
    tasks.

@@ -26,7 +26,7 @@ from stats import peak_memory_bytes
 STAGES = ("answers", "features", "training", "evaluation")
 EPOCHS = 3  # as the bundled head (benchmarks/TRAINING.md)
 TEXT_PER_ANSWER = 1.5  # tokens trained on, prompts included, per answer token
-LEAST_TOKENS = 5000  # of answers; fewer may hold out no prompt
+LEAST_TOKENS = 8000  # of answers; fewer may hold out no prompt
 SHARE = 0.15  # of the hours, for the evaluation at most
 EVALUATION_TOKENS = 4 * 4 * 128  # a prompt of each task has four turns in all; four methods
 LOADING_S = 20.0  # of an evaluation: the model, and the bandwidth

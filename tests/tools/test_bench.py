@@ -37,7 +37,7 @@ from scripts.bench.llama_peer import (
 from scripts.bench.measure import Log, Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
-from scripts.bench.report import DRAWINGS
+from scripts.bench.report import DRAWINGS, explained
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -377,6 +377,21 @@ def test_long_prompts_are_left_out_aloud(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------- report
 
 
+def test_a_speedup_is_explained_over_all_tasks():
+    """Tasks that only one of both has do not count; a batch of two emits two tokens a pass."""
+
+    def row(task, tokens, cycles, decode_s, draft_s, verify_s):
+        times = {"decode_s": decode_s, "draft_s": draft_s, "verify_s": verify_s}
+        return {"task": task, "tokens": tokens, "cycles": cycles} | times
+
+    plain = [row("a", 80, 40, 4.0, 0.0, 4.0), row("b", 120, 60, 6.0, 0.0, 6.0)]
+    drafted = [row("a", 80, 20, 3.0, 0.5, 2.0), row("b", 120, 30, 4.5, 0.5, 4.0)]
+    drafted.append(row("c", 999, 1, 1.0, 0.5, 0.5))
+    expected = "1.33 = tau 2.00 / (verify 1.20 + draft 0.20 + host 0.10 of a vanilla pass); bound by memory"
+    assert explained(drafted, plain).startswith(expected)
+    assert explained([row("d", 0, 1, 0.0, 0.0, 0.0)], plain) == "nothing was decoded"
+
+
 def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):
     before = (measured / "log.jsonl").read_bytes()
     monkeypatch.setattr(bench, "run", None)  # nothing may be measured
@@ -394,6 +409,9 @@ def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypat
             and f"{row['speedup']:.2f} (" in shown
         )
     assert sum(line.startswith("| **mean** |") for line in lines) == 3
+    assert [line for line in lines if "of a vanilla pass); bound by" in line], (
+        "every speedup is explained"
+    )
     assert table.read_text().strip() in "\n".join(lines)
     files = sorted(plots.iterdir())
     assert [file.stem for file in files] == sorted(DRAWINGS)

@@ -57,9 +57,11 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(generate_answers.train_demo, "read_python", lambda: {"train": [MODULE]})
     monkeypatch.setattr(train_demo, "held_out", lambda name, share: name.endswith("1?"))
     monkeypatch.setattr(train_eagle, "OWN_TOKENS", 24)
-    answers = partial(
-        AnswerConfig, answer_tokens=8, batch_size=4, eval=str(tmp_path / "tiny.jsonl")
-    )
+    size = {"answer_tokens": 8, "batch_size": 4, "eval": str(tmp_path / "tiny.jsonl")}
+
+    def answers(**options) -> AnswerConfig:
+        return AnswerConfig(**options | size)
+
     monkeypatch.setattr(train_head, "AnswerConfig", answers)
     recipe = {"seq_len": 32, "batch_size": 2, "draft_vocab": 64, "eval_prompts": 2}
     monkeypatch.setattr(train_head, "RECIPE", train_head.RECIPE | recipe)
