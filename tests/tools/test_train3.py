@@ -310,7 +310,7 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, monkeypat
         assert value.requires_grad == (name != "embedding.weight"), name
 
 
-def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
+def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
     """Those of both versions, in every epoch and for every seed."""
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
     ids, head = train_eagle.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
@@ -329,10 +329,12 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path):
             computed = target()(tokens, torch.arange(24).expand(4, -1), aux_layers=head.aux_layers)
             assert torch.equal(kept[head.aux_layers].of(tokens, number), computed)
             assert torch.equal(kept[()].of(tokens, number), computed[..., :64])
-    with pytest.raises(
-        ValueError, match="has features of other data, or is cut short; name another file"
-    ):
+    message = "has features of other data or weights, or is cut short; name another file"
+    with pytest.raises(ValueError, match=message):
         features.Features(config, target(), (), ids.flip(0))
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
+        patch.setattr(features, "weights_hash", lambda checkpoint: "of other weights")
+        features.Features(config, target(), (), ids)
     with pytest.raises(
         ValueError,
         match=r"keeps the inputs of layers \(2, 4, 5\); --init takes those of \(1,\); leave",
@@ -367,3 +369,14 @@ def test_features_that_do_not_fit_are_refused(quick, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free .* leave it out"):
         train_eagle.train(config)
     assert not (tmp_path / "kept").exists()
+
+
+def test_a_hash_is_of_config_and_weights(tmp_path):
+    """Of a directory and of a file; other files do not count."""
+    seen = set()
+    for name, text in (("config.json", "{}"), ("a.safetensors", "ab"), ("a.safetensors", "ac")):
+        (tmp_path / name).write_text(text)
+        seen.add(features.weights_hash(tmp_path))
+    (tmp_path / "README.md").write_text("A model.")
+    assert len(seen) == 3 and features.weights_hash(tmp_path) in seen
+    assert features.weights_hash(tmp_path / "a.safetensors") not in seen
