@@ -30,6 +30,7 @@ LEAST_TOKENS = 8000  # of answers; fewer may hold out no prompt
 SHARE = 0.15  # of the hours, for the evaluation at most
 EVALUATION_TOKENS = 4 * 4 * 128  # a prompt of each task has four turns in all; four methods
 LOADING_S = 20.0  # of an evaluation: the model, and the bandwidth
+COMPILING_S = 60.0  # of the losses, on two cores
 PROMPTS = 20  # of a task, at most
 PROBE_TOKENS = 32  # decoded to measure a rate
 ROW_BYTES = 15  # of an answer token in its file, as text and as a number
@@ -109,7 +110,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
     text = TEXT_PER_ANSWER / costs.batch_tokens  # batches per answer token
     token_s = 1 / costs.answer_rate + text * (costs.feature_s + EPOCHS * costs.step_s)
     one_s = LOADING_S + 2 * round_s  # a prompt of each task, after an untimed one
-    least_s = max(one_s / SHARE, LEAST_TOKENS * token_s / (1 - SHARE))
+    least_s = max(one_s / SHARE, (COMPILING_S + LEAST_TOKENS * token_s) / (1 - SHARE))
     if seconds < least_s:
         raise ValueError(
             f"--hours {hours:g} is too short: here one evaluation takes {one_s:.0f} s, and "
@@ -118,7 +119,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
         )
     prompts = min(int((seconds * SHARE - LOADING_S) / round_s) - 1, PROMPTS)
     evaluation_s = LOADING_S + (1 + prompts) * round_s
-    tokens = int((seconds - evaluation_s) / token_s)
+    tokens = int((seconds - evaluation_s - COMPILING_S) / token_s)
     batches = math.ceil(text * tokens)
     disk = (ROW_BYTES * tokens, batches * costs.feature_bytes, costs.head_bytes, 10**6)
     free = shutil.disk_usage(out).free
@@ -131,7 +132,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
     needed_s = (
         tokens / costs.answer_rate,
         batches * costs.feature_s,
-        EPOCHS * batches * costs.step_s,
+        COMPILING_S + EPOCHS * batches * costs.step_s,
         evaluation_s,
     )
     memory = (costs.answer_memory, costs.training_memory, costs.training_memory)
