@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
 
 

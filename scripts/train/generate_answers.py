@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from checkpoint import saved_quantization
 from decode import Engine, with_cycles
-from files import alone, is_gguf, read_jsonl, write_text
+from files import is_gguf, read_jsonl
 from generate import finish_reason, load, text_of
 from hf.chat import PROBE
 from hf.config import read_raw
