@@ -358,7 +358,7 @@ def test_text_prompt_file(capsys, tmp_path):
 
 
 def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):
-    lines = "\n".join(["def a():", "", "x = 1\n" * 30, "y = 2\n" * 3, "z = 3 " * 200, "pass"])
+    lines = "\n".join(["def a():", "", "x = 1\n" * 8, "y = 2\n" * 3, "z = 3 " * 200, "pass"])
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     main([*ON_DEMO, "--interactive", "--context", "120", "--max_new_tokens", "20"])
     out, _ = capsys.readouterr()

@@ -38,6 +38,14 @@ CHECKPOINTS = {
 FIXED_DATE = '    {%- set date_string = "26 Jul 2024" %}\n'
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """A text is compiled once for all tests: under its trace function that takes a third of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf.sandbox, "Template", functools.cache(Template))
+        yield
+
+
 def template_of(name):
     if name != "llama3.2":
         return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")

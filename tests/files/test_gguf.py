@@ -969,7 +969,7 @@ def test_a_real_files_tokenizer_beside_transformers(smollm2, real_truth):
 
 @pytest.mark.smollm2
 def test_a_real_file_generates(smollm2):
-    options = {"checkpoint": str(smollm2), "device": "cpu", "max_new_tokens": 8}
+    options = {"checkpoint": str(smollm2), "device": "cpu", "max_new_tokens": 3}
     assert "Paris" in generate(load(**options), ["The capital of France is"]).text[0]
     rounded = load(quant="int4", **options)
     assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {
