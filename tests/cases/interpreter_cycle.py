@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+import interpreted  # noqa: F401
 import ops.attention
 import ops.compact
 import ops.cuda.attention

@@ -6,6 +6,7 @@ As interpreter_products.py, in fp32 and in a process of their own.
 import pytest
 import torch
 
+import interpreted  # noqa: F401
 import model
 import ops.cuda.experts
 import ops.experts

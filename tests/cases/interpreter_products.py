@@ -7,6 +7,7 @@ the interpreter computes nonsense in bf16, and has no inline assembly (which is 
 import pytest
 import torch
 
+import interpreted  # noqa: F401
 import ops.cuda.layout
 import ops.cuda.norm
 import ops.cuda.quantized
