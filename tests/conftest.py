@@ -1,15 +1,19 @@
 """Settings of the whole suite."""
 
+import gc
+import json
 import os
+import re
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf.fetch import fetched
 from ops.library import has_cpu_operators
-from options import DEFAULT
+from options import DEFAULT, DEMO
 
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
@@ -33,6 +37,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker("smoke")
             places[item] = smoke.index(item.name)
     items.sort(key=lambda item: places.get(item, len(items)))
+
+
+def pytest_collection_finish():
+    """Modules and collected tests stay to the end, so no search for garbage has to look at them."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +126,22 @@ def in_order(monkeypatch):
         return total
 
     monkeypatch.setattr(numpy, "matmul", matmul)
+
+
+@pytest.fixture(scope="session")
+def short_demo(tmp_path_factory) -> Path:
+    """The demo with two of its eight layers, and its head beside it, where every further layer is treated alike."""
+    demo = tmp_path_factory.mktemp("short") / "demo"
+    demo.mkdir()
+    config = json.loads(Path(DEMO, "config.json").read_text())
+    (demo / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    weights = load_file(Path(DEMO, "model.safetensors"))
+    left_out = re.compile(r"model\.layers\.[2-7]\.")
+    kept = {name: weight for name, weight in weights.items() if not left_out.match(name)}
+    save_file(kept, demo / "model.safetensors")
+    (demo / "tokenizer.model").symlink_to(Path(DEMO, "tokenizer.model").resolve())
+    demo.with_name("demo-eagle").symlink_to(Path(DEMO + "-eagle").resolve())
+    return demo
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_drafting_changes_no_token(smollm2, quant, temperature):
         quant=quant,
         temperature=temperature,
         draft="ngram",
-        max_new_tokens=24,
+        max_new_tokens=12,
         compile=True,
     )
     engine = replace(engine, tree_policy=LargestTree())  # drafts, whether it pays or not

@@ -156,7 +156,7 @@ def test_names_of_files_in_the_text_are_true():
 
 # ---------------------------------------------------------------------------------------- what runs
 
-EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "24", "--device", "cpu"]
+EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "12", "--device", "cpu"]
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "chain", "auto"])

@@ -447,7 +447,7 @@ def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
     model, head = pair(form)
     options = {
         "batch_size": batch,
-        "max_new_tokens": 48,
+        "max_new_tokens": 32,
         "ignore_eos": True,
         "temperature": temperature,
         "seed": 7,
@@ -458,7 +458,7 @@ def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
     drafted = decode(engine_for(model, drafter, compile=compile, **options), *prompts)
     assert (head.fused is not None and model.fused is not None) == compile
     assert drafted.history == plain.history
-    assert sum(drafted.stats.accept_lengths) > (0 if form == "int4" else 10)
+    assert sum(drafted.stats.accept_lengths) > (0 if form == "int4" else 7)
     assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
 
 

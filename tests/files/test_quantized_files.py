@@ -408,7 +408,7 @@ def test_trees_and_lookup_say_what_vanilla_says(tmp_path, capsys, name):
     write_model(tmp_path / "m", WHOLE[name], PAIR[0])
     options = {
         "checkpoint": str(tmp_path / "m"),
-        "max_new_tokens": 24,
+        "max_new_tokens": 16,
         "device": "cpu",
         "ignore_eos": True,
     }

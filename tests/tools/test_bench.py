@@ -428,11 +428,11 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_peers, "WIDTHS", (1, 4))
     argv = [
         "--limit",
-        "3",
+        "2",
         "--rounds",
         "2",
         "--max_new_tokens",
-        "8",
+        "6",
         "--dtype",
         "float32",
         "--widths",
