@@ -678,7 +678,7 @@ def test_many_small_experts_decode_exactly(qwen, format, compile):
     prompts = [[(5 * i + 7 * j) % 24 for j in range(5 + i)] for i in range(2)]
 
     def decoded(drafter):
-        options = {"max_new_tokens": 60, "ignore_eos": True, "batch_size": 2, "compile": compile}
+        options = {"max_new_tokens": 32, "ignore_eos": True, "batch_size": 2, "compile": compile}
         engine = engine_for(target, drafter, **options)
         assert (target.fused is not None) == compile
         return decode(engine, *prompts)

@@ -541,7 +541,7 @@ def test_they_run_in_bfloat16(tmp_path, name):
         "checkpoint": str(tmp_path / "m"),
         "draft": "none",
         "device": "cpu",
-        "max_new_tokens": 8,
+        "max_new_tokens": 4,
     }
     half, other = load(**options), load(**options, dtype="bfloat16")
     assert (half.config.dtype, other.config.dtype, other.config.quant) == (

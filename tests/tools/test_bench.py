@@ -67,7 +67,7 @@ def config_in(folder: Path, **options) -> BenchConfig:
         "methods": METHODS,
         "dtype": "float32",
         "device": "cpu",
-        "max_new_tokens": 12,
+        "max_new_tokens": 8,
         "traced": 2,
     }
     plain |= {
@@ -134,7 +134,7 @@ def test_one_line_per_task_and_method(measured):
 
 
 def test_tau_is_that_of_generate(measured):
-    engine = load(checkpoint=DEMO, dtype="float32", device="cpu", max_new_tokens=12, tree="dynamic")
+    engine = load(checkpoint=DEMO, dtype="float32", device="cpu", max_new_tokens=8, tree="dynamic")
     stats = generate(engine, [row["turns"] for row in TASKS[:3]]).stats
     row = next(r for r in rows_of(measured) if r["task"] == "a" and r["method"] == "eagle:dynamic")
     assert row["tau"] == pytest.approx(stats["tau"]) and row["cycles"] == stats["cycles"]
@@ -228,14 +228,14 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch
 
 def test_logs_that_cannot_be_resumed(measured, tmp_path):
     with pytest.raises(
-        ValueError, match="was measured with --max_new_tokens 12, here 13; name another file"
+        ValueError, match="was measured with --max_new_tokens 8, here 9; name another file"
     ):
         bench.run(
             replace(
                 config_in(tmp_path),
                 json=str(measured / "log.jsonl"),
                 tasks="demo",
-                max_new_tokens=13,
+                max_new_tokens=9,
             )
         )
     with pytest.raises(ValueError, match="line 1 is no line of papers.py"):
@@ -369,7 +369,7 @@ def test_long_prompts_are_left_out_aloud(tmp_path, capsys):
     engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=12)
     task = bench.fitting(engine, "a", [["x"], ["x " * 3000]], config_in(tmp_path))
     assert (len(task.prompts), task.left_out) == (1, 1)
-    assert "1 prompts of a have more than 2036 tokens; they are left out" in capsys.readouterr().out
+    assert "1 prompts of a have more than 2040 tokens; they are left out" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no prompt of a has at most 1 tokens; raise the context"):
         bench.fitting(engine, "a", [["a b c d"]], config_in(tmp_path, max_new_tokens=2047))
 
