@@ -231,7 +231,7 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
     )
     session = Session(engine, host_lag=host_lag)
     rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
-    for _ in range(140):
+    for _ in range(200):
         for row, key in enumerate(rows):
             if key and not session.busy(row):
                 prompt = IDS[key[0]]
