@@ -130,7 +130,7 @@ def in_order(monkeypatch):
 
 @pytest.fixture(scope="session")
 def short_demo(tmp_path_factory) -> Path:
-    """The demo with two of its eight layers, and its head beside it, where every further layer is treated alike."""
+    """The demo with two of its eight layers, and its head beside it, for tests that treat all layers alike."""
     demo = tmp_path_factory.mktemp("short") / "demo"
     demo.mkdir()
     config = json.loads(Path(DEMO, "config.json").read_text())

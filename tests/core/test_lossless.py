@@ -673,7 +673,7 @@ def first_two(repeats: bool, temperature: float = 0.6) -> tuple[list[int], torch
 
 
 def counts_of_first_two(drafter: Drafter, prompt: list[int], **options) -> torch.Tensor:
-    """Of 768 samples."""
+    """Of 1,280 samples."""
     options = {
         "temperature": 0.6,
         "top_k": 3,
@@ -684,7 +684,7 @@ def counts_of_first_two(drafter: Drafter, prompt: list[int], **options) -> torch
     }
     context = len(prompt) + 10
     engine = engine_for(golden_target(), drafter, context=context, **options)
-    result = generate(engine, [prompt], num_samples=768)
+    result = generate(engine, [prompt], num_samples=1280)
     counts = torch.zeros(97, 97)
     for new in result.tokens:
         counts[new[0], new[1]] += 1

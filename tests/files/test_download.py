@@ -500,7 +500,7 @@ def child(folder: Path, pauses: bool = False) -> tuple[multiprocessing.Process, 
         fetch(FAKE, folder)
 
     forked = multiprocessing.get_context("fork")  # a new process would import torch first
-    process = forked.Process(target=run)
+    process = forked.Process(target=run, daemon=True)
     process.start()
     os.close(sending)
     return process, os.fdopen(receiving)
