@@ -104,8 +104,6 @@ def stats_line(stats: dict[str, Any]) -> str:
     )
     if "ranks" in stats:
         line += f" on rank 0 of {stats['ranks']}"
-    if "stand_in" in stats:
-        line = f"stand-in, {stats['stand_in']}: {line}"
     if "tree_auto" in stats:
         line += f"; tree auto: {_most_used(stats['tree_auto'])}"
     if "speedup" in stats:
@@ -113,9 +111,13 @@ def stats_line(stats: dict[str, Any]) -> str:
         line += f"; {stats['speedup']:.2f}x of vanilla ({vanilla})"
         if stats["identical"] is not None:
             line += f", {100 * stats['identical']:.0f} % of sequences identical"
-        if stats["speedup"]:
-            line += f"\n{explain(stats, 1 / stats['vanilla_tokens_per_s'])}"
-    return line
+    lines = [line]
+    if stats.get("speedup"):
+        lines.append(explain(stats, 1 / stats["vanilla_tokens_per_s"]))
+    name = ""
+    if "stand_in" in stats:
+        name = f"stand-in, {stats['stand_in']}: "
+    return "\n".join(name + line for line in lines)
 
 
 def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1.0) -> str:

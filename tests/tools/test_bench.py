@@ -336,7 +336,7 @@ def test_methods_become_options():
         (["--temperatures", "warm"], "must be lists of numbers"),
         (
             ["--tasks", "riddles"],
-            "there is no riddles; name a JSONL file, or one of copy, demo, gsm8k",
+            "there is no riddles; name a JSONL file, or one of copy, demo, edit, gsm8k",
         ),
         (["--methods", "none,none"], "--methods must be a list of different values"),
         (["--repeats", "0"], "--repeats must be at least 1; it is 0"),
