@@ -141,12 +141,12 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   const at::Tensor of_sample = sample.expand({B}).contiguous();
   const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = draws.const_data_ptr<int64_t>();
   const int64_t *prompts = of_row.const_data_ptr<int64_t>(), *samples = of_sample.const_data_ptr<int64_t>();
-  const auto quiet = optional<bool>(silent, {B}, "silent");
+  const auto is_silent = optional<bool>(silent, {B}, "silent");
   float* to = noise.mutable_data_ptr<float>();
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
       const int64_t row = piece / whole, token = piece % whole * 4 * SIDE, b = row / per_row;
-      if (quiet && (*quiet)[b]) {
+      if (is_silent && (*is_silent)[b]) {
         std::fill_n(to + row * vocab + token, std::min<int64_t>(4 * SIDE, vocab - token), 0.0f);
         continue;
       }

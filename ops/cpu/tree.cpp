@@ -3,7 +3,8 @@
 // 1. `next_level` scores the children of every node of a frontier, keeps the best, and chooses the next frontier.
 // 2. `rerank` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
 // 3. `accept` finds the deepest path that is the target's own choice; `advance` writes its tokens and moves the roots.
-// 4. `place_rows` (place_tokens in Python) and `causal` compute the cache slots of a step's tokens, and the slots that they see.
+// 4. `place_rows` (place_tokens in Python) and `causal` compute the cache slots of a step's tokens, and the slots that
+//    they see.
 //
 // Each computes the same as its plain reference (ops/tree.py, draft_tree.py, decode.py), in one call instead of dozens.
 // Trees are small: only the scores of `next_level` pay for threads.
@@ -53,8 +54,8 @@ void score_row(const float* z, int64_t n, const Shared& shared, const int64_t* i
 
 // `next_level` of ops/tree.py. logits: [B, R, V] fp32; noise: [B, D+1, Vt] and temperature [B], both or none; ids: [V];
 // of the frontier index [B, R], values [B, R] and seen [B, R, W], none of the root's; places: [1, R']; at: the level's
-// first flat index and first scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the next frontier index,
-// tokens, parent and values, [B, R'], and seen, [B, R', W].
+// first flat index and first scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the
+// next frontier index, tokens, parent and values, [B, R'], and seen, [B, R', W].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> next_level(
     const at::Tensor& logits, double sharpness, const Optional& ids, const Optional& noise, int64_t level,
     const Optional& temperature, const Optional& index, const Optional& values, const Optional& seen,
@@ -87,8 +88,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     std::vector<int64_t> column(k);
     for (int64_t r = first; r < last; r++) {
       const float* drawn = gumbel ? gumbel->data + (r / R * draws + level) * Vt : nullptr;
-      const float warmth = of_row ? (*of_row)[r / R] : 0.0f;
-      score_row(z.data + r * V, V, {drawn, warmth}, id, float(sharpness), scores.data());
+      const float row_temperature = of_row ? (*of_row)[r / R] : 0.0f;
+      score_row(z.data + r * V, V, {drawn, row_temperature}, id, float(sharpness), scores.data());
       topk::best_of(scores.data(), V, k, best.data(), column.data());
       const float total = float(best[0] + std::log(exponential_sum(scores.data(), V, best[0])));
       for (int64_t i = 0; i < k; i++) {

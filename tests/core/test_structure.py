@@ -96,6 +96,19 @@ def test_no_circle(arrows):
     assert set(order) >= set(arrows) - packages
 
 
+def test_no_script_hides_a_package():
+    """A program's folder comes first where Python looks for packages."""
+    scripts = {f.stem for f in (ROOT / "scripts").rglob("*.py")}
+    imported = set(sys.stdlib_module_names)
+    for tree in modules().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {room(alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(room(node.module))
+    assert not scripts & imported
+
+
 def test_arrows_point_down(arrows):
     assert {room(name) for name in arrows} == set(FLOOR)
     up = [
