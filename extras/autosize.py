@@ -4,10 +4,11 @@
    machine's pace, which all presets share. It also updates the share of tokens that the drafter
    misses and the cost of a further node. Two rules of thumb (`accepted_of`, `cost_of`) derive
    priors for every tree size from these, so that one preset's cycles inform the others.
-2. The preset of the highest rate runs. A probe replaces it for a few cycles when a budget, a small
-   share of the time, covers the probe's expected loss. Probes are the preset without a tree and the
-   next larger and smaller ones. They follow drift: a pass without a tree is bound by reading
-   weights and large trees by arithmetic, so a drifting machine changes the ratio of their times.
+2. The preset of the highest rate runs; trees are tried one size after the other. A probe replaces
+   it for a few cycles when a budget, a small share of the time, covers the probe's expected loss.
+   Probes are the preset without a tree and the next larger and smaller ones. They follow drift: a
+   pass without a tree is bound by reading weights and large trees by arithmetic, so a drifting
+   machine changes the ratio of their times.
 3. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
    of thumb and the acceptance measured in the head's training; cycles without a tree set its pace.
 
@@ -46,10 +47,16 @@ COST_WEIGHT = 0.5
 RECALLED = 8
 # initial share of missed tokens, about as published for EAGLE-1
 MISS = 0.25
+# least share of hits that misses are learnt by
+LEAST_HIT = 0.05
 # weight of MISS (tokens)
 MISS_WEIGHT = 2
 # initial cost of a further node, by weight format, measured with AVX2 (LOG.md)
 NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4, "blocks": 0.4}
+# factor on the expected rate of the next larger tree while it was never measured
+OPTIMISM = 1.1
+# further nodes of the tree whose cost counts as guessed
+GUESSED_NODES = 3
 # cycles for which a decision holds
 HOLD = 3
 # budget for the first probe of a new process (cycles without a tree)
@@ -68,15 +75,22 @@ class TreeShape(NamedTuple):
     size: int  # N, nodes, root included
 
 
-# presets between no tree and the largest; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
-SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 3, 8), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+# presets between no tree and the largest; CUDA pads to 16, 32 or 64 nodes and takes all but the
+# first, a CPU does not pad
+SHAPES = (
+    TreeShape(1, 1, 2),
+    TreeShape(3, 1, 4),
+    TreeShape(5, 3, 8),
+    TreeShape(5, 4, 16),
+    TreeShape(6, 8, 32),
+)
 
 
 def with_smaller_trees(drafter: TreeDrafter, target: Transformer) -> Deferred:
     """Return the drafter with presets: its tree is the largest, no tree the smallest."""
     largest = drafter.tree
     presets: list[Drafter] = [Idle(drafter, target)]
-    for shape in SHAPES:
+    for shape in SHAPES if target.norm.weight.device.type == "cpu" else SHAPES[1:]:
         fits = shape.depth <= largest.depth and shape.topk <= largest.width
         if not fits or shape.size >= largest.size:
             continue
@@ -128,11 +142,17 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 
     miss: share of tokens that the levels of a chain miss
 
-    With k children per node, misses fall by the cube root of k. This rule of thumb is within 8 % of
-    all measurements on the demo and the stand-ins of 0.5B, greedy and sampled (benchmarks/LOG.md).
+    With k children per node, a level's hits are those of a chain to the power k^-0.4. This rule of
+    thumb is within 8 % of all measurements on the demo and the stand-ins of 0.5B, greedy and
+    sampled (benchmarks/LOG.md).
     """
-    hit = 1 - min(miss, 1.0) * max(shape.topk, 1) ** (-1 / 3)
+    hit = (1 - miss) ** _power(shape)
     return sum(hit**level for level in range(1, shape.depth + 1))
+
+
+def _power(shape: TreeShape) -> float:
+    """Return the power of a level's hits over those of a chain."""
+    return max(shape.topk, 1) ** -0.4
 
 
 def cost_of(shape: TreeShape, node: float) -> float:
@@ -205,7 +225,7 @@ def known_of(value: Any, shapes: Sequence[TreeShape]) -> Known | None:
     lists = (known.costs, known.seen)
     if not all(isinstance(each, list) and len(each) == len(shapes) for each in lists):
         return None
-    ranges = [(known.miss, 0, 2), (known.miss_weight, 0, 1e6)]
+    ranges = [(known.miss, 0, 1), (known.miss_weight, 0, 1e6)]
     ranges += [(cost, 0.01, 1e4) for cost in known.costs]
     ranges += [(weight, 0, 1e6) for weight in known.seen]
     if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
@@ -275,14 +295,18 @@ class Autosizer:
         return (seen * known.costs[preset] + COST_WEIGHT * prior) / (seen + COST_WEIGHT)
 
     def _node(self) -> float:
-        """Return the cost of a further node, relative to a cycle without a tree."""
+        """Return the cost of a further node, relative to a cycle without a tree.
+
+        It is the least-squares slope of the measured costs, the first guess counted as one.
+        """
         known = self.known
-        total = COST_WEIGHT * self.node
-        weight = COST_WEIGHT
+        weight = COST_WEIGHT * GUESSED_NODES**2
+        total = weight * self.node
         for preset, shape in enumerate(self.shapes[1:], 1):
-            each = max(known.costs[preset] / known.costs[0] - 1, 0.0) / (shape.size - 1)
-            total += known.seen[preset] * each
-            weight += known.seen[preset]
+            nodes = shape.size - 1
+            further = max(known.costs[preset] / known.costs[0] - 1, 0.0)
+            total += known.seen[preset] * nodes * further
+            weight += known.seen[preset] * nodes**2
         return total / weight
 
     @property
@@ -303,8 +327,12 @@ class Autosizer:
 
     def _decide(self) -> None:
         """Set the best preset by expected rate, and the running one: the best or a probe."""
-        costs = [self.cost(preset) for preset in range(len(self.shapes))]
+        measured = [preset for preset, seen in enumerate(self.known.seen) if seen]
+        new = max(measured, default=0) + 1  # the next larger tree than any that was measured
+        costs = [self.cost(preset) for preset in range(min(new + 1, len(self.shapes)))]
         rates = [self.tokens(preset) / cost for preset, cost in enumerate(costs)]
+        if new < len(rates):
+            rates[new] *= OPTIMISM
         self.best = rates.index(max(rates))
         self.running = self.best
         self.left = HOLD
@@ -348,8 +376,12 @@ class Autosizer:
             missed = min(shape.depth - accepted, 1.0)
             tried = accepted + missed
             known.miss_weight = fade * known.miss_weight + sequences * tried
-            deviation = missed * shape.topk ** (1 / 3) - tried * known.miss
-            known.miss += sequences * deviation / known.miss_weight
+            power = _power(shape)
+            hit = max(1 - known.miss, LEAST_HIT)
+            deviation = missed - tried * (1 - hit**power)
+            slope = power * hit ** (power - 1)  # misses at this width per miss of a chain
+            known.miss += sequences * deviation / (slope * known.miss_weight)
+            known.miss = min(max(known.miss, 0.0), 1.0)
 
     def _time(self, preset: int, seconds: float, cost: float) -> None:
         """Learn from a cycle's time. cost: the expected one"""

@@ -26,7 +26,7 @@ from decode import PREFILL_CHUNK, Cycle, Engine
 from draft_tree import DraftTree, DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from extras import remembered
+from extras import autosize, remembered
 from extras.autosize import (
     HOLD,
     MISS,
@@ -358,7 +358,8 @@ def test_cycles_without_a_choice_are_learned_from():
 def test_shapes():
     drafter = drafter_of("eagle", DynamicTree())
     shapes = [tuple(shape_of(preset)) for preset in drafter.presets]
-    assert shapes == [(0, 0, 1), (3, 1, 4), (5, 3, 8), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
+    smaller = [tuple(shape) for shape in autosize.SHAPES]
+    assert shapes == [(0, 0, 1), *smaller, (6, 10, 60)]
     assert [shape_of(preset) for preset in NgramDrafter(Ngram()).presets] == LOOKUP
 
 
@@ -383,7 +384,7 @@ def told(engine: Engine) -> list[list[int]]:
 
 def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     engine = demo()
-    assert not trees.exists() and engine.tree_policy.next(3) == 0
+    assert not trees.exists() and engine.tree_policy.next(4) == 0
     tokens, known = told(engine), engine.tree_policy.known
     del engine
     gc.collect()
@@ -663,7 +664,7 @@ class Script:
         pass
 
 
-ORDERS = {"mixed": [2, 0, 1, 0, 0, 2, 1], "long rests": [2] + [0] * 35 + [1] + [0] * 5}
+ORDERS = {"mixed": [3, 0, 2, 0, 1, 0, 3, 2], "long rests": [3] + [0] * 35 + [2, 1] + [0] * 5}
 
 
 @pairwise(
@@ -683,7 +684,8 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     }
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
     engine = engine_for(golden_target(), drafter_of(kind), **options)
-    assert [p.name for p in engine.drafter.presets] == ["none", "chain 3", "dynamic 4/5/20"]
+    names = ["none", "chain 1", "chain 3", "dynamic 4/5/20"]
+    assert [p.name for p in engine.drafter.presets] == names
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
         session = Session(
@@ -693,7 +695,7 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
         )
         list(session.run(PROMPTS[:batch]))
         assert session.history == plain.history
-        assert set(script.ran) == {0, 1, 2}
+        assert set(script.ran) == {0, 1, 2, 3}
         again = [h[:20] for h in session.history]  # a second turn over the same buffers
         list(session.run(again))
         assert [h[:20] for h in session.history] == again
@@ -714,7 +716,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
         return launch(session, preset)
 
     monkeypatch.setattr(Session, "_launch", launched)
-    assert len(time_cycles(engine)) == 3 and len(seen) >= 12
+    assert len(time_cycles(engine)) == 4 and len(seen) >= 12
     assert int(session_rows[0]) == seen[0][1]
     assert (
         not any(done for done, _ in seen[:3])
