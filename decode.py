@@ -96,6 +96,7 @@ class Outcome(NamedTuple):
     report: Tensor  # [B, D+6] int64, from `Report.pack`; at the end [B, D+10], from `Report.timed`
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes, root first
+    expected: Tensor | None = None  # [B, presets] fp32, from `Drafter.expected`
 
 
 def pick_tokens(
@@ -183,6 +184,7 @@ class Cycle:
         self.kind = kind
         self.eos_tensor = engine.eos_tensor
         self.prefer = engine.drafter.prefer
+        self.expected = engine.drafter.expected
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
@@ -228,7 +230,9 @@ class Cycle:
         tree, noise = draft(state)
         state, confirmed, outcome = verify(cache, state, tree, noise)
         state = extend(state, confirmed)
-        return state, replace_fields(outcome, report=Report.timed(outcome.report, clock.times))
+        report = Report.timed(outcome.report, clock.times)
+        expected = self.expected(state.drafter_state)
+        return state, replace_fields(outcome, report=report, expected=expected)
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -314,8 +318,10 @@ def advance(
     done = state.done | (is_end & kept).any(1) | (pos >= state.limit)
     path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
     tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
-    confirmed = Confirmed(tokens, features.gather(1, path), count, slots_of(tree, accepted, cycle))
-    preset = cycle.prefer(Text(state.tokens, pos))
+    slots = slots_of(tree, accepted, cycle)
+    text = Text(state.tokens, pos)
+    confirmed = Confirmed(tokens, features.gather(1, path), count, slots, text)
+    preset = cycle.prefer(text)
     if preset is None:
         preset = torch.full_like(pos, LARGEST)
     report = Report.pack(emitted, count, accepted.length, done, preset, state.pos)
@@ -331,10 +337,12 @@ def advance_fused(
     pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
         *old, tree.tokens, *accepted[:3], cycle.eos_tensor, features, LARGEST
     )
-    preset = cycle.prefer(Text(state.tokens, pos))
+    text = Text(state.tokens, pos)
+    preset = cycle.prefer(text)
     if preset is not None:
         report[:, -2] = preset  # the order of `Report.pack`
-    confirmed = Confirmed(tokens, path_features, count, slots_of(tree, accepted, cycle))
+    slots = slots_of(tree, accepted, cycle)
+    confirmed = Confirmed(tokens, path_features, count, slots, text)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, confirmed, Outcome(report, tree, accepted.path)
 
@@ -381,7 +389,9 @@ def prefill_chunk(
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
     # a drafter defers tokens only behind a prompt that this chunk completes
     taken = count * (ends_here | (engine.drafter.max_deferred == 0))
-    confirmed = Confirmed(state.tokens.gather(1, span), features, taken)  # with the new roots
+    text = Text(state.tokens, state.pos)
+    tokens = state.tokens.gather(1, span)  # with the new roots
+    confirmed = Confirmed(tokens, features, taken, text=text)
     at_end = (root == engine.eos_tensor).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, confirmed)

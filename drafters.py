@@ -8,12 +8,14 @@ the target's own, whatever a drafter proposes. Here:
 
 A drafter may come in presets: trees of different sizes over one state, each compiled. After every
 cycle `prefer` gives the largest preset that makes sense for each sequence, and the host picks one
-up to it (`LargestTree`, extras/autosize.py). A wrong pick costs only time.
+up to it (`LargestTree`, extras/autosize.py), by the accepted tokens that each can expect, where the
+drafter knows them before it drafts (`expected`). A wrong pick costs only time.
 To add a drafter: subclass one of them; add a `case` that returns it to `make_drafter` (load.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -44,6 +46,7 @@ class Confirmed(NamedTuple):
     count: Tensor  # [B] int64, leading features that are real; the rest is padding
     # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none of them
     slots: Tensor | None = None
+    text: Text | None = None  # all decided tokens up to the new roots; None: not of a cycle
 
 
 class Root(NamedTuple):
@@ -60,9 +63,15 @@ class LargestTree:
 
     prefill_tree = -1  # the preset that reads prompts
 
-    def next(self, limit: int) -> int:
-        """Pick the preset of the next cycle. limit: the largest that makes sense now."""
-        return limit
+    def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
+        """Pick the preset of the next cycle.
+
+        limit: the largest that makes sense now
+        expected: accepted tokens per sequence that each preset can expect, where that is known
+        """
+        if expected is None:
+            return limit
+        return max((preset for preset in range(limit + 1) if expected[preset] > 0), default=0)
 
     def observe(self, preset: int, accepted: float, seconds: float, sequences: int) -> None:
         """Learn from a cycle.
@@ -105,6 +114,12 @@ class Drafter:
 
     def prefer(self, text: Text) -> Tensor | None:
         """Give the largest preset that makes sense next, [B] int64; None: any does."""
+
+    def expected(self, state: Any) -> Tensor | None:
+        """Return the accepted tokens that each preset's next tree can expect, [B, presets] fp32.
+
+        None where only the trees themselves tell.
+        """
 
     def resolved_options(self) -> dict[str, Any]:
         """Return the options that were used, under their names, for the record."""

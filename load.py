@@ -150,7 +150,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
         case "ngram":
             from extras.ngram_draft import Ngram, NgramDrafter
 
-            return NgramDrafter(Ngram.from_config(config))
+            return NgramDrafter(Ngram.from_config(config), target.norm.weight.device)
         case "model":
             from extras.model_draft import load_drafter
 

@@ -13,6 +13,7 @@ captured, in two widths. Not here: the cycle (decode.py), the next prompt (gener
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections import deque
@@ -170,6 +171,7 @@ class Session:
         self.buffers.reset(engine, NoiseKey(words, prompts, samples, silent))
         self.sampling = [engine.config.sampling] * batch
         self.preset = 0  # the largest that makes sense next
+        self.expected: list[float] | None = None  # accepted tokens per preset, where they are known
         self.read_at = 0.0  # when a report was last read (s)
         # every token of a sequence, prompt and roots included; during prefill, the cached part
         self.history: list[list[int]] = [[] for _ in range(batch)]
@@ -303,6 +305,9 @@ class Session:
                     new[seq] = [root]
                     self.live[seq] = not self.state.done[seq]
                     self.preset = len(self.engine.drafter.presets) - 1
+                    expected = self.engine.drafter.expected(self.state.drafter_state)
+                    if expected is not None:
+                        self._expect(expected.tolist())
                     del self.prefilling[seq]
 
     def _launch(self, preset: int | None = None) -> InFlight:
@@ -311,7 +316,7 @@ class Session:
         engine = self.engine
         buffers = self.buffers
         if preset is None:
-            preset = engine.tree_policy.next(self.preset)
+            preset = engine.tree_policy.next(self.preset, self.expected)
         buffers.catch_up(engine, preset)
         if engine.captured:
             outcome = buffers.replay(engine, self.kind, preset)
@@ -325,12 +330,15 @@ class Session:
             if tree.values is not None:
                 traced.append(tree.values)
             tree_trace = HostCopy(*traced)
-        return InFlight(HostCopy(outcome.report), preset, began, tree_trace)
+        copied = [outcome.report]
+        if outcome.expected is not None:
+            copied.append(outcome.expected)
+        return InFlight(HostCopy(*copied), preset, began, tree_trace)
 
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
         launched = self._launch(preset)
-        (packed,) = launched.report.read()
+        packed, *_ = launched.report.read()
         return self._seconds(launched, Report.unpack(packed)[0])
 
     def _seconds(self, launched: InFlight, report: Report) -> float:
@@ -342,7 +350,7 @@ class Session:
 
     def _read(self, launched: InFlight, new: list[list[int]]) -> None:
         """Read a cycle's report. Writes: its tokens, to `new`; live, preset, stats, trace."""
-        (packed,) = launched.report.read()
+        packed, *expected = launched.report.read()
         reports = Report.unpack(packed)
         live = [seq for seq, report in enumerate(reports) if self.live[seq] and report.count]
         if not live:  # a surplus cycle
@@ -365,8 +373,15 @@ class Session:
         stats.presets.append((launched.preset, seconds))
         wanted = max((reports[seq].preset for seq in live if self.live[seq]), default=0)
         self.preset = min(wanted, len(self.engine.drafter.presets) - 1)
+        if expected:
+            self._expect(expected[0])
         accepted = sum(lengths) / len(live)
         self.engine.tree_policy.observe(launched.preset, accepted, seconds, len(live))
+
+    def _expect(self, expected: list[list[float]]) -> None:
+        """Set the tokens that the presets can expect: means over the sequences that decode."""
+        rows = [row for row, decodes in zip(expected, self.live) if decodes]
+        self.expected = [statistics.fmean(column) for column in zip(*rows)] or None
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

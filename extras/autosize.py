@@ -57,6 +57,8 @@ NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4, "blocks": 0.4}
 OPTIMISM = 1.1
 # further nodes of the tree whose cost counts as guessed
 GUESSED_NODES = 3
+# weight of a token per cost of 1, the rate of the first cycles
+AVERAGE_WEIGHT = 3.0
 # cycles for which a decision holds
 HOLD = 3
 # budget for the first probe of a new process (cycles without a tree)
@@ -269,6 +271,9 @@ class Autosizer:
         self.may_skip_prompts = may_skip_prompts
         self.accepted = [0.0] * len(shapes)  # fading means, the bonus not counted
         self.weights = [0.0] * len(shapes)  # cycles of one sequence behind each mean
+        self.gained = AVERAGE_WEIGHT  # fading sums of tokens, and of the costs of their cycles
+        self.spent = AVERAGE_WEIGHT
+        self.may_last_one_cycle = False
         self.pace = 0.0  # seconds of a cycle that costs 1
         self.cycles = 0  # cycles that the pace was measured by
         self.budget = 0.0  # cost that a probe may lose
@@ -316,14 +321,28 @@ class Autosizer:
             return 0
         return -1
 
-    def next(self, limit: int) -> int:
-        """Return the preset of the next cycle. limit: the largest useful preset"""
+    def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
+        """Return the preset of the next cycle.
+
+        limit: the largest useful preset
+        expected: accepted tokens per sequence that each preset can expect, where that is known
+        """
+        if expected is not None:
+            return self._most_gained(limit, expected)
         if limit < len(self.shapes) - 1:
             return min(self.best, limit)
         if self.left == 0:
             self._decide()
         self.left -= 1
         return self.running
+
+    def _most_gained(self, limit: int, expected: Sequence[float]) -> int:
+        """Return the preset whose tokens are worth most over its time, spent as it is on average."""
+        self.may_last_one_cycle = True
+        worth = self.gained / self.spent
+        gains = [tokens - worth * self.cost(preset) for preset, tokens in enumerate(expected)]
+        useful = [preset for preset in range(1, limit + 1) if expected[preset] > 0]
+        return max((0, *useful), key=gains.__getitem__)
 
     def _decide(self) -> None:
         """Set the best preset by expected rate, and the running one: the best or a probe."""
@@ -360,6 +379,8 @@ class Autosizer:
         known = self.known
         cost = self.cost(preset)
         self.budget += SHARE * cost
+        self.gained = FADE * self.gained + 1 + accepted
+        self.spent = FADE * self.spent + cost
         fade = FADE**sequences
         self.weights = [fade * weight for weight in self.weights]
         known.seen = [max(FADE * seen, min(seen, RECALLED)) for seen in known.seen]
@@ -367,7 +388,8 @@ class Autosizer:
         change = sequences * (accepted - self.accepted[preset])
         self.accepted[preset] += change / self.weights[preset]
         self.pace = self.pace or seconds / cost
-        if preset == self.last:  # the first cycle after a change is slow
+        # the first cycle after a change is slow
+        if preset == self.last or self.may_last_one_cycle:
             self._time(preset, seconds, cost)
         self.last = preset
         shape = self.shapes[preset]

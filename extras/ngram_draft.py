@@ -17,18 +17,27 @@ pass over some thousand integers is cheaper than compiling a data-dependent look
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, Text
-from drafters import Drafter, Root, RootOnly
+from draft_tree import DraftTree, Text, replace_fields, root_tree
+from drafters import Confirmed, Drafter, Root
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
 from tree_shapes import MAX_NODES
+
+# nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
+SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32)}
+DEPTHS = 4  # depths whose outcomes are counted apart
+FADING = 0.998  # weight of an outcome after the next one
+PRIOR = 3.0  # outcomes that a rate before any outcome is worth
+MOST = 0.995  # largest rate
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,8 @@ class Ngram:
     """Settings of the lookup."""
 
     tokens: int = 10  # L, tokens copied per continuation
-    branches: int = 2  # K, different continuations at most
-    max: int = 3  # longest match that is counted
+    branches: int = 4  # K, different continuations at most
+    max: int = 6  # M, longest match that is counted
     min: int = 1  # shortest match that is used
 
     def __post_init__(self):
@@ -55,8 +64,8 @@ class Ngram:
 
         In a head's tree on a CPU, where trees are small, the defaults are fewer tokens.
         """
-        tokens = 10
-        branches = 2
+        tokens = Ngram.tokens
+        branches = Ngram.branches
         if config.draft == "eagle+ngram" and not config.device.startswith("cuda"):
             tokens = 4
             branches = 1
@@ -81,11 +90,11 @@ class Ngram:
 
         Each one ranks before the next, and all rank before candidates with values below -K.
         """
-        tokens, found = lookup(text, self)
+        tokens, lengths = lookup(text, self)
         if on_cpp_device(tokens):
-            return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, found))
+            return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, lengths))
         for k in range(self.branches):
-            values = torch.where(found[:, k, None], -float(k), float("-inf"))  # [B, 1]
+            values = torch.where(lengths[:, k, None] > 0, -float(k), float("-inf"))  # [B, 1]
             pool = add_chain(pool, tokens[:, k], values.expand(-1, self.tokens))
         return pool
 
@@ -110,7 +119,7 @@ def match_lengths(text: Text, longest: int) -> Tensor:
 def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     """Return the best continuations, pairwise different: longest match first, then the latest.
 
-    Returns: tokens [B, K, L]; a mask of those that exist, [B, K] bool.
+    Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 where there is no continuation.
     """
     if on_cpp_device(text.pos):
         return torch.ops.gpt_eagle.lookup(*text, ngram.tokens, ngram.branches, ngram.min, ngram.max)
@@ -125,14 +134,14 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     # continuation of each place
     copies = text.tokens.gather(1, source.flatten(1)).view_as(source)  # [B, S, L]
     chains = []
-    found = []
+    matched = []
     for _ in range(ngram.branches):
         best = score.argmax(1, keepdim=True)  # [B, 1]
         chain = copies.gather(1, best[:, :, None].expand(-1, -1, ngram.tokens))  # [B, 1, L]
         chains.append(chain)
-        found.append(score.gather(1, best) >= 0)
+        matched.append(score.gather(1, best).clamp(min=0) // S)
         score = torch.where((copies == chain).all(-1), -1, score)
-    return torch.cat(chains, 1), torch.cat(found, 1)
+    return torch.cat(chains, 1), torch.cat(matched, 1)
 
 
 def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
@@ -162,28 +171,151 @@ def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
     return pool
 
 
+# ---------------------------------------------------------------------------------- learnt acceptance
+
+
+class Lookup(NamedTuple):
+    """The continuations of the text so far, as candidates, and what became of earlier ones."""
+
+    tokens: Tensor  # [B, K L] int64
+    values: Tensor  # [B, K L] fp32, probability that the path is accepted; -inf: no candidate
+    parents: Tensor  # [B, K L] int64, as in `Candidates`
+    lengths: Tensor  # [B, K] int64, tokens that match; 0: no continuation
+    root: Tensor  # [B] int64, index in the text of the token before them; -1: none were looked up
+    outcomes: Tensor  # [B, M, K, D, 2] fp32, accepted and tried, fading; D = DEPTHS
+    expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
+
+
+def learn(found: Lookup, text: Text) -> Tensor:
+    """Count the candidates that the decided tokens have accepted, and those that they have tried.
+
+    A candidate is tried where the path to its parent is decided and no better one is equal.
+    Returns: the new outcomes. Writes: on a CPU, the old ones.
+    """
+    if on_cpp_device(text.pos):
+        torch.ops.gpt_eagle.learn(*text, *found[:2], found.lengths, found.root, found.outcomes)
+        return found.outcomes
+    B, M, K, D, _ = found.outcomes.shape
+    tokens = found.tokens.view(B, K, -1)
+    L = tokens.shape[2]
+    step = torch.arange(L, device=tokens.device)
+    decided = torch.where(found.root < 0, 0, text.pos - found.root)[:, None] > step  # [B, L]
+    place = (found.root[:, None] + 1 + step).clamp(0, text.tokens.shape[1] - 1)
+    hit = tokens == text.tokens.gather(1, place)[:, None]  # [B, K, L]
+    above = hit.long().cumprod(2).roll(1, 2).bool() | (step == 0)  # the path to the parent is decided
+    own = (found.values > float("-inf")).view_as(hit)
+    tried = above & own & decided[:, None]
+    seen = torch.stack((tried & hit, tried), -1).float()  # [B, K, L, 2]
+    deep = [seen[:, :, depth] for depth in range(min(D - 1, L))]
+    deep.append(seen[:, :, D - 1 :].sum(2))
+    deep += [torch.zeros_like(deep[0])] * (D - len(deep))
+    by_depth = torch.stack(deep, 2)  # [B, K, D, 2]
+    length = torch.arange(1, M + 1, device=tokens.device)[:, None]
+    mine = (found.lengths.clamp(max=M)[:, None] == length)[..., None, None]  # [B, M, K, 1, 1]
+    new = mine * by_depth[:, None]
+    return found.outcomes * FADING ** new[..., 1:] + new
+
+
+def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[int]) -> tuple:
+    """Estimate how probable continuations are by the outcomes of earlier ones.
+
+    tokens: [B, K L] int64; lengths: [B, K] int64; sizes: nodes of the trees, root included
+    Returns: values, parents and expected, as in `Lookup`.
+    """
+    if on_cpp_device(tokens):
+        return torch.ops.gpt_eagle.estimate(tokens, lengths, outcomes, sizes)
+    B, M, K, D, _ = outcomes.shape
+    chains = tokens.view(B, K, -1)
+    L = chains.shape[2]
+    rank = torch.arange(K, device=tokens.device)
+    step = torch.arange(L, device=tokens.device)
+    there = lengths > 0
+    same = (chains[:, :, None] == chains[:, None]).long().cumprod(3).bool()  # [B, K, K, L]
+    same = same & (there[:, None, :, None] | (rank[:, None] == rank)[:, :, None])
+    owner = same.long().argmax(2)  # [B, K, L], the first chain that begins so
+    parents = torch.where(step > 0, (owner * L + step).roll(1, 2), -1)
+    first = lengths.clamp(1, M)[:, None, :, None, None] - 1
+    counted = outcomes.gather(1, first.expand(-1, -1, -1, D, 2))[:, 0]  # [B, K, D, 2]
+    counted = counted[:, :, step.clamp(max=D - 1)]  # [B, K, L, 2]
+    prior = (0.3 + 0.15 * lengths.clamp(max=3)) / (1 + rank)  # [B, K]
+    rate = (counted[..., 0] + PRIOR * prior[..., None]) / (counted[..., 1] + PRIOR)
+    own = (owner == rank[:, None]) & there[..., None]
+    rate = rate.clamp(max=MOST)
+    levels = []  # probability of the paths to a depth, [B, K]
+    above = torch.ones_like(prior)
+    for depth in range(L):
+        path = above * rate[:, :, depth]
+        above = path.gather(1, owner[:, :, depth])
+        levels.append(path)
+    values = torch.stack(levels, 2).masked_fill(~own, float("-inf")).flatten(1)
+    best = values.sort(1, descending=True).values.clamp(min=0).cumsum(1)
+    best = torch.cat((best.new_zeros(B, 1), best), 1)
+    expected = [best[:, min(size - 1, K * L)] for size in sizes]
+    return values, parents.flatten(1), torch.stack(expected, 1)
+
+
 class NgramDrafter(Drafter):
-    """Proposes the continuations of a lookup, or nothing where matches are missing or useless."""
+    """Proposes the likeliest continuations of a lookup, in trees of several sizes."""
 
     timed = True
-    smaller = (RootOnly(),)
 
-    def __init__(self, ngram: Ngram):
+    def __init__(self, ngram: Ngram, device: torch.device | str = "cpu", sizes: Sequence[int] = ()):
+        """sizes: nodes of the trees, root included, ascending; by default those for the device"""
         self.ngram = ngram
-        self.depth = ngram.tokens
-        self.width = ngram.branches
-        self.size = ngram.size
+        self.device = torch.device(device)
+        usual = sizes or SIZES[self.device.type]
+        self.sizes = tuple(size for size in usual if size < ngram.size)
+        if len(self.sizes) < len(usual):
+            self.sizes += (ngram.size,)
+        self._set_size(self.sizes[-1])
+        self.smaller = tuple(self._with_size(size) for size in (1, *self.sizes[:-1]))
 
-    def prefer(self, text: Text) -> Tensor:
-        """Allow preset 1, the tree, where the text has a match."""
-        if on_cpp_device(text.pos):
-            return torch.ops.gpt_eagle.has_match(*text, self.ngram.min, self.ngram.max)
-        return (match_lengths(text, self.ngram.max) >= self.ngram.min).any(1).long()
+    def _set_size(self, size: int) -> None:
+        self.size = size
+        self.depth = min(self.ngram.tokens, size - 1)
+        self.width = min(self.ngram.branches, size - 1)
+
+    def _with_size(self, size: int) -> NgramDrafter:
+        """Make a preset; with a size of 1 it proposes nothing."""
+        other = copy(self)
+        other._set_size(size)
+        return other
+
+    @property
+    def name(self) -> str:
+        return "none" if self.size == 1 else super().name
 
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()
 
-    def propose(self, state: tuple, root: Root) -> DraftTree:
-        pool = self.ngram.add(Candidates.none(root.text.pos), root.text)
+    def init(self, batch: int, slots: int) -> Lookup:
+        ngram = self.ngram
+        tokens = torch.zeros(batch, ngram.size - 1, dtype=torch.long, device=self.device)
+        lengths = tokens.new_zeros(batch, ngram.branches)
+        outcomes = torch.zeros(batch, ngram.max, ngram.branches, DEPTHS, 2, device=self.device)
+        expected = outcomes.new_zeros(batch, 1 + len(self.sizes))
+        values = torch.full_like(tokens, float("-inf"), dtype=torch.float32)
+        root = torch.full_like(tokens[:, 0], -1)
+        return Lookup(tokens, values, tokens.clone(), lengths, root, outcomes, expected)
+
+    def extend(self, state: Lookup, confirmed: Confirmed) -> Lookup:
+        """Learn from the decided tokens, and look up what may follow. Writes: the outcomes."""
+        text = confirmed.text
+        outcomes = learn(state, text)
+        chains, lengths = lookup(text, self.ngram)
+        tokens = chains.flatten(1)
+        found = estimate(tokens, lengths, outcomes, (1, *self.sizes))
+        return Lookup(tokens, *found[:2], lengths, text.pos.clone(), outcomes, found[2])
+
+    def rewind(self, state: Lookup, length: Tensor) -> Lookup:
+        return replace_fields(state, root=torch.full_like(state.root, -1))
+
+    def expected(self, state: Lookup) -> Tensor:
+        return state.expected
+
+    def propose(self, state: Lookup, root: Root) -> DraftTree:
+        if self.size == 1:
+            return root_tree(root.text)
+        pool = Candidates(*state[:3])
         *nodes, values, _, _ = rerank([pool], (), self.size - 1, self.depth, root.text)
         return DraftTree(*nodes, values=values)

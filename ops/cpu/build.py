@@ -111,7 +111,7 @@ def _place_rows(pos, done, depths, rows, slot, depth):
 
 def _lookup(text, pos, tokens, branches, least, longest):
     chains = text.new_empty(len(text), branches, tokens)
-    return chains, text.new_empty(len(text), branches, dtype=torch.bool)
+    return chains, text.new_empty(len(text), branches)
 
 
 def _add_chains(tokens, values, parents, chains, found):
@@ -195,8 +195,17 @@ OPERATORS: dict[str, Callable | None] = {
             torch.empty_like(passed),
         )
     ),
-    "has_match(Tensor text, Tensor pos, int least, int longest) -> Tensor": (
-        lambda text, pos, least, longest: torch.empty_like(pos)
+    "learn(Tensor text, Tensor pos, Tensor tokens, Tensor values, Tensor lengths, Tensor root, "
+    "Tensor(a!) outcomes) -> ()": (
+        lambda text, pos, tokens, values, lengths, root, outcomes: None
+    ),
+    "estimate(Tensor tokens, Tensor lengths, Tensor outcomes, int[] sizes) "
+    "-> (Tensor, Tensor, Tensor)": (
+        lambda tokens, lengths, outcomes, sizes: (
+            outcomes.new_empty(tokens.shape),
+            torch.empty_like(tokens),
+            outcomes.new_empty(len(tokens), len(sizes)),
+        )
     ),
     "lookup(Tensor text, Tensor pos, int tokens, int branches, int least, int longest) "
     "-> (Tensor, Tensor)": _lookup,

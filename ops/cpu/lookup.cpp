@@ -11,6 +11,10 @@
 namespace lookup {
 namespace {
 
+constexpr float FADING = .998f;  // weight of an outcome after the next one
+constexpr float PRIOR = 3.f;     // outcomes that a rate before any outcome is worth
+constexpr float MOST = .995f;    // largest rate
+
 struct Text {  // of one sequence
   const int64_t* tokens;
   int64_t size, root;  // root: the last decided token; continuations follow it
@@ -42,26 +46,14 @@ class Texts {
 
 }  // namespace
 
-// Checks that an earlier place matches at least the last `least` tokens of a text. text: [B, S]; pos: [B].
-// Returns: [B] int64, 0 or 1.
-at::Tensor has_match(const at::Tensor& text, const at::Tensor& pos, int64_t least, int64_t longest) {
-  const Texts texts(text, pos);
-  const at::Tensor found = at::zeros_like(pos);
-  for (int64_t b = 0; b < texts.count; b++) {
-    const Text one = texts[b];
-    int64_t& any = found.mutable_data_ptr<int64_t>()[b];
-    for (int64_t at = 0; at < one.root && !any; at++) any = one.match_length(at, longest) >= least;
-  }
-  return found;
-}
-
-// Finds the best continuations, pairwise different. Returns: tokens [B, K, L]; found [B, K] bool.
+// Finds the best continuations, pairwise different. Returns: tokens [B, K, L]; the tokens that match, 0 where there is
+// no continuation, [B, K].
 std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos, int64_t tokens,
                                           int64_t branches, int64_t least, int64_t longest) {
   const Texts texts(text, pos);
   const int64_t B = texts.count, K = branches, L = tokens;
   const at::Tensor chains = at::empty({B, K, L}, text.options());
-  const at::Tensor found = at::empty({B, K}, text.options().dtype(at::kBool));
+  const at::Tensor matched = at::empty({B, K}, text.options());
   std::vector<int64_t> lengths;
   for (int64_t b = 0; b < B; b++) {
     const Text one = texts[b];
@@ -72,7 +64,7 @@ std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tens
       for (int64_t at = 0; at < one.root; at++)
         if (lengths[at] >= least && (best < 0 || lengths[at] >= lengths[best])) best = at;
       int64_t* chain = chains.mutable_data_ptr<int64_t>() + (b * K + k) * L;
-      found.mutable_data_ptr<bool>()[b * K + k] = best >= 0;
+      matched.mutable_data_ptr<int64_t>()[b * K + k] = best < 0 ? 0 : lengths[best];
       for (int64_t step = 0; step < L; step++) chain[step] = one.copied(std::max<int64_t>(best, 0), step);
       for (int64_t at = 0; at < one.root; at++) {  // another continuation must differ
         bool same = lengths[at] >= least;
@@ -81,20 +73,20 @@ std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tens
       }
     }
   }
-  return {chains, found};
+  return {chains, matched};
 }
 
-// Adds chains [B, K, L] below the root to a pool, [B, P] each. The value of chain k is -k, or -inf where `found` [B, K]
-// is false. Where the pool has a chain's node, that is used and its value raised. Returns: the pool, [B, P + K L] each.
+// Adds chains [B, K, L] below the root to a pool, [B, P] each. The value of chain k is -k, or -inf where its
+// length [B, K] is 0. Where the pool has a chain's node, that is used and its value raised. Returns: the pool, [B, P + K L] each.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& tokens, const at::Tensor& values,
                                                           const at::Tensor& parents, const at::Tensor& chains,
-                                                          const at::Tensor& found) {
+                                                          const at::Tensor& lengths) {
   TORCH_CHECK(tokens.dim() == 2 && chains.dim() == 3, "tokens must be [B, P], chains [B, K, L]");
   const int64_t B = tokens.size(0), P = tokens.size(1), K = chains.size(1), L = chains.size(2), size = P + K * L;
   const Whole token_of(tokens, {B, P}, "tokens"), parent_of(parents, {B, P}, "parents");
   const Whole drafted(chains, {B, K, L}, "chains");
   const Operand<float> value_of(values, {B, P}, "values");
-  const Truth there(found, {B, K}, "found");
+  const Whole matched(lengths, {B, K}, "lengths");
   const at::Tensor new_tokens = at::empty({B, size}, tokens.options()), new_parents = at::empty_like(new_tokens);
   const at::Tensor new_values = at::empty({B, size}, values.options());
   for (int64_t b = 0; b < B; b++) {
@@ -106,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& toke
     std::copy_n(value_of.data + b * P, P, value);
     int64_t end = P;
     for (int64_t k = 0; k < K; k++) {
-      const float of_chain = there[b * K + k] ? -float(k) : -INFINITY;
+      const float of_chain = matched[b * K + k] > 0 ? -float(k) : -INFINITY;
       int64_t above = -1;
       for (int64_t step = 0; step < L; step++, end++) {
         const int64_t next = drafted[(b * K + k) * L + step];
@@ -119,6 +111,84 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& toke
     }
   }
   return {new_tokens, new_values, new_parents};
+}
+
+// Learns from the tokens that were decided behind `root` [B], -1: none were looked up. tokens, values: [B, K L], the
+// candidates; lengths: [B, K]; outcomes: [B, M, K, D, 2], accepted and tried candidates by length, rank and depth, written.
+void learn(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& tokens, const at::Tensor& values,
+           const at::Tensor& lengths, const at::Tensor& root, const at::Tensor& outcomes) {
+  const Texts texts(text, pos);
+  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.is_contiguous(), "outcomes must be [B, M, K, D, 2]");
+  const int64_t B = texts.count, M = outcomes.size(1), K = outcomes.size(2), D = outcomes.size(3), P = tokens.size(1);
+  const int64_t L = P / std::max<int64_t>(K, 1);
+  const Whole token(tokens, {B, P}, "tokens"), length(lengths, {B, K}, "lengths"), from(root, {B}, "root");
+  const Operand<float> value(values, {B, P}, "values");
+  const Operand<float> counted(outcomes, {B, M, K, D, 2}, "outcomes");
+  std::vector<float> seen(M * K * D * 2);
+  for (int64_t b = 0; b < B; b++) {
+    const Text one = texts[b];
+    if (from[b] < 0 || from[b] >= one.root) continue;
+    const int64_t decided = std::min(one.root - from[b], L);
+    std::fill(seen.begin(), seen.end(), 0.f);
+    for (int64_t k = 0; k < K; k++)
+      for (int64_t d = 0; length[b * K + k] > 0 && d < decided; d++) {
+        const int64_t i = b * P + k * L + d, m = std::min(length[b * K + k], M) - 1;
+        const bool hit = token[i] == one.tokens[from[b] + 1 + d];
+        float* const key = &seen[((m * K + k) * D + std::min(d, D - 1)) * 2];
+        if (value[i] > -INFINITY) key[0] += hit, key[1] += 1;
+        if (!hit) break;
+      }
+    float* const sums = outcomes.mutable_data_ptr<float>() + b * M * K * D * 2;
+    for (int64_t i = 0; i < M * K * D * 2; i++) sums[i] = sums[i] * std::pow(FADING, seen[i | 1]) + seen[i];
+  }
+}
+
+// Estimates how probable continuations are. tokens: [B, K L]; lengths: [B, K]; outcomes: [B, M, K, D, 2]; sizes: of trees.
+// Returns: the probability of every path, -inf where a chain before has its node, [B, K L]; the parents [B, K L]; the sums
+// of the largest `size - 1` probabilities, [B, sizes].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens, const at::Tensor& lengths,
+                                                        const at::Tensor& outcomes, at::IntArrayRef sizes) {
+  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2, "outcomes must be [B, M, K, D, 2]");
+  const int64_t B = tokens.size(0), P = tokens.size(1);
+  const int64_t M = outcomes.size(1), K = outcomes.size(2), D = outcomes.size(3), L = P / std::max<int64_t>(K, 1);
+  const Whole token(tokens, {B, P}, "tokens"), length(lengths, {B, K}, "lengths");
+  const Operand<float> counted(outcomes, {B, M, K, D, 2}, "outcomes");
+  const at::Tensor values = at::empty({B, P}, outcomes.options()), parents = at::empty_like(tokens);
+  const at::Tensor expected = at::empty({B, int64_t(sizes.size())}, outcomes.options());
+  std::vector<float> sorted;
+  for (int64_t b = 0; b < B; b++) {
+    float* const value = values.mutable_data_ptr<float>() + b * P;
+    int64_t* const parent = parents.mutable_data_ptr<int64_t>() + b * P;
+    const int64_t* const drafted = token.data + b * P;
+    for (int64_t k = 0; k < K; k++) {
+      const int64_t match = length[b * K + k];
+      const float prior = (.3f + .15f * float(std::min<int64_t>(match, 3))) / float(1 + k);
+      int64_t above = -1;
+      for (int64_t d = 0; d < L; d++) {
+        int64_t owner = 0;  // the first chain that begins so
+        while (owner < k && !(length[b * K + owner] > 0 &&
+                              std::equal(drafted + k * L, drafted + k * L + d + 1, drafted + owner * L)))
+          owner++;
+        const int64_t node = k * L + d;
+        parent[node] = above;
+        value[node] = -INFINITY;
+        if (owner == k && match > 0) {
+          const float* const key = &counted.data[(((b * M + std::min(match, M) - 1) * K + k) * D + std::min(d, D - 1)) * 2];
+          const float rate = std::min((key[0] + PRIOR * prior) / (key[1] + PRIOR), MOST);
+          value[node] = (above < 0 ? 1.f : value[above]) * rate;
+        }
+        above = owner * L + d;
+      }
+    }
+    sorted.assign(value, value + P);
+    std::sort(sorted.begin(), sorted.end(), std::greater<float>());
+    for (size_t s = 0; s < sizes.size(); s++) {
+      float sum = 0;
+      for (int64_t i = 0; i < std::min(sizes[s] - 1, P) && sorted[i] > 0; i++) sum += sorted[i];
+      expected.mutable_data_ptr<float>()[b * int64_t(sizes.size()) + int64_t(s)] = sum;
+    }
+  }
+  return {values, parents, expected};
 }
 
 }  // namespace lookup

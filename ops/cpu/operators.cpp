@@ -47,7 +47,8 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("causal", tree::causal)
       .impl("with_times", tree::with_times)
       .impl("keep_rows", tree::keep_rows)
-      .impl("has_match", lookup::has_match)
+      .impl("learn", lookup::learn)
+      .impl("estimate", lookup::estimate)
       .impl("lookup", lookup::lookup)
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
