@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
     report: Tensor  # [B, D+6] int64, from `Report.pack`; at the end [B, D+10], from `Report.timed`
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes, root first
-    expected: Tensor | None = None  # [B, presets] fp32, from `Drafter.expected`
+    expected: Tensor | None = None  # [B, 1 + lookups] fp32, from `Drafter.expected`
 
 
 def pick_tokens(

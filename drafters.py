@@ -69,7 +69,7 @@ class LargestTree:
         limit: the largest that makes sense now
         expected: accepted tokens per sequence that each preset can expect, where that is known
         """
-        if expected is None:
+        if expected is None or len(expected) <= limit:
             return limit
         return max((preset for preset in range(limit + 1) if expected[preset] > 0), default=0)
 
@@ -98,6 +98,7 @@ class Drafter:
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs follow the features, ascending
     max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
+    lookups: int = 0  # presets behind the smallest whose trees come from a lookup
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
@@ -116,9 +117,9 @@ class Drafter:
         """Give the largest preset that makes sense next, [B] int64; None: any does."""
 
     def expected(self, state: Any) -> Tensor | None:
-        """Return the accepted tokens that each preset's next tree can expect, [B, presets] fp32.
+        """Return the accepted tokens that the next trees can expect, [B, 1 + lookups] fp32.
 
-        None where only the trees themselves tell.
+        They are those of the smallest presets; None where only the trees themselves tell.
         """
 
     def resolved_options(self) -> dict[str, Any]:

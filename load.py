@@ -167,8 +167,12 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
         print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
     elif config.tree_shape == "auto" and isinstance(drafter, TreeDrafter):
         from extras.autosize import with_smaller_trees
+        from extras.ngram_draft import Ngram, NgramDrafter
 
-        drafter = with_smaller_trees(drafter, target)
+        lookup = None
+        if config.draft == "eagle" and config.device == "cpu":
+            lookup = NgramDrafter(Ngram())
+        drafter = with_smaller_trees(drafter, target, lookup)
     return drafter
 
 

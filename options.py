@@ -137,13 +137,13 @@ class GenerateConfig:
     )
     ngram_branches: int = option(
         0,
-        "different continuations at most; default: 2, into a head's tree on a CPU 1",
+        "different continuations at most; default: 4, into a head's tree on a CPU 1",
         needs=(DRAFT, LOOKUP),
         least=1,
         flag=False,
     )
     ngram_max: int = option(
-        3, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
+        6, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     tree: str = option(

@@ -88,17 +88,23 @@ SHAPES = (
 )
 
 
-def with_smaller_trees(drafter: TreeDrafter, target: Transformer) -> Deferred:
-    """Return the drafter with presets: its tree is the largest, no tree the smallest."""
+def with_smaller_trees(
+    drafter: TreeDrafter, target: Transformer, lookup: Drafter | None = None
+) -> Deferred:
+    """Return the drafter with presets: its tree is the largest, no tree the smallest.
+
+    lookup: an `NgramDrafter` whose trees are presets, too; for drafters that may skip tokens
+    """
     largest = drafter.tree
-    presets: list[Drafter] = [Idle(drafter, target)]
+    presets: list[Drafter] = [Idle(drafter, target, lookup)]
+    presets += [Idle(drafter, target, lookup, size) for size in range(1, presets[0].lookups + 1)]
     for shape in SHAPES if target.norm.weight.device.type == "cpu" else SHAPES[1:]:
         fits = shape.depth <= largest.depth and shape.topk <= largest.width
         if not fits or shape.size >= largest.size:
             continue
         tree = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
-        presets.append(Deferred(drafter.with_tree(tree), target))
-    return Deferred(drafter, target, presets)
+        presets.append(Deferred(drafter.with_tree(tree), target, lookup=lookup))
+    return Deferred(drafter, target, presets, lookup=lookup)
 
 
 def shape_of(preset: Drafter) -> TreeShape:
@@ -130,7 +136,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     # captured prefills read every prompt, because reading and skipping are two graphs
     may_skip_prompts = not engine.captured and drafter.presets[0].may_skip
     names = [preset.name for preset in drafter.presets]
-    sizer = Autosizer(shapes, known, node, names, may_skip_prompts)
+    sizer = Autosizer(shapes, known, node, names, may_skip_prompts, engine.drafter.lookups)
     if file:
         weakref.finalize(sizer, _save, file, known, asdict(known))
     return sizer
@@ -257,13 +263,17 @@ class Autosizer:
         node: float,
         names: Sequence[str] = (),
         may_skip_prompts: bool = False,
+        lookups: int = 0,
     ):
         """shapes, names: of the presets
 
         known: the starting point, updated in place
         node: initial cost of a further node, relative to a cycle without a tree
         may_skip_prompts: True where the smallest preset may leave prompts unread
+        lookups: presets behind the smallest whose accepted tokens are known before they run
         """
+        self.lookups = range(1, 1 + lookups)
+        self.grown = [preset for preset in range(len(shapes)) if preset not in self.lookups]
         self.shapes = shapes
         self.known = known
         self.node = node
@@ -273,7 +283,6 @@ class Autosizer:
         self.weights = [0.0] * len(shapes)  # cycles of one sequence behind each mean
         self.gained = AVERAGE_WEIGHT  # fading sums of tokens, and of the costs of their cycles
         self.spent = AVERAGE_WEIGHT
-        self.may_last_one_cycle = False
         self.pace = 0.0  # seconds of a cycle that costs 1
         self.cycles = 0  # cycles that the pace was measured by
         self.budget = 0.0  # cost that a probe may lose
@@ -296,19 +305,20 @@ class Autosizer:
         seen = known.seen[preset]
         prior = known.costs[0]
         if preset > 0:
-            prior *= cost_of(self.shapes[preset], self._node())
+            alike = self.lookups if preset in self.lookups else self.grown[1:]
+            prior *= cost_of(self.shapes[preset], self._node(alike))
         return (seen * known.costs[preset] + COST_WEIGHT * prior) / (seen + COST_WEIGHT)
 
-    def _node(self) -> float:
-        """Return the cost of a further node, relative to a cycle without a tree.
+    def _node(self, presets: Sequence[int]) -> float:
+        """Return the cost of a further node of some presets, relative to a cycle without a tree.
 
         It is the least-squares slope of the measured costs, the first guess counted as one.
         """
         known = self.known
         weight = COST_WEIGHT * GUESSED_NODES**2
         total = weight * self.node
-        for preset, shape in enumerate(self.shapes[1:], 1):
-            nodes = shape.size - 1
+        for preset in presets:
+            nodes = self.shapes[preset].size - 1
             further = max(known.costs[preset] / known.costs[0] - 1, 0.0)
             total += known.seen[preset] * nodes * further
             weight += known.seen[preset] * nodes**2
@@ -325,49 +335,52 @@ class Autosizer:
         """Return the preset of the next cycle.
 
         limit: the largest useful preset
-        expected: accepted tokens per sequence that each preset can expect, where that is known
+        expected: accepted tokens per sequence that the smallest presets can expect, where they are
+            known
         """
-        if expected is not None:
-            return self._most_gained(limit, expected)
         if limit < len(self.shapes) - 1:
             return min(self.best, limit)
         if self.left == 0:
             self._decide()
         self.left -= 1
-        return self.running
-
-    def _most_gained(self, limit: int, expected: Sequence[float]) -> int:
-        """Return the preset whose tokens are worth most over its time, spent as it is on average."""
-        self.may_last_one_cycle = True
+        if expected is None:
+            return self.running
         worth = self.gained / self.spent
-        gains = [tokens - worth * self.cost(preset) for preset, tokens in enumerate(expected)]
-        useful = [preset for preset in range(1, limit + 1) if expected[preset] > 0]
-        return max((0, *useful), key=gains.__getitem__)
+        pick = self.running
+        most = self.tokens(pick) - 1 - worth * self.cost(pick)
+        for preset in self.lookups:
+            gain = expected[preset] - worth * self.cost(preset)
+            if gain > most and expected[preset] > 0:
+                pick = preset
+                most = gain
+        return pick
 
     def _decide(self) -> None:
         """Set the best preset by expected rate, and the running one: the best or a probe."""
-        measured = [preset for preset, seen in enumerate(self.known.seen) if seen]
+        grown = self.grown
+        measured = [place for place, preset in enumerate(grown) if self.known.seen[preset]]
         new = max(measured, default=0) + 1  # the next larger tree than any that was measured
-        costs = [self.cost(preset) for preset in range(min(new + 1, len(self.shapes)))]
-        rates = [self.tokens(preset) / cost for preset, cost in enumerate(costs)]
+        costs = [self.cost(preset) for preset in grown[: new + 1]]
+        rates = [self.tokens(preset) / cost for preset, cost in zip(grown, costs)]
         if new < len(rates):
             rates[new] *= OPTIMISM
-        self.best = rates.index(max(rates))
+        best = rates.index(max(rates))
+        self.best = grown[best]
         self.running = self.best
         self.left = HOLD
-        candidates = {0, self.best - 1, self.best + 1} - {self.best, -1, len(rates)}
+        candidates = {0, best - 1, best + 1} - {best, -1, len(rates)}
         losses = {}
-        for preset in sorted(candidates):
-            share = max(1 - rates[preset] / rates[self.best], LEAST_LOSS)
-            losses[preset] = HOLD * costs[preset] * share
+        for place in sorted(candidates):
+            share = max(1 - rates[place] / rates[best], LEAST_LOSS)
+            losses[place] = HOLD * costs[place] * share
         # prefer a probe that loses little and has run for few cycles
         probe = min(
             losses,
-            key=lambda preset: losses[preset] * (1 + self.known.seen[preset]),
-            default=self.best,  # there is only one preset
+            key=lambda place: losses[place] * (1 + self.known.seen[grown[place]]),
+            default=best,  # there is only one preset
         )
         if self.budget > losses.get(probe, 0.0):
-            self.running = probe
+            self.running = grown[probe]
             self.budget = 0.0
 
     def observe(self, preset: int, accepted: float, seconds: float, sequences: int = 1) -> None:
@@ -388,12 +401,12 @@ class Autosizer:
         change = sequences * (accepted - self.accepted[preset])
         self.accepted[preset] += change / self.weights[preset]
         self.pace = self.pace or seconds / cost
-        # the first cycle after a change is slow
-        if preset == self.last or self.may_last_one_cycle:
+        # the first cycle after a change is slow; with lookups there is one after nearly every cycle
+        if preset == self.last or self.lookups:
             self._time(preset, seconds, cost)
         self.last = preset
         shape = self.shapes[preset]
-        if shape.depth:
+        if shape.depth and preset not in self.lookups:
             # a sequence's path ends with the first token that is missed
             missed = min(shape.depth - accepted, 1.0)
             tried = accepted + missed

@@ -37,6 +37,7 @@ class DeferredState(NamedTuple):
     features: Tensor
     count: Tensor  # [B] int64, deferred tokens; the last MAX_KEPT of them are kept
     passed: Tensor  # [B] int64, grows with every step; 0: no token has passed
+    found: Any = ()  # state of the lookup, where there is one
 
 
 class Deferred(Drafter):
@@ -50,14 +51,18 @@ class Deferred(Drafter):
         target: Transformer,
         smaller: Sequence[Drafter] = (),
         grower: Drafter | None = None,
+        lookup: Drafter | None = None,
     ):
         """Wrap a drafter.
 
         smaller: presets over the same state, smallest tree first
         grower: proposes the tree, by default the drafter itself
+        lookup: an `NgramDrafter` whose state goes along; default: a drafter without a state
         """
         self.drafter = drafter
         self.grower = grower or drafter
+        self.lookup = lookup or RootOnly()
+        self.lookups = len(self.lookup.smaller)  # its trees; the smallest preset has none
         self.weight = target.norm.weight
         self.smaller = (*smaller,)
         self.depth = self.grower.depth
@@ -86,11 +91,18 @@ class Deferred(Drafter):
         width = (1 + len(self.aux_layers)) * self.weight.shape[-1]
         features = self.weight.new_zeros(batch, MAX_KEPT + 1, width)
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
-        return DeferredState(self.drafter.init(batch, slots), features, count, count.clone())
+        own = self.drafter.init(batch, slots)
+        found = self.lookup.init(batch, slots)
+        return DeferredState(own, features, count, count.clone(), found)
+
+    def expected(self, state: DeferredState) -> Tensor | None:
+        """Return those of the smallest preset and the lookup's trees, which follow it."""
+        return self.lookup.expected(state.found)
 
     def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
         own = self.drafter.extend(state.own, confirmed)
-        return replace_fields(state, own=own, passed=state.passed + confirmed.count)
+        found = self.lookup.extend(state.found, confirmed)
+        return replace_fields(state, own=own, passed=state.passed + confirmed.count, found=found)
 
     def rewind(self, state: DeferredState, length: Tensor) -> DeferredState:
         """Forget all but the first `length` tokens, and all deferred ones.
@@ -104,7 +116,8 @@ class Deferred(Drafter):
             kept = torch.where(state.passed > 0, shorter, length)
         own = self.drafter.rewind(state.own, kept)
         count = torch.zeros_like(state.count)
-        return replace_fields(state, own=own, count=count, passed=length)
+        found = self.lookup.rewind(state.found, length)
+        return replace_fields(state, own=own, count=count, passed=length, found=found)
 
     def propose(self, state: DeferredState, root: Root) -> DraftTree:
         return self.grower.propose(state.own, root)
@@ -130,21 +143,33 @@ class Deferred(Drafter):
 
 
 class Idle(Deferred):
-    """Proposes nothing, and defers what is confirmed."""
+    """Proposes what a lookup finds, or nothing, and defers what is confirmed."""
 
-    def __init__(self, drafter: TreeDrafter, target: Transformer):
-        super().__init__(drafter, target, grower=RootOnly())
+    def __init__(
+        self,
+        drafter: TreeDrafter,
+        target: Transformer,
+        lookup: Drafter | None = None,
+        size: int = 0,
+    ):
+        """lookup: as for `Deferred`; size: number of its preset that proposes, 0 for nothing"""
+        grower = lookup.presets[size] if lookup else RootOnly()
+        super().__init__(drafter, target, grower=grower, lookup=lookup)
         self.may_skip = not drafter.keeps_nodes
         self.max_deferred = MAX_KEPT - 1  # with the token before, as many as are kept
 
+    def propose(self, state: DeferredState, root: Root) -> DraftTree:
+        return self.grower.propose(state.found, root)
+
     def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
         """Keep the features of the last tokens. Writes: the kept features."""
+        found = self.lookup.extend(state.found, confirmed)
         if on_cpp_device(state.count):
             counts = (confirmed.count, state.count, state.passed)
             count, passed = torch.ops.gpt_eagle.keep_rows(
                 state.features, confirmed.features, *counts
             )
-            return replace_fields(state, count=count, passed=passed)
+            return replace_fields(state, count=count, passed=passed, found=found)
         step = torch.arange(confirmed.features.shape[1], device=state.count.device)
         count = confirmed.count[:, None]  # [B, 1]
         number = state.count[:, None] + step  # [B, R]
@@ -153,4 +178,5 @@ class Idle(Deferred):
         sequences = torch.arange(len(place), device=place.device)[:, None]
         state.features[sequences, place] = confirmed.features
         count = state.count + confirmed.count
-        return replace_fields(state, count=count, passed=state.passed + len(step))
+        passed = state.passed + len(step)
+        return replace_fields(state, count=count, passed=passed, found=found)

@@ -7,8 +7,11 @@
    into itself, as in LZ77, so that a loop is drafted completely.
 3. The continuations become a tree in which equal prefixes share nodes.
 
-It needs no model and keeps no state. Without a match the preset without a tree runs. Such a cycle
-costs vanilla's time and step 1, which runs at the end of verification.
+4. How probable its nodes are is learnt from the tokens that the target decides
+   (ngram_estimates.py). `NgramDrafter` has trees of several sizes, with expected tokens before they
+   run, so that the tree policy picks a size, or none, for every pass (autosize.py).
+
+It needs no model. A cycle without a tree costs vanilla's time and these steps, at its end.
 Source: prompt lookup (Saxena 2023; transformers' `prompt_lookup_num_tokens` 10), here as a tree.
 Trade-off: every cycle compares the full text, O(S) per token of the match, and keeps no index. One
 pass over some thousand integers is cheaper than compiling a data-dependent lookup.
@@ -20,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_tree import DraftTree, Text, replace_fields, root_tree
 from drafters import Confirmed, Drafter, Root
+from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
@@ -34,10 +38,6 @@ from tree_shapes import MAX_NODES
 
 # nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
 SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32)}
-DEPTHS = 4  # depths whose outcomes are counted apart
-FADING = 0.998  # weight of an outcome after the next one
-PRIOR = 3.0  # outcomes that a rate before any outcome is worth
-MOST = 0.995  # largest rate
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def match_lengths(text: Text, longest: int) -> Tensor:
 def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     """Return the best continuations, pairwise different: longest match first, then the latest.
 
-    Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 where there is no continuation.
+    Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation.
     """
     if on_cpp_device(text.pos):
         return torch.ops.gpt_eagle.lookup(*text, ngram.tokens, ngram.branches, ngram.min, ngram.max)
@@ -171,89 +171,6 @@ def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
     return pool
 
 
-# ---------------------------------------------------------------------------------- learnt acceptance
-
-
-class Lookup(NamedTuple):
-    """The continuations of the text so far, as candidates, and what became of earlier ones."""
-
-    tokens: Tensor  # [B, K L] int64
-    values: Tensor  # [B, K L] fp32, probability that the path is accepted; -inf: no candidate
-    parents: Tensor  # [B, K L] int64, as in `Candidates`
-    lengths: Tensor  # [B, K] int64, tokens that match; 0: no continuation
-    root: Tensor  # [B] int64, index in the text of the token before them; -1: none were looked up
-    outcomes: Tensor  # [B, M, K, D, 2] fp32, accepted and tried, fading; D = DEPTHS
-    expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
-
-
-def learn(found: Lookup, text: Text) -> Tensor:
-    """Count the candidates that the decided tokens have accepted, and those that they have tried.
-
-    A candidate is tried where the path to its parent is decided and no better one is equal.
-    Returns: the new outcomes. Writes: on a CPU, the old ones.
-    """
-    if on_cpp_device(text.pos):
-        torch.ops.gpt_eagle.learn(*text, *found[:2], found.lengths, found.root, found.outcomes)
-        return found.outcomes
-    B, M, K, D, _ = found.outcomes.shape
-    tokens = found.tokens.view(B, K, -1)
-    L = tokens.shape[2]
-    step = torch.arange(L, device=tokens.device)
-    decided = torch.where(found.root < 0, 0, text.pos - found.root)[:, None] > step  # [B, L]
-    place = (found.root[:, None] + 1 + step).clamp(0, text.tokens.shape[1] - 1)
-    hit = tokens == text.tokens.gather(1, place)[:, None]  # [B, K, L]
-    above = hit.long().cumprod(2).roll(1, 2).bool() | (step == 0)  # the path to the parent is decided
-    own = (found.values > float("-inf")).view_as(hit)
-    tried = above & own & decided[:, None]
-    seen = torch.stack((tried & hit, tried), -1).float()  # [B, K, L, 2]
-    deep = [seen[:, :, depth] for depth in range(min(D - 1, L))]
-    deep.append(seen[:, :, D - 1 :].sum(2))
-    deep += [torch.zeros_like(deep[0])] * (D - len(deep))
-    by_depth = torch.stack(deep, 2)  # [B, K, D, 2]
-    length = torch.arange(1, M + 1, device=tokens.device)[:, None]
-    mine = (found.lengths.clamp(max=M)[:, None] == length)[..., None, None]  # [B, M, K, 1, 1]
-    new = mine * by_depth[:, None]
-    return found.outcomes * FADING ** new[..., 1:] + new
-
-
-def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[int]) -> tuple:
-    """Estimate how probable continuations are by the outcomes of earlier ones.
-
-    tokens: [B, K L] int64; lengths: [B, K] int64; sizes: nodes of the trees, root included
-    Returns: values, parents and expected, as in `Lookup`.
-    """
-    if on_cpp_device(tokens):
-        return torch.ops.gpt_eagle.estimate(tokens, lengths, outcomes, sizes)
-    B, M, K, D, _ = outcomes.shape
-    chains = tokens.view(B, K, -1)
-    L = chains.shape[2]
-    rank = torch.arange(K, device=tokens.device)
-    step = torch.arange(L, device=tokens.device)
-    there = lengths > 0
-    same = (chains[:, :, None] == chains[:, None]).long().cumprod(3).bool()  # [B, K, K, L]
-    same = same & (there[:, None, :, None] | (rank[:, None] == rank)[:, :, None])
-    owner = same.long().argmax(2)  # [B, K, L], the first chain that begins so
-    parents = torch.where(step > 0, (owner * L + step).roll(1, 2), -1)
-    first = lengths.clamp(1, M)[:, None, :, None, None] - 1
-    counted = outcomes.gather(1, first.expand(-1, -1, -1, D, 2))[:, 0]  # [B, K, D, 2]
-    counted = counted[:, :, step.clamp(max=D - 1)]  # [B, K, L, 2]
-    prior = (0.3 + 0.15 * lengths.clamp(max=3)) / (1 + rank)  # [B, K]
-    rate = (counted[..., 0] + PRIOR * prior[..., None]) / (counted[..., 1] + PRIOR)
-    own = (owner == rank[:, None]) & there[..., None]
-    rate = rate.clamp(max=MOST)
-    levels = []  # probability of the paths to a depth, [B, K]
-    above = torch.ones_like(prior)
-    for depth in range(L):
-        path = above * rate[:, :, depth]
-        above = path.gather(1, owner[:, :, depth])
-        levels.append(path)
-    values = torch.stack(levels, 2).masked_fill(~own, float("-inf")).flatten(1)
-    best = values.sort(1, descending=True).values.clamp(min=0).cumsum(1)
-    best = torch.cat((best.new_zeros(B, 1), best), 1)
-    expected = [best[:, min(size - 1, K * L)] for size in sizes]
-    return values, parents.flatten(1), torch.stack(expected, 1)
-
-
 class NgramDrafter(Drafter):
     """Proposes the likeliest continuations of a lookup, in trees of several sizes."""
 
@@ -267,6 +184,7 @@ class NgramDrafter(Drafter):
         self.sizes = tuple(size for size in usual if size < ngram.size)
         if len(self.sizes) < len(usual):
             self.sizes += (ngram.size,)
+        self.lookups = len(self.sizes)
         self._set_size(self.sizes[-1])
         self.smaller = tuple(self._with_size(size) for size in (1, *self.sizes[:-1]))
 

@@ -360,7 +360,8 @@ def test_shapes():
     shapes = [tuple(shape_of(preset)) for preset in drafter.presets]
     smaller = [tuple(shape) for shape in autosize.SHAPES]
     assert shapes == [(0, 0, 1), *smaller, (6, 10, 60)]
-    assert [shape_of(preset) for preset in NgramDrafter(Ngram()).presets] == LOOKUP
+    lookups = [tuple(shape_of(preset)) for preset in NgramDrafter(Ngram()).presets]
+    assert lookups == [(0, 0, 1), (1, 1, 2), (3, 3, 4), (7, 4, 8), (10, 4, 16)]
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -384,7 +385,7 @@ def told(engine: Engine) -> list[list[int]]:
 
 def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     engine = demo()
-    assert not trees.exists() and engine.tree_policy.next(4) == 0
+    assert not trees.exists() and engine.tree_policy.next(99) == 0
     tokens, known = told(engine), engine.tree_policy.known
     del engine
     gc.collect()
@@ -656,7 +657,7 @@ class Script:
     def __init__(self, order: list[int]):
         self.order, self.ran = itertools.cycle(order), []
 
-    def next(self, limit: int) -> int:
+    def next(self, limit: int, expected=None) -> int:
         self.ran.append(min(next(self.order), limit))
         return self.ran[-1]
 
@@ -921,12 +922,12 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
         """However busy this machine is."""
 
         def observe(self, preset: int, accepted: float, seconds: float, sequences: int = 1) -> None:
-            super().observe(preset, accepted, [1.0, 1.6][preset], sequences)
+            super().observe(preset, accepted, 1 + 0.3 * preset, sequences)
 
     shapes = [shape_of(preset) for preset in engine.drafter.presets]
-    sizer = Steady(shapes, unknown(shapes), 0.03)
+    sizer = Steady(shapes, unknown(shapes), 0.3, lookups=len(shapes) - 1)
     session = Session(replace(engine, tree_policy=sizer), [(0, 0)])
     list(session.run([PROMPTS[1] * 6]))
-    assert sizer.accepted[1] < 0.5, "the case is what it is meant to be"
+    assert max(sizer.accepted) < 0.5, "the case is what it is meant to be"
     ran = [preset for preset, _ in session.stats.presets]
-    assert ran.count(0) > 5 * ran.count(1)
+    assert len(ran) > 5 * sum(preset > 0 for preset in ran) > 0

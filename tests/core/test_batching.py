@@ -201,7 +201,7 @@ class Random(LargestTree):
     def reader(self) -> int:
         return self.rng.choice((0, -1))
 
-    def next(self, limit: int) -> int:
+    def next(self, limit: int, expected=None) -> int:
         self.ran.append(self.rng.choice((0, 0, 0, self.rng.randint(0, limit))))
         return self.ran[-1]
 

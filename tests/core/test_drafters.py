@@ -15,7 +15,7 @@ import torch
 
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
-from drafters import Root, RootOnly, Text
+from drafters import Confirmed, Root, RootOnly, Text
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
@@ -57,8 +57,8 @@ def search(row: list[int], ngram: Ngram) -> list[list[int]]:
 
 
 def found(text: Text, ngram: Ngram, row: int = 0) -> list[list[int]]:
-    tokens, there = lookup(text, ngram)
-    return tokens[row][there[row]].tolist()
+    tokens, lengths = lookup(text, ngram)
+    return tokens[row][lengths[row] > 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,9 @@ def test_continuations_share_equal_beginnings():
     row = [9, 1, 2, 3, 9, 1, 2, 4, 9, 5, 9]
     ngram = Ngram(tokens=4, branches=3)
     text = text_of(row, [1, 2, 3])
-    tree = NgramDrafter(ngram).propose((), Root(None, None, text))
+    drafter = NgramDrafter(ngram)
+    state = drafter.extend(drafter.init(2, 24), Confirmed(None, None, None, text=text))
+    tree = drafter.propose(state, Root(None, None, text))
     assert tree_paths(tree) == prefixes(search(row, ngram))
     assert len(tree_paths(tree)) == 10, "two of the three chains share 1, 2"
     assert tree_paths(tree, 1) == set(), "nothing matches in the second row"
@@ -133,7 +135,9 @@ def test_continuations_share_equal_beginnings():
 
 def test_where_nothing_matches_only_the_root_is_verified():
     ngram = Ngram(tokens=4, branches=1, min=2)
-    engine = engine_for(golden_target(), NgramDrafter(ngram), max_new_tokens=80, ignore_eos=True)
+    engine = engine_for(
+        golden_target(), NgramDrafter(ngram, sizes=(5,)), max_new_tokens=80, ignore_eos=True
+    )
     for prompt in (PROMPTS[0], LOOP):
         session = decode(engine, prompt)
         sizes = set()
@@ -149,7 +153,11 @@ def test_where_nothing_matches_only_the_root_is_verified():
 def test_a_row_with_a_match_is_enough():
     ngram = Ngram(tokens=4, branches=1, min=2)
     engine = engine_for(
-        golden_target(), NgramDrafter(ngram), max_new_tokens=30, ignore_eos=True, batch_size=2
+        golden_target(),
+        NgramDrafter(ngram, sizes=(5,)),
+        max_new_tokens=30,
+        ignore_eos=True,
+        batch_size=2,
     )
     session = decode(engine, LOOP, PROMPTS[1])
     wanted = served = 0
@@ -371,12 +379,12 @@ def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
 def test_grafted_sizes_that_do_not_fit():
     with pytest.raises(
         ValueError,
-        match="20 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
+        match="40 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
     ):
         EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), lookup=Ngram())
     with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
         Ngram(max=2, min=3)
     with pytest.raises(
-        ValueError, match="--ngram_tokens 32 times --ngram_branches 2 must be below 64"
+        ValueError, match="--ngram_tokens 32 times --ngram_branches 4 must be below 64"
     ):
         Ngram(tokens=32)

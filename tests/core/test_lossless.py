@@ -318,7 +318,7 @@ class InTurn(LargestTree):
     def __init__(self):
         self.cycles = 0
 
-    def next(self, largest: int) -> int:
+    def next(self, largest: int, expected=None) -> int:
         self.cycles += 1
         return self.cycles % (largest + 1)
 

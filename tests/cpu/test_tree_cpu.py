@@ -16,9 +16,10 @@ from torch import Tensor
 
 from decode import DecodeState, Report, advance, advance_fused
 from draft_tree import Accepted, Text, accept, accept_fused, build_tree, replace_fields
-from drafters import Confirmed
+from drafters import Confirmed, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
-from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
+from extras.ngram_draft import Ngram, lookup, match_lengths
+from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
 from helpers import not_refused
 from kv_cache import causal_window
 from ops.library import has_cpu_operators
@@ -391,6 +392,9 @@ def test_advance(dtype, size, batch):
                 advance_fused(ours, *inputs),
                 advance(theirs, *inputs),
             )
+            assert torch.equal(rest[0].text.pos, others[0].text.pos)
+            assert rest[0].text.tokens is ours.tokens and others[0].text.tokens is theirs.tokens
+            rest[0], others[0] = (replace_fields(x[0], text=None) for x in (rest, others))
             assert_equal(rest, others)
             assert_equal(ours[1:5], theirs[1:5])
             assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1]), (
@@ -518,8 +522,9 @@ def test_rows_that_wait(plain, dtype, rows):
         features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
         kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
         new = Confirmed(whole(9, 3, rows + 1), features, count)
+        idle = SimpleNamespace(lookup=RootOnly())
         ours, theirs = (
-            call(Idle.extend, None, DeferredState((), kept.clone(), *facts), new)
+            call(Idle.extend, idle, DeferredState((), kept.clone(), *facts), new)
             for call in (lambda f, *x: f(*x), plain)
         )
         assert_equal(ours[2:], theirs[2:])
@@ -563,16 +568,10 @@ def test_lookup(plain, batch, ngram):
     for vocab, size in itertools.product((1, 2, 5), (1, 2, 20)):
         for _ in range(4):
             text = Text(whole(vocab, batch, size), whole(size, batch))
-            drafter, matches = (
-                NgramDrafter(ngram),
-                (match_lengths(text, ngram.max) >= ngram.min).any(1),
-            )
-            assert (
-                drafter.prefer(text).tolist()
-                == plain(drafter.prefer, text).tolist()
-                == matches.tolist()
-            )
-            assert_equal(lookup(text, ngram), plain(lookup, text, ngram))
+            chains, lengths = lookup(text, ngram)
+            assert_equal((chains, lengths), plain(lookup, text, ngram))
+            longest = match_lengths(text, ngram.max).amax(1)
+            assert lengths[:, 0].tolist() == (longest * (longest >= ngram.min)).tolist()
             levels, _ = pool_of(batch, [3, 6], [2], True)
             distinct = Candidates.join(levels)
             distinct = replace_fields(
@@ -582,6 +581,30 @@ def test_lookup(plain, batch, ngram):
                 assert_equal(ngram.add(pool, text), plain(ngram.add, pool, text))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_became_of_lookups(plain, batch):
+    """Estimates by random outcomes, and what the next tokens add to these."""
+    torch.manual_seed(batch)
+    for vocab, size, (tokens, branches, longest) in itertools.product(
+        (1, 2, 4), (3, 12, 40), ((1, 1, 1), (3, 4, 2), (10, 4, 6))
+    ):
+        ngram = Ngram(tokens, branches, longest)
+        text = Text(whole(vocab, batch, size), whole(size, batch))
+        chains, lengths = lookup(text, ngram)
+        outcomes = 5 * torch.rand(batch, longest, branches, DEPTHS, 2).sort(-1).values
+        drafted = chains.flatten(1)
+        inputs = (drafted, lengths, outcomes, (1, 2, 4, 99))
+        values, parents, expected = estimate(*inputs)
+        reference = plain(estimate, *inputs)
+        assert torch.equal(parents, reference[1])
+        assert torch.allclose(values, reference[0]) and torch.allclose(expected, reference[2])
+        root = torch.minimum(whole(size + 1, batch) - 1, text.pos)
+        found = Lookup(drafted, values, parents, lengths, root, outcomes, expected)
+        wanted = plain(learn, found, text)
+        assert torch.allclose(learn(found, text), wanted)
+        assert found.outcomes is outcomes and torch.allclose(outcomes, wanted)
+
+
 def test_wrong_lookups():
     text, pos = whole(5, 2, 8), torch.tensor([3, 7])
     good = (
@@ -589,13 +612,12 @@ def test_wrong_lookups():
         torch.zeros(2, 4),
         torch.full((2, 4), -1),
         whole(5, 2, 2, 3),
-        torch.ones(2, 2).bool(),
+        torch.ones(2, 2).long(),
     )
     texts = {
         "root 8": (text, pos + 1), "root -1": (text, pos - 4), "few roots": (text, pos[:1]), "few texts": (text[:1], pos),
         "other roots": (text, pos.int()), "other text": (text.int(), pos), "flat": (text[0], pos),
     }  # fmt: skip
-    assert not_refused(CPP.has_match, {name: (*case, 1, 3) for name, case in texts.items()}) == []
     assert (
         not_refused(CPP.lookup, {name: (*case, 3, 2, 1, 3) for name, case in texts.items()}) == []
     )
@@ -616,6 +638,24 @@ def test_wrong_lookups():
         for m, value in enumerate(values)
     }
     assert not_refused(CPP.add_chains, cases) == []
+    drafted, lengths, outcomes = whole(5, 2, 6), whole(3, 2, 2), torch.ones(2, 3, 2, DEPTHS, 2)
+    cases = {
+        "few lengths": (drafted, lengths[:1], outcomes, (1, 2)),
+        "other lengths": (drafted, lengths.int(), outcomes, (1, 2)),
+        "flat tokens": (drafted[0], lengths, outcomes, (1, 2)),
+        "flat outcomes": (drafted, lengths, outcomes[0], (1, 2)),
+        "other outcomes": (drafted, lengths, outcomes.double(), (1, 2)),
+    }
+    assert not_refused(CPP.estimate, cases) == []
+    values = torch.zeros(2, 6)
+    cases = {name: (*case, drafted, values, lengths, pos, outcomes) for name, case in texts.items()}
+    good = (text, pos, drafted, values, lengths, pos - 1, outcomes)
+    wrong = {"few tokens": (2, drafted[:1]), "other values": (3, values.double())}
+    wrong |= {"few roots": (5, pos[:1]), "other outcomes": (6, outcomes.double())}
+    for name, (place, value) in wrong.items():
+        cases[name] = tuple(value if n == place else x for n, x in enumerate(good))
+    assert not_refused(CPP.learn, cases) == []
+    CPP.learn(*good)
 
 
 def test_what_the_compiler_is_told():
@@ -633,9 +673,9 @@ def test_what_the_compiler_is_told():
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.randn(2, 3, 6), torch.tensor([1, 3]), torch.tensor([0, 9]), text.pos),
-        "has_match": (*text, 1, 3),
         "lookup": (*text, 3, 2, 1, 3),
-        "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).bool()),
+        "estimate": (whole(9, 2, 6), whole(3, 2, 2), torch.ones(2, 3, 2, DEPTHS, 2), [1, 2]),
+        "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
     }  # fmt: skip
     for name, operands in cases.items():
         operator = getattr(CPP, name).default

@@ -151,16 +151,17 @@ def test_noise_tells_which_candidate_wins():
 @pytest.fixture(scope="module")
 def engine():
     options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
+    options |= {"ngram_max": 3}
     loaded = load(**options, max_new_tokens=48, ignore_eos=True)
     return replace(loaded, tree_policy=LargestTree())  # the tree always, whatever its speed
 
 
 def test_lookup_counts_as_the_decoder_does(engine):
-    """The tree of --draft ngram: 21 nodes, two continuations of ten tokens."""
+    """The largest tree of --draft ngram: 16 nodes, of up to four continuations of ten tokens."""
     batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
     batch.run(batch.streams)
     turn = batch.entries[0]
-    counted = replay(text(turn.prompt, turn.new), Union([Lookup(branches=2)]), 21)
+    counted = replay(text(turn.prompt, turn.new), Union([Lookup(branches=4)]), 16)
     assert counted[:2] == (batch.stats.tokens, len(batch.stats.accept_lengths))
     assert counted.passes < counted.tokens
 
