@@ -65,7 +65,10 @@ def load(
     tokenizer, template = text or read_text_files(path, config)
     eos_ids = _eos_ids(target, tokenizer, template)
     context = _context(config, target)
+    asked = config.draft
     config = resolve_draft(config, path)
+    if not asked and config.draft == "none" and _looks_up(config):
+        config = replace(config, draft="ngram")
     drafter = make_drafter(target, config)  # in int4, with the group given or its own
     drafter = tp.split_lm_head(target, drafter)
     if config.quant == "int4":
@@ -110,6 +113,12 @@ def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
         and ranks.this_rank().world_size == 1
         and has_cpu_operators()
     )
+
+
+def _looks_up(config: GenerateConfig) -> bool:
+    """Check whether a model without a head drafts by lookup: on one CPU, where it was measured."""
+    one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
+    return one_cpu and config.accept == "exact"
 
 
 def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, ...]:
@@ -216,7 +225,7 @@ def with_tree_policy(engine: Engine) -> Engine:
 
     Only captured cycles are timed.
     """
-    if not engine.drafter.timed:
+    if not engine.drafter.timed or ranks.this_rank().world_size > 1:  # their clocks differ
         return engine
     from extras.autosize import sizer_of
 

@@ -102,7 +102,7 @@ class GenerateConfig:
     draft: str = option(
         "",
         "who drafts: a head, a lookup in the text so far, another model; "
-        "default: eagle when a head is given or bundled, else none",
+        "default: eagle when a head is given or bundled, else ngram on a CPU and none elsewhere",
         ("none", "eagle", "ngram", "model", "eagle+ngram"),
     )
     eagle: str = option(
