@@ -21,13 +21,12 @@ import tp
 from checkpoint import BLOCKS, Quantization, saved_quantization
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly, TreeDrafter
-from files import is_gguf
+from hf.blocks import keeps_blocks
 from hf.chat import TextFiles, read_text_files
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.weights import int4_group
 from model import DTYPES, Transformer
-from ops.library import has_cpu_operators
 from options import GenerateConfig, pick_device
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
 from session import PREFILL_WIDTHS, Session
@@ -61,12 +60,12 @@ def load(
         config = replace(config, quant=saved.format)
     if any(getattr(layer, "format", "") == BLOCKS for layer in target.modules()):
         config = replace(config, quant=BLOCKS)
-    config = replace(config, dtype=str(target.norm.weight.dtype).removeprefix("torch."))
+    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     tokenizer, template = text or read_text_files(path, config)
     eos_ids = _eos_ids(target, tokenizer, template)
     context = _context(config, target)
     asked = config.draft
-    config = resolve_draft(config, path)
+    config = resolve_draft(config, path, dtype)
     if not asked and config.draft == "none" and _looks_up(config):
         config = replace(config, draft="ngram")
     drafter = make_drafter(target, config)  # in int4, with the group given or its own
@@ -101,18 +100,6 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True)
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
-
-
-def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
-    """Check whether weights stay in the file's own blocks: on one CPU, unless --dtype is given."""
-    return (
-        is_gguf(path)
-        and not config.dtype
-        and not config.inflate
-        and config.device == "cpu"
-        and ranks.this_rank().world_size == 1
-        and has_cpu_operators()
-    )
 
 
 def _looks_up(config: GenerateConfig) -> bool:

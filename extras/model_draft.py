@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import Quantization, saved_quantization
+from checkpoint import BLOCKS, Quantization, saved_quantization
 from draft_tree import DraftTree, DynamicTree, StaticTree, Text, replace_fields
 from drafters import LARGEST, Confirmed, Root, RootOnly, TreeDrafter
 from hf.config import read_config, read_raw
@@ -176,10 +176,14 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     path = Path(config.draft_checkpoint)
     weight = target.norm.weight
     check_same_tokens(Path(config.checkpoint), path, target.config.vocab_size)
+    dtype = weight.dtype
     quant = None  # a quantized checkpoint keeps its own format
-    if not saved_quantization(read_raw(path)):
+    if config.quant_draft == BLOCKS:
+        dtype = None  # of the file: products of blocks give bfloat16
+        quant = Quantization(BLOCKS, saved=True)
+    elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
-    model = load_model(path, weight.dtype, str(weight.device), quant)
+    model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(
         model,
         target,

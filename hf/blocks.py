@@ -20,9 +20,29 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import BLOCKS
+from files import is_gguf
 from model import LMHead
+from ops.library import has_cpu_operators
 from ops.quantized import PRODUCTS
+from options import GenerateConfig
 from quantize import QuantLinear
+from ranks import this_rank
+
+
+def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
+    """Check whether a checkpoint's weights stay in the file's own blocks.
+
+    config: `dtype` as the user gave it
+    Returns: True for a GGUF file on one CPU, unless --dtype is given.
+    """
+    return (
+        is_gguf(path)
+        and not config.dtype
+        and not config.inflate
+        and config.device == "cpu"
+        and this_rank().world_size == 1
+        and has_cpu_operators()
+    )
 
 
 class Blocks(NamedTuple):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from checkpoint import BLOCKS, TensorSource, WeightFiles, foreign_quantization, saved_quantization
 from files import bundled_head, is_gguf, read_json
+from hf.blocks import keeps_blocks
 from hf.fields import (
     FLAG,
     NAMES,
@@ -397,8 +398,12 @@ def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
 # ------------------------------------------------------------------------------ beside a target
 
 
-def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
-    """Fill in `draft` and `eagle`: a head next to the target is the default."""
+def resolve_draft(config: GenerateConfig, path: Path, dtype: str = "") -> GenerateConfig:
+    """Fill in the draft (a head next to the target is the default), its format, and `dtype`.
+
+    config: `dtype` as the user gave it, `quant` as the target was loaded
+    dtype: of the target as it was loaded; default: as `config` has it
+    """
     bundled = bundled_head(path)
     eagle = config.eagle
     if not eagle and config.draft in ("", "eagle", "eagle+ngram") and bundled.is_dir():
@@ -417,11 +422,14 @@ def resolve_draft(config: GenerateConfig, path: Path) -> GenerateConfig:
             f"--eagle {eagle} is a GGUF file; a head is a directory with its config.json"
         )
     config = replace(config, draft=draft, eagle=eagle)
-    draft_path = eagle or config.draft_checkpoint
-    quant_draft = "none"
-    if draft_path:
-        quant_draft = _draft_format(config, Path(draft_path))
-    return replace(config, quant_draft=quant_draft)
+    draft_path = Path(eagle or config.draft_checkpoint)
+    resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
+    if not (eagle or config.draft_checkpoint):
+        return resolved
+    form = _draft_format(replace(resolved, quant_draft=config.quant_draft), draft_path)
+    if form == "none" and keeps_blocks(config, draft_path) and open_source(draft_path).block_types:
+        form = BLOCKS
+    return replace(resolved, quant_draft=form)
 
 
 def _draft_format(config: GenerateConfig, path: Path) -> str:

@@ -73,12 +73,12 @@ class Series(NamedTuple):
 def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     """Return an engine over the same target with other options of drafting, sampling and batching.
 
-    config: checked, with the engine's checkpoint, device, dtype and context
+    config: checked, with the engine's checkpoint, device and context, and --dtype as it was given
     Returns: the engine, warmed up. Raises: ValueError for a draft that does not fit.
     """
     if engine.config.quant != "none":  # as it was loaded
         config = replace(config, quant=engine.config.quant)
-    config = resolve_draft(config, Path(config.checkpoint))
+    config = resolve_draft(config, Path(config.checkpoint), engine.config.dtype)
     drafter = make_drafter(engine.target, config)
     rule = accept_rule(config)
     if config.quant == "int4":  # the target's; the draft has its own by now

@@ -559,7 +559,6 @@ def measure(bench: Bench, units: list[Unit]) -> None:
         for name in dict.fromkeys(m for unit in mine for m in bench.methods(unit)):
             bar.set_postfix_str(f"{preparing} {name}")
             chosen = method_config(name, setting, bench.config)
-            chosen = replace(chosen, dtype=target.config.dtype)
             made = bench.attempt(name, partial(with_config, target, chosen))
             if made is not None:
                 engines[name] = made

@@ -38,10 +38,9 @@ import generate as program
 from checkpoint import BLOCKS, Quantization
 from generate import Batch, compare, generate, load
 from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
-from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, numbers_of
+from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, keeps_blocks, numbers_of
 from hf.gguf import GgufFile
 from hf.weights import export_weights, load_model, weight_names
-from load import keeps_blocks
 from ops.library import has_cpu_operators
 from options import GenerateConfig
 
@@ -214,15 +213,19 @@ def test_ranks_widen(block_file, tmp_path):
     assert max(found["bytes"]) > 0.4 * sum(p.nbytes for p in wide.parameters())
 
 
+def widen(path, folder) -> None:
+    """Write the numbers of a file as a directory of fp32."""
+    wide = load_model(path, torch.float32)
+    weights = export_weights(wide, weight_names(wide.config), wide.config, torch.float32)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(GgufFile(path).config))
+
+
 @pytest.mark.parametrize("case", ["Q4_1", "many types", "tied", "biases", "mixture"])
 def test_options_that_widen(block_file, tmp_path, case):
     """--dtype and --quant compute with the numbers that a directory of them gives, bit for bit."""
     path = block_file(case)
-    wide = load_model(path, torch.float32)
-    names = weight_names(wide.config)
-    save_file(export_weights(wide, names, wide.config, torch.float32), tmp_path / "m.safetensors")
-    (tmp_path / "m.safetensors").rename(tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(GgufFile(path).config))
+    widen(path, tmp_path)
     for options in (
         {"dtype": "bfloat16"},
         {"dtype": "float32"},
@@ -325,7 +328,8 @@ def test_drafting_changes_no_token(
     assert engine.config.quant == "blocks" and (engine.target.fused is not None) == compile
     result = generate(engine, PROMPTS)
     assert result.tokens == vanilla(case, temperature)
-    if draft == "model":  # which is widened, and drafts with the target's own numbers
+    if draft == "model":  # which drafts with the target's own numbers
+        assert in_blocks(engine.drafter.model) and engine.config.quant_draft == "blocks"
         assert result.stats["tau"] > 2
     assert result.stats["accept_lengths"], "cycles drafted"
 
@@ -360,6 +364,73 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
         seed=7,
     )
     assert generate(engine, PROMPTS).tokens == vanilla(MODEL, 0.0)
+
+
+def in_blocks(model) -> bool:
+    return isinstance(model.layers[0].attention.wqkv, BlockLinear)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "target, draft, dtype, form",
+    [
+        ("file", "directory", "", "none"),
+        ("directory", "file", "", "blocks"),
+        ("directory in fp32", "file", "", "blocks"),
+        ("file", "file", "bfloat16", "none"),
+        ("directory", "file", "bfloat16", "none"),
+        ("file", "floats", "", "none"),
+    ],
+)
+def test_a_file_beside_a_directory(
+    block_file, tmp_path, target, draft, dtype, form, temperature, compile
+):
+    """Either may be the draft. One that holds blocks keeps them, unless --dtype is given."""
+    widen(block_file(MODEL), tmp_path)
+    if target == "directory in fp32":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float32"}))
+    file = block_file(MODEL)
+    floats = tmp_path / "floats.gguf"
+    model = hf_model("Llama", **SIZES)
+    write(floats, metadata_of(model) | BPE_METADATA, gguf_tensors(model), "F16")
+    paths = {"file": file, "floats": floats}
+    options = {
+        "checkpoint": str(paths.get(target, tmp_path)),
+        "device": "cpu",
+        "dtype": dtype,
+        "temperature": temperature,
+        "compile": compile,
+        "max_new_tokens": 24,
+        "ignore_eos": True,
+        "seed": 7,
+    }
+    want = generate(load(**options), PROMPTS).tokens
+    engine = load(**options, draft="model", draft_checkpoint=str(paths.get(draft, tmp_path)))
+    assert engine.config.quant_draft == form
+    assert in_blocks(engine.drafter.model) == (form == "blocks")
+    result = generate(engine, PROMPTS)
+    assert result.tokens == want
+    if draft != "floats":
+        assert result.stats["tau"] > 2
+
+
+def test_another_format_for_the_draft(block_file, capsys):
+    """--quant_draft none means the file's own bits, as --quant none."""
+    path = str(block_file("Q4_K"))
+    options = {"checkpoint": path, "draft_checkpoint": path, "draft": "model", "device": "cpu"}
+    for chosen, form in (
+        ({"quant_draft": "none"}, "blocks"),
+        ({"quant_draft": "int8"}, "int8"),
+        ({"quant": "int8"}, "int8"),
+        ({"quant": "int8", "quant_draft": "none"}, "blocks"),
+    ):
+        engine = load(**options, **chosen)
+        assert engine.config.quant == chosen.get("quant", "blocks")
+        assert engine.config.quant_draft == form
+        assert in_blocks(engine.drafter.model) == (form == "blocks")
+    assert "rounded again, to int8" in capsys.readouterr().err
 
 
 def test_compare(block_file):
