@@ -514,6 +514,20 @@ def test_truncated_files(capsys, block_file, tmp_path, share):
     assert re.search(r"m.gguf is truncated: \S+ ends at byte \d+ of \d+; download it again", err)
 
 
+def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
+    target = block_file("Q4_K")
+    path = tmp_path / "m.gguf"
+    options = ("--checkpoint", str(target), "--draft", "model", "--draft_checkpoint", str(path))
+    metadata, tensors = block_tensors("Q4_K")
+    name = "blk.1.ffn_up.weight"
+    spoil(tensors, name, NAN)
+    write(path, metadata, tensors)
+    said = f"{path}: {name} has a scale that is NaN or infinite; download it again\n"
+    assert refused(capsys, *options, notes=1).endswith(said)
+    path.write_bytes(target.read_bytes()[:-1])
+    assert re.search(r"m.gguf is truncated: \S+ ends at byte", refused(capsys, *options, notes=1))
+
+
 @pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quant", "int8")], ids=str)
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
     """A lost page of a mapping would end the process (SIGBUS)."""
