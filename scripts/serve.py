@@ -9,7 +9,8 @@ scripts/requirements-serve.txt.
 
 1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
    or one whose client has left, is evicted for the next request.
-2. The event loop reads requests (`Reader`), refuses unserved options by name, and streams the text.
+2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
+   and answers (replies.py): whole, or in events as the text comes.
 
 The text is a function of (weights, prompt, temperature, top_k, top_p, seed, number of the choice):
 that of generate.py for this prompt and these options, in a batch of any size and company, but for
@@ -29,32 +30,23 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import asyncio
-import errno
-import ipaddress
 import json
-import random
-import re
-import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 try:
-    import uvicorn
+    import uvicorn  # noqa: F401  (transport.py)
     from starlette.applications import Starlette
-    from starlette.datastructures import Headers
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Receive, Scope, Send
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -67,343 +59,18 @@ except ImportError as error:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 import ranks
-from command_line import MOST, one_line_errors, option, parse
+from command_line import one_line_errors, parse
 from decode import Engine
 from generate import load
-from hf.chat import chat_template, template_text
+from hf.chat import template_text
 from hf.fetch import fetched
 from load import warm_up
-from options import GenerateConfig, Sampling
-from prompts import check_ids, check_sampled
+from options import Sampling
 from sampling import Kind
 from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
-
-READ_S = 30  # seconds for the head of a request, and for its body
-SHOWN = 100  # characters of a request that a message repeats, at most
-# parameters of other servers, with the values that change nothing
-UNSERVED: dict[str, tuple] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0, 0.0),
-    "parallel_tool_calls": (False, True),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-SERVED = {
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "n", "stream",
-    "stream_options", "stop", "seed", "user", "store", "metadata",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ServeConfig(GenerateConfig):
-    """Options of a server. Those of generate.py that belong to a single run are left out."""
-
-    host: str = option("127.0.0.1", "address to listen at")
-    port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
-    batch_size: int = option(4, "requests decoded side by side", least=1)
-    max_new_tokens: int = option(
-        512, "tokens of an answer at most, where a request names no other number", least=1
-    )
-    max_waiting: int = option(
-        64, "answers that may wait for their turn; more requests are refused", least=0
-    )
-    max_body: int = option(1_000_000, "bytes of a request at most", least=1)
-    prompt: str | None = option(None, "", flag=False)
-    prompt_file: str = option("", "", flag=False)
-    prompt_ids: str | None = option(None, "", flag=False)
-    interactive: bool = option(False, "", flag=False)
-    num_samples: int = option(1, "", flag=False)
-    seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
-    compare: bool = option(False, "", flag=False)
-    json: str = option("", "", flag=False)
-    results: str = option("", "", flag=False)
-    trace: str = option("", "", flag=False)
-    profile: str = option("", "", flag=False)
-
-
-def need(holds: bool, message: str, param: str | None = None) -> None:
-    """Check a condition of a request. Raises: Refusal with status 400."""
-    if not holds:
-        raise Refusal(400, message, param)
-
-
-def no_model(asked: Any, name: str) -> Refusal:
-    """Return the refusal of a model name other than the served one."""
-    return Refusal(404, f"there is no model {repr(asked)[:SHOWN]} here; this is {name}", "model")
-
-
-# ----------------------------------------------------------------------------------------- requests
-
-
-class Asked(NamedTuple):
-    """A checked request."""
-
-    prompts: list[list[int]]
-    samples: int
-    sampling: Sampling
-    seed: int
-    most: int  # tokens of an answer
-    stops: list[str]
-    stream: bool
-    usage: bool  # a stream ends with the usage
-
-
-class Reader:
-    """Reads and checks the JSON of requests."""
-
-    def __init__(self, engine: Engine, config: ServeConfig, name: str):
-        self.engine = engine
-        self.config = config
-        self.name = name
-
-    @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
-    def _template(self, system: str | None) -> Any:
-        engine = self.engine
-        checkpoint = fetched(self.config.checkpoint)
-        return chat_template(checkpoint, engine.tokenizer, engine.config.chat, system)
-
-    def read(self, body: Any, chat: bool) -> Asked:
-        """Check a request. Raises: Refusal."""
-        need(isinstance(body, dict), "the body must be a JSON object")
-        body = _without_nulls(body)
-        asked = body.get("model", self.name)
-        if asked != self.name:
-            raise no_model(asked, self.name)
-        source = "messages" if chat else "prompt"
-        self._check_names(body, source)
-        sampling = self._sampling(body)
-        options = body.get("stream_options", {})
-        need(isinstance(options, dict), "stream_options must be an object", "stream_options")
-        options = _without_nulls(options)
-        limit = self.engine.context
-        own = min(self.config.max_new_tokens, limit)
-        most = self._integer(body, "max_tokens", own, 1, limit)
-        most = self._integer(body, "max_completion_tokens", most, 1, limit)
-        need(source in body, f"{source} is missing", source)
-        prompts = [body[source]]
-        if not chat and _is_list_of_prompts(body[source]):
-            prompts = body[source]
-        capacity = self.config.max_waiting + self.config.batch_size
-        samples = self._integer(body, "n", 1, 1, capacity)
-        need(  # before they are tokenized
-            len(prompts) * samples <= capacity,
-            f"at most {capacity} answers fit the waiting room; lower n, or send fewer prompts",
-            "n",
-        )
-        encode = self._messages if chat else self._ids
-        try:
-            ids = [encode(prompt) for prompt in prompts]
-        except ValueError as error:
-            raise Refusal(400, str(error), source) from None
-        seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
-        return Asked(
-            ids,
-            samples,
-            sampling,
-            seed % 2**64,
-            most,
-            self._stops(body),
-            self._flag(body, "stream"),
-            self._flag(options, "include_usage"),
-        )
-
-    def _check_names(self, body: dict, source: str) -> None:
-        """Refuse parameters that are not served. source: the one that holds the prompt"""
-        for name, value in body.items():
-            if name in SERVED or name == source:
-                continue
-            harmless = any(
-                type(value) is type(each) and value == each for each in UNSERVED.get(name, ())
-            )
-            need(
-                harmless,
-                f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out",
-                name[:SHOWN],
-            )
-
-    def _sampling(self, body: dict) -> Sampling:
-        """Read the parameters of the distribution; the server's own where they are missing."""
-        own = self.config.sampling
-        temperature = body.get("temperature", own.temperature)
-        need(
-            _is_number(temperature) and (0 <= temperature <= 2 or temperature == own.temperature),
-            f"temperature must be a number from 0 to 2; it is {json.dumps(temperature)[:SHOWN]}",
-            "temperature",
-        )
-        top_p = body.get("top_p", own.top_p)
-        need(
-            _is_number(top_p) and 0 < top_p <= 1,
-            f"top_p must be a number above 0, at most 1; it is {json.dumps(top_p)[:SHOWN]}",
-            "top_p",
-        )
-        top_k = self._integer(body, "top_k", own.top_k, -1, MOST)  # -1: all, as vLLM has it
-        sampling = Sampling(temperature, max(top_k, 0), top_p)
-        try:
-            check_sampled(replace(self.config, temperature=temperature))
-        except ValueError as error:
-            raise Refusal(400, str(error), "temperature") from None
-        return sampling
-
-    def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
-        value = body.get(name, default)
-        shown = json.dumps(value)[:SHOWN]
-        need(
-            type(value) is int and least <= value <= most,
-            f"{name} must be a whole number from {least} to {most}; it is {shown}",
-            name,
-        )
-        return value
-
-    def _flag(self, body: dict, name: str) -> bool:
-        value = body.get(name, False)
-        need(type(value) is bool, f"{name} must be true or false", name)
-        return value
-
-    def _stops(self, body: dict) -> list[str]:
-        stops = body.get("stop", [])
-        if isinstance(stops, str):
-            stops = [stops]
-        fit = (
-            isinstance(stops, list)
-            and len(stops) <= 4
-            and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
-        )
-        need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
-        return stops
-
-    def _ids(self, prompt: Any) -> list[int]:
-        """Return the ids of a completion's prompt, a text or token ids."""
-        engine = self.engine
-        ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
-        if not isinstance(ids, list) or not all(type(id) is int for id in ids):
-            raise ValueError("prompt must be a text, a list of token ids, or a list of either")
-        return check_ids(ids, engine.target.config.vocab_size, engine.context)
-
-    def _messages(self, messages: Any) -> list[int]:
-        """Return the ids of a chat: a system message or none, then user and assistant in turn."""
-        engine = self.engine
-        if engine.config.chat is None:
-            raise ValueError(
-                "this model has no chat template; serve it with --chat NAME, or ask for completions"
-            )
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("messages must be a list of at least one")
-        parsed = [_message(message) for message in messages]
-        system = self.config.system
-        if parsed[0][0] in ("system", "developer"):
-            system = parsed.pop(0)[1]
-        roles = [role for role, _ in parsed]
-        expected = [("user", "assistant")[i % 2] for i in range(len(parsed))]
-        if len(parsed) % 2 == 0 or roles != expected:
-            order = "messages must go user, assistant, ..., user behind a system message"
-            raise ValueError(f"{order}; they go {str(roles)[:SHOWN]}")
-        texts = [text for _, text in parsed]
-        ids = self._template(system).encode(engine.tokenizer, texts[0::2], texts[1::2])
-        return check_ids(ids, engine.target.config.vocab_size, engine.context)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _without_nulls(options: dict) -> dict:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _is_list_of_prompts(prompt: Any) -> bool:
-    """Tell several prompts from one list of token ids."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return not any(type(part) is int for part in prompt)
-
-
-def _message(message: Any) -> tuple[str, str]:
-    """Return role and text."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, list):
-        content = _joined_parts(content)
-    if not isinstance(content, str) or not isinstance(message.get("role"), str):
-        raise ValueError("a message must have a role and a text as its content")
-    return message["role"], content
-
-
-def _joined_parts(parts: list) -> str | None:
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            return None
-        if not isinstance(part.get("text"), str):
-            return None
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-# ---------------------------------------------------------------------------------------- responses
-
-
-class Reply:
-    """The JSON of a response, whole or in events."""
-
-    def __init__(self, asked: Asked, chat: bool, model: str):
-        self.asked = asked
-        self.chat = chat
-        self.base = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def usage(self, tokens: Iterable[int]) -> dict[str, int]:
-        """Count tokens. tokens: of each choice"""
-        prompt = sum(map(len, self.asked.prompts))
-        new = sum(tokens)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-    def whole(
-        self, texts: list[str], reasons: list[str | None], tokens: list[int]
-    ) -> dict[str, Any]:
-        """Return all choices, with the usage."""
-        choices = []
-        for i, (text, reason) in enumerate(zip(texts, reasons)):
-            message = {"role": "assistant", "content": text}
-            choices.append(
-                _choice(i, reason) | ({"message": message} if self.chat else {"text": text})
-            )
-        kind = "chat.completion" if self.chat else "text_completion"
-        return self.base | {"object": kind, "choices": choices, "usage": self.usage(tokens)}
-
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        """Return one event of a stream."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        event = self.base | {"object": kind, "choices": choices}
-        if self.asked.usage:
-            event |= {"usage": usage}
-        return f"data: {json.dumps(event)}\n\n"
-
-    def piece(self, piece: Piece) -> str:
-        """Return the event of a piece."""
-        text = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-        return self.event([_choice(piece.choice, piece.reason) | text])
-
-    def begin(self, choice: int) -> str:
-        """Return the first event of a chat's choice."""
-        role = {"delta": {"role": "assistant", "content": ""}}
-        return self.event([_choice(choice, None) | role])
-
-
-def _choice(index: int, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "finish_reason": reason, "logprobs": None}
+from scripts.parameters import SHOWN, Asked, Reader, ServeConfig, no_model
+from scripts.replies import Reply
+from scripts.transport import KnownHosts, Listener, is_loopback, json_body, listen
 
 
 class Server:
@@ -442,7 +109,7 @@ class Server:
             Exception: _failed,
         }
         guards = []
-        if _loopback(self.config.host):
+        if is_loopback(self.config.host):
             # against a page of another site whose name is resolved to this machine
             names = {"localhost", "127.0.0.1", "[::1]", self.config.host.lower()}
             guards = [Middleware(KnownHosts, names=names)]
@@ -471,7 +138,7 @@ class Server:
 
     async def answer(self, request: Request, chat: bool) -> Response:
         """Answer a completion or a chat."""
-        body = await self._body(request)
+        body = await json_body(request, self.config.max_body)
         async with self.reading:
             asked = await asyncio.to_thread(self.reader.read, body, chat)
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
@@ -490,25 +157,6 @@ class Server:
             gone.cancel()
             for job in jobs:
                 job.left = True
-
-    async def _body(self, request: Request) -> Any:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of another site may send other types unasked
-            raise Refusal(415, "the body must be application/json")
-        try:
-            data = await asyncio.wait_for(_at_most(request, self.config.max_body), READ_S)
-        except asyncio.TimeoutError:
-            raise Refusal(408, f"the body did not come within {READ_S} s") from None
-        try:
-            body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
-            json.dumps(body, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise Refusal(
-                400, "the body has half a character (a surrogate code point); remove it"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is not JSON: {error}") from None
-        return body
 
     def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
         engine = self.engine
@@ -537,19 +185,6 @@ class Server:
                 )
                 jobs.append(job)
         return jobs
-
-
-async def _at_most(request: Request, most: int) -> bytes:
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise Refusal(413, f"the body has more than {most} bytes")
-    return bytes(data)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -626,109 +261,6 @@ async def _events(
             job.left = True
 
 
-# --------------------------------------------------------------------------------------------- main
-
-
-def listen(config: ServeConfig) -> socket.socket:
-    """Open a socket at the address and port. Raises: ValueError where that cannot be."""
-    try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-        family, *_, address = found[0]
-        return socket.create_server(address[:2], family=family)
-    except (OSError, UnicodeError) as error:
-        remedies = {
-            errno.EADDRINUSE: "name another --port, or end who listens there",
-            errno.EACCES: "name a --port from 1024 on",
-        }
-        number = getattr(error, "errno", None)
-        remedy = remedies.get(number, "name an address of this machine with --host")
-        reason = getattr(error, "strerror", None) or error
-        where = f"--host {config.host} --port {config.port}"
-        raise ValueError(f"{where}: {reason}; {remedy}") from None
-
-
-def _loopback(host: str) -> bool:
-    """Tell an address that is reached from this machine alone."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-class KnownHosts:
-    """Refuses requests that name another machine in their Host."""
-
-    def __init__(self, app: ASGIApp, names: set[str]):
-        self.app = app
-        self.names = names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. The server calls this."""
-        app = self.app
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "").lower()
-            if re.sub(r":\d+$", "", host) not in self.names:
-                body = Refusal(400, f"{host[:SHOWN]!r} is no name of this machine").body
-                app = JSONResponse(body, 400)
-        await app(scope, receive, send)
-
-
-class Connection(H11Protocol):
-    """Drops a client whose request does not come."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the clock. The event loop calls this."""
-        super().connection_made(transport)
-        self._await_request()
-
-    def data_received(self, data: bytes) -> None:
-        """Take data. The event loop calls this.
-
-        uvicorn itself has no limit for a further request that has begun.
-        """
-        super().data_received(data)
-        if self.cycle and self.cycle.response_complete:
-            self._await_request()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. The protocol calls this."""
-        body = json.dumps(Refusal(400, msg).body)
-        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
-        self.transport.write(answer.encode("ascii"))
-        self.transport.close()
-
-    def _await_request(self) -> None:
-        before = self.cycle  # of the last request
-        self.loop.call_later(READ_S, lambda: self.cycle is before and self.transport.close())
-
-
-class Listener(uvicorn.Server):
-    """Ends answers before it waits for their connections, and itself when the batcher failed."""
-
-    def __init__(self, server: Server):
-        super().__init__(
-            uvicorn.Config(
-                server.app(), http=Connection, log_level="warning", timeout_graceful_shutdown=5
-            )
-        )
-        self.batcher = server.batcher
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """End the answers. Ctrl-C calls this."""
-        self.batcher.close()
-        super().handle_exit(sig, frame)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Check the batcher, ten times a second. Returns: True to end."""
-        return await super().on_tick(counter) or self.batcher.failed
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve to the end. Exits with status 1 when decoding has failed."""
-        super().run(sockets)
-        if self.batcher.failed:
-            sys.exit(1)
-
-
 def load_engine(config: ServeConfig) -> Engine:
     """Load the model, with its own chat template if it has one.
 
@@ -772,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            Listener(server).run(sockets=[found])
+            Listener(server.app(), server.batcher).run(sockets=[found])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from generate import encode, generate  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
 from sampling import Kind  # noqa: E402
-from scripts import serve  # noqa: E402
+from scripts import parameters, serve, transport  # noqa: E402
 from scripts.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
@@ -62,7 +62,7 @@ class Running:
             self.server.batcher,
             self.socket.getsockname()[1],
         )
-        self.uvicorn = serve.Listener(self.server)
+        self.uvicorn = serve.Listener(self.server.app(), self.batcher)
         self.status = None  # with which the process would exit
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -231,8 +231,8 @@ def test_chat(running):
     ]
     options = {"model": "demo", "messages": messages, "seed": 4, "max_completion_tokens": 20}
     found = running.client.chat.completions.create(**options)
-    template = serve.chat_template(
-        serve.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
+    template = parameters.chat_template(
+        parameters.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
     )
     ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
     want = generate(replace(running.engine, pool=[]), [ids], seed=4, max_new_tokens=20)
@@ -528,7 +528,7 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch
     monkeypatch.setattr(
         logging.getLogger("uvicorn.error"), "error", lambda *said, **_: logged.append(said)
     )
-    read = serve._at_most
+    read = transport._at_most
 
     async def at_most(*given):
         try:
@@ -536,7 +536,7 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch
         finally:
             left.set()
 
-    monkeypatch.setattr(serve, "_at_most", at_most)
+    monkeypatch.setattr(transport, "_at_most", at_most)
     with socket.create_connection(("127.0.0.1", running.port)) as client:
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -549,7 +549,7 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch
 
 def test_who_does_not_go_on_is_dropped(running, monkeypatch):
     """One that sends nothing, half a head, or half a body."""
-    monkeypatch.setattr(serve, "READ_S", 0.3)
+    monkeypatch.setattr(transport, "READ_S", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for sent, answer in (
         (b"", b""),
@@ -600,7 +600,7 @@ def test_names_of_other_machines_are_refused(running):
         found = json.loads(response.read())
         assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this machine"
         connection.close()
-    assert serve._loopback("::1") and not serve._loopback("0.0.0.0")
+    assert transport.is_loopback("::1") and not transport.is_loopback("0.0.0.0")
 
 
 def test_a_port_in_use_is_one_line(capsys):

@@ -1,0 +1,286 @@
+"""The options of serve.py, and the parameters of its requests, read and checked.
+
+A parameter that is not served is refused by name, unless its value changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from command_line import MOST, option
+from decode import Engine
+from hf.chat import chat_template
+from hf.fetch import fetched
+from options import GenerateConfig, Sampling
+from prompts import check_ids, check_sampled
+from scripts.batcher import Refusal
+
+SHOWN = 100  # characters of a request that a message repeats, at most
+# parameters of other servers, with the values that change nothing
+UNSERVED: dict[str, tuple] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0, 0.0),
+    "parallel_tool_calls": (False, True),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+SERVED = {
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "n", "stream",
+    "stream_options", "stop", "seed", "user", "store", "metadata",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServeConfig(GenerateConfig):
+    """Options of a server. Those of generate.py that belong to a single run are left out."""
+
+    host: str = option("127.0.0.1", "address to listen at")
+    port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
+    batch_size: int = option(4, "requests decoded side by side", least=1)
+    max_new_tokens: int = option(
+        512, "tokens of an answer at most, where a request names no other number", least=1
+    )
+    max_waiting: int = option(
+        64, "answers that may wait for their turn; more requests are refused", least=0
+    )
+    max_body: int = option(1_000_000, "bytes of a request at most", least=1)
+    prompt: str | None = option(None, "", flag=False)
+    prompt_file: str = option("", "", flag=False)
+    prompt_ids: str | None = option(None, "", flag=False)
+    interactive: bool = option(False, "", flag=False)
+    num_samples: int = option(1, "", flag=False)
+    seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
+    compare: bool = option(False, "", flag=False)
+    json: str = option("", "", flag=False)
+    results: str = option("", "", flag=False)
+    trace: str = option("", "", flag=False)
+    profile: str = option("", "", flag=False)
+
+
+def need(holds: bool, message: str, param: str | None = None) -> None:
+    """Check a condition of a request. Raises: Refusal with status 400."""
+    if not holds:
+        raise Refusal(400, message, param)
+
+
+def no_model(asked: Any, name: str) -> Refusal:
+    """Return the refusal of a model name other than the served one."""
+    return Refusal(404, f"there is no model {repr(asked)[:SHOWN]} here; this is {name}", "model")
+
+
+class Asked(NamedTuple):
+    """A checked request."""
+
+    prompts: list[list[int]]
+    samples: int
+    sampling: Sampling
+    seed: int
+    most: int  # tokens of an answer
+    stops: list[str]
+    stream: bool
+    usage: bool  # a stream ends with the usage
+
+
+class Reader:
+    """Reads and checks the JSON of requests."""
+
+    def __init__(self, engine: Engine, config: ServeConfig, name: str):
+        self.engine = engine
+        self.config = config
+        self.name = name
+
+    @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
+    def _template(self, system: str | None) -> Any:
+        engine = self.engine
+        checkpoint = fetched(self.config.checkpoint)
+        return chat_template(checkpoint, engine.tokenizer, engine.config.chat, system)
+
+    def read(self, body: Any, chat: bool) -> Asked:
+        """Check a request. Raises: Refusal."""
+        need(isinstance(body, dict), "the body must be a JSON object")
+        body = _without_nulls(body)
+        asked = body.get("model", self.name)
+        if asked != self.name:
+            raise no_model(asked, self.name)
+        source = "messages" if chat else "prompt"
+        self._check_names(body, source)
+        sampling = self._sampling(body)
+        options = body.get("stream_options", {})
+        need(isinstance(options, dict), "stream_options must be an object", "stream_options")
+        options = _without_nulls(options)
+        limit = self.engine.context
+        own = min(self.config.max_new_tokens, limit)
+        most = self._integer(body, "max_tokens", own, 1, limit)
+        most = self._integer(body, "max_completion_tokens", most, 1, limit)
+        need(source in body, f"{source} is missing", source)
+        prompts = [body[source]]
+        if not chat and _is_list_of_prompts(body[source]):
+            prompts = body[source]
+        capacity = self.config.max_waiting + self.config.batch_size
+        samples = self._integer(body, "n", 1, 1, capacity)
+        need(  # before they are tokenized
+            len(prompts) * samples <= capacity,
+            f"at most {capacity} answers fit the waiting room; lower n, or send fewer prompts",
+            "n",
+        )
+        encode = self._messages if chat else self._ids
+        try:
+            ids = [encode(prompt) for prompt in prompts]
+        except ValueError as error:
+            raise Refusal(400, str(error), source) from None
+        seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
+        return Asked(
+            ids,
+            samples,
+            sampling,
+            seed % 2**64,
+            most,
+            self._stops(body),
+            self._flag(body, "stream"),
+            self._flag(options, "include_usage"),
+        )
+
+    def _check_names(self, body: dict, source: str) -> None:
+        """Refuse parameters that are not served. source: the one that holds the prompt"""
+        for name, value in body.items():
+            if name in SERVED or name == source:
+                continue
+            harmless = any(
+                type(value) is type(each) and value == each for each in UNSERVED.get(name, ())
+            )
+            need(
+                harmless,
+                f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out",
+                name[:SHOWN],
+            )
+
+    def _sampling(self, body: dict) -> Sampling:
+        """Read the parameters of the distribution; the server's own where they are missing."""
+        own = self.config.sampling
+        temperature = body.get("temperature", own.temperature)
+        need(
+            _is_number(temperature) and (0 <= temperature <= 2 or temperature == own.temperature),
+            f"temperature must be a number from 0 to 2; it is {json.dumps(temperature)[:SHOWN]}",
+            "temperature",
+        )
+        top_p = body.get("top_p", own.top_p)
+        need(
+            _is_number(top_p) and 0 < top_p <= 1,
+            f"top_p must be a number above 0, at most 1; it is {json.dumps(top_p)[:SHOWN]}",
+            "top_p",
+        )
+        top_k = self._integer(body, "top_k", own.top_k, -1, MOST)  # -1: all, as vLLM has it
+        sampling = Sampling(temperature, max(top_k, 0), top_p)
+        try:
+            check_sampled(replace(self.config, temperature=temperature))
+        except ValueError as error:
+            raise Refusal(400, str(error), "temperature") from None
+        return sampling
+
+    def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
+        value = body.get(name, default)
+        shown = json.dumps(value)[:SHOWN]
+        need(
+            type(value) is int and least <= value <= most,
+            f"{name} must be a whole number from {least} to {most}; it is {shown}",
+            name,
+        )
+        return value
+
+    def _flag(self, body: dict, name: str) -> bool:
+        value = body.get(name, False)
+        need(type(value) is bool, f"{name} must be true or false", name)
+        return value
+
+    def _stops(self, body: dict) -> list[str]:
+        stops = body.get("stop", [])
+        if isinstance(stops, str):
+            stops = [stops]
+        fit = (
+            isinstance(stops, list)
+            and len(stops) <= 4
+            and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
+        )
+        need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
+        return stops
+
+    def _ids(self, prompt: Any) -> list[int]:
+        """Return the ids of a completion's prompt, a text or token ids."""
+        engine = self.engine
+        ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
+        if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+            raise ValueError("prompt must be a text, a list of token ids, or a list of either")
+        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+
+    def _messages(self, messages: Any) -> list[int]:
+        """Return the ids of a chat: a system message or none, then user and assistant in turn."""
+        engine = self.engine
+        if engine.config.chat is None:
+            raise ValueError(
+                "this model has no chat template; serve it with --chat NAME, or ask for completions"
+            )
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages must be a list of at least one")
+        parsed = [_message(message) for message in messages]
+        system = self.config.system
+        if parsed[0][0] in ("system", "developer"):
+            system = parsed.pop(0)[1]
+        roles = [role for role, _ in parsed]
+        expected = [("user", "assistant")[i % 2] for i in range(len(parsed))]
+        if len(parsed) % 2 == 0 or roles != expected:
+            order = "messages must go user, assistant, ..., user behind a system message"
+            raise ValueError(f"{order}; they go {str(roles)[:SHOWN]}")
+        texts = [text for _, text in parsed]
+        ids = self._template(system).encode(engine.tokenizer, texts[0::2], texts[1::2])
+        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _without_nulls(options: dict) -> dict:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    """Tell several prompts from one list of token ids."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return not any(type(part) is int for part in prompt)
+
+
+def _message(message: Any) -> tuple[str, str]:
+    """Return role and text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        content = _joined_parts(content)
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise ValueError("a message must have a role and a text as its content")
+    return message["role"], content
+
+
+def _joined_parts(parts: list) -> str | None:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+        if not isinstance(part.get("text"), str):
+            return None
+        texts.append(part["text"])
+    return "".join(texts)
