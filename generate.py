@@ -304,16 +304,22 @@ def finish_reason(engine: Engine, new: list[int]) -> str:
     return "context"
 
 
-def stream(engine: Engine, prompt: str | list[int]) -> Iterator[str]:
+def stream(engine: Engine, prompt: str | list[int], **options: Any) -> Iterator[str]:
     """Decode one prompt, a text or token ids. Yield its text as it is decided.
 
     No piece ends within a character.
+    options: those of `generate`, but for `num_samples`
+    Raises: ValueError for a prompt that cannot be decoded, or a value out of its range.
     """
     if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
         raise ValueError(
             "stream() takes one text or one list of token ids; use generate() for turns"
         )
-    session = Session(engine)
+    if "num_samples" in options:
+        raise ValueError("stream() decodes one answer; use generate() for num_samples")
+    config, draws = with_options(engine.config, options, 1)
+    session = Session(replace(engine, config=config))
+    session.configure(0, *draws[0])
     conversation = [prompt] if isinstance(prompt, str) else prompt
     yield from stream_text(session, first_ids(engine, conversation))
 

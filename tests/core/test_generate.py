@@ -260,6 +260,29 @@ def test_python_interface():
         list(stream(engine, ["a", "b"]))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7, "seed": 3}, {"temperature": 1, "top_k": 5, "top_p": 0.8}],
+    ids=str,
+)
+def test_a_stream_has_its_own_parameters(options):
+    engine = load(checkpoint=DEMO, max_new_tokens=30, device="cpu")
+    want = generate(engine, [PROMPT], **options, max_new_tokens=12).text[0]
+    assert "".join(stream(engine, PROMPT, **options, max_new_tokens=12)) == want
+    assert "".join(stream(engine, PROMPT)) == generate(engine, [PROMPT]).text[0]
+
+
+def test_options_that_a_stream_cannot_have():
+    engine = load(checkpoint=DEMO, device="cpu")
+    for options, message in (
+        ({"num_samples": 2}, r"use generate\(\) for num_samples"),
+        ({"quant": "int8"}, "quant cannot change after load"),
+        ({"temperature": -1}, "--temperature must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(stream(engine, PROMPT, **options))
+
+
 def test_python_interface_without_a_tokenizer():
     engine = load(checkpoint=TARGET, max_new_tokens=5, device="cpu")
     assert len(generate(engine, [[5, 17, 3]]).tokens[0]) == 5
