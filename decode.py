@@ -85,6 +85,11 @@ class Report(NamedTuple):
         return torch.cat((report, *columns), 1)
 
     @staticmethod
+    def emitted_of(report: Tensor) -> Tensor:
+        """Return the emitted tokens of a timed report, [B, D+1]."""
+        return report[:, :-9]
+
+    @staticmethod
     def unpack(packed: list[list[int]]) -> list[Report]:
         """Invert `pack` and `timed`: a report per sequence."""
         return [Report(values[:-9], *values[-9:-4], values[-4:]) for values in packed]
@@ -96,6 +101,7 @@ class Outcome(NamedTuple):
     report: Tensor  # [B, D+6] int64, from `Report.pack`; at the end [B, D+10], from `Report.timed`
     tree: DraftTree
     path: Tensor  # [B, D+1] int64, accepted nodes, root first
+    features: Tensor  # [B, D+1, F], the target's at these nodes; with aux layers [.., (1 + aux) F]
     expected: Tensor | None = None  # [B, 1 + lookups] fp32, from `Drafter.expected`
 
 
@@ -326,7 +332,7 @@ def advance(
         preset = torch.full_like(pos, LARGEST)
     report = Report.pack(emitted, count, accepted.length, done, preset, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
-    return new, confirmed, Outcome(report, tree, accepted.path)
+    return new, confirmed, Outcome(report, tree, accepted.path, confirmed.features)
 
 
 def advance_fused(
@@ -344,7 +350,7 @@ def advance_fused(
     slots = slots_of(tree, accepted, cycle)
     confirmed = Confirmed(tokens, path_features, count, slots, text)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
-    return new, confirmed, Outcome(report, tree, accepted.path)
+    return new, confirmed, Outcome(report, tree, accepted.path, confirmed.features)
 
 
 def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None:
@@ -359,14 +365,15 @@ def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None
 
 def prefill_chunk(
     engine: Engine, cache: KVCache, state: DecodeState, kind: Kind, start: Tensor, width: int
-) -> DecodeState:
+) -> tuple[DecodeState, Tensor]:
     """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
 
     kind: of the sequences' sampling, the latest of any
     start: [B] int64, index of each sequence's first token in the chunk; shorter ones are padded
     A sequence whose prompt ends in this chunk gets its root: only that feature meets the LM head.
     Writes: both caches, state.tokens.
-    Returns: the state; a sequence is done if nothing may follow its root.
+    Returns: the state; a sequence is done if nothing may follow its root. The features that such a
+        root was chosen from, [B, 1, F].
     """
     rule = state.rule.needed(kind)
     start = torch.minimum(start, state.pos)
@@ -382,7 +389,8 @@ def prefill_chunk(
     if rule is not None:
         vocab = engine.target.config.vocab_size
         noise = sampling.gumbel(state.key, state.draws, 1, vocab)  # [B, 1, V]
-    root = engine.pick_tokens(engine.target, features.gather(1, last), rule, noise, draw)  # [B, 1]
+    before_root = features.gather(1, last)  # [B, 1, F]
+    root = engine.pick_tokens(engine.target, before_root, rule, noise, draw)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
@@ -396,4 +404,5 @@ def prefill_chunk(
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, confirmed)
     draws = state.draws + ends_here
-    return replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)
+    state = replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)
+    return state, before_root

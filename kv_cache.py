@@ -51,6 +51,11 @@ class KVCache(NamedTuple):
         v = tuple(buffer[seq : seq + 1] for buffer in self.v)
         return KVCache(k, v, self.addresses[:0])
 
+    def copy_prefix(self, source: int, seq: int, length: int) -> None:
+        """Copy the first `length` slots of one sequence to another. Writes: its buffers."""
+        for buffer in (*self.k, *self.v):
+            buffer[seq, :, :length] = buffer[source, :, :length]
+
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the accepted slots of a verified tree next to the prefix.
 

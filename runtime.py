@@ -143,6 +143,21 @@ def sequence_of(record: Any, seq: int) -> Any:
     return type(record)(*(sequence_of(part, seq) for part in record))
 
 
+def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
+    """Copy one sequence of nested tuples of tensors and caches to another.
+
+    slots: of each cache, from the first on
+    Writes: the record.
+    """
+    if hasattr(record, "copy_prefix"):
+        record.copy_prefix(source, seq, slots)
+    elif isinstance(record, Tensor):
+        record[seq] = record[source]
+    else:
+        for part in record or ():
+            copy_sequence(part, source, seq, slots)
+
+
 class HostCopy:
     """Small tensors on their way to the host."""
 

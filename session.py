@@ -27,9 +27,10 @@ import torch
 from decode import PREFILL_CHUNK, DecodeState, Engine, Outcome, Report, prefill_chunk
 from draft_tree import Text
 from kv_cache import KVCache
+from logprobs import Logprob, Logprobs
 from ops.library import single_torch_thread
 from options import Sampling
-from runtime import HostCopy, Replay, copy_into, sequence_of
+from runtime import HostCopy, Replay, copy_into, copy_sequence, sequence_of
 from sampling import MASK32, Kind, NoiseKey, Rule
 from stats import Stats, sequence_memory, trace_row
 
@@ -59,6 +60,8 @@ class Buffers:
             drafter_state=engine.drafter.init(batch, engine.slots),
         )
         self.start = number[:1].clone()  # of a prefill chunk
+        # [B, 1, F], the features that each root was chosen from
+        self.before_roots = weight.new_zeros(batch, 1, engine.target.config.dim)
         self.deferred_cycles = 0  # cycles since the drafter caught up
         self.replays: dict[Any, Replay] = {}  # of cycles by kind and preset; of other steps
         self.scratch: dict[str, Any] = {}  # memory that captured prefills share
@@ -86,7 +89,9 @@ class Buffers:
             state = sequence_of(self.state, seq)
             own = replace(engine, drafter=engine.drafter.presets[preset])
             cache = self.cache.sequence(seq)
-            copy_into(state, prefill_chunk(own, cache, state, kind, self.start, width))
+            new, features = prefill_chunk(own, cache, state, kind, self.start, width)
+            copy_into(state, new)
+            self.before_roots[seq].copy_(features[0, :, : self.before_roots.shape[2]])
 
         self._replay(engine, ("prefill", width, seq, preset, kind), body)
 
@@ -136,6 +141,7 @@ class InFlight(NamedTuple):
     began: float  # host's clock (s)
     # with --trace: tokens, parents, depths, accepted path, and values where the tree has them
     tree_trace: HostCopy | None
+    logprobs: Logprobs | None
 
 
 class Session:
@@ -176,6 +182,9 @@ class Session:
         # every token of a sequence, prompt and roots included; during prefill, the cached part
         self.history: list[list[int]] = [[] for _ in range(batch)]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
+        # sequences that get log-probabilities, and how many of the likeliest tokens with each
+        self.wanted: dict[int, int] = {}
+        self.logprobs: dict[int, list[Logprob]] = {}  # of the last step's new tokens
         self.live = [False] * batch  # sequences that decode
         self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
         self.stats = Stats()
@@ -196,6 +205,10 @@ class Session:
         """Check whether a sequence's turn goes on."""
         return self.live[seq] or seq in self.prefilling
 
+    def cached(self, seq: int, prompt: list[int]) -> int:
+        """Count the tokens of a prompt that a sequence has cached, from the first on."""
+        return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
+
     def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.
 
@@ -210,9 +223,17 @@ class Session:
         while any(self.live) or self.prefilling:
             yield self.step()
 
-    def configure(self, seq: int, sampling: Sampling, seed: int) -> None:
-        """Set the parameters and the seed of an idle sequence; before, they are the engine's."""
+    def configure(
+        self, seq: int, sampling: Sampling, seed: int, likeliest: int | None = None
+    ) -> None:
+        """Set the parameters and the seed of an idle sequence; before, they are the engine's.
+
+        likeliest: tokens that come with each token's log-probability; None: no log-probabilities
+        """
         self.sampling[seq] = sampling
+        self.wanted.pop(seq, None)
+        if likeliest is not None:
+            self.wanted[seq] = likeliest
         key = self.state.key
         rule = Rule.of([sampling], key.seed.device)
         key.seed[seq, 0] = seed & MASK32
@@ -226,6 +247,7 @@ class Session:
         prompt: list[int],
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
+        source: int | None = None,
     ) -> None:
         """Give a sequence a turn: the coming steps cache its prompt and decode, beside the others.
 
@@ -233,17 +255,21 @@ class Session:
         noise_id: (prompt, sample), the key of the noise of a new conversation; None: the sequence's
             own noise goes on, and its draws
         max_new_tokens: 0: the engine's
+        source: a sequence, busy or not, whose cached part of the prompt is copied; None: the own
         """
         self.release(seq)
         engine = self.engine
         state = self.state
         length = len(prompt)
-        # the head pairs the last common feature with the token behind it: one token is run again;
-        # the last token of a history (the root) is not cached
-        begin = max(common_prefix(self.history[seq][:-1], prompt) - 1, 0)
+        self.buffers.catch_up(engine, engine.tree_policy.prefill_tree)
+        if source not in (None, seq):
+            shared = self.cached(source, prompt)
+            self.history[seq] = self.history[source][: shared + 1]
+            copy_sequence((self.buffers.cache, state.drafter_state), source, seq, shared)
+        # the head pairs the last common feature with the token behind it: one token is run again
+        begin = max(self.cached(seq, prompt) - 1, 0)
         self.history[seq] = prompt[:begin]
         self.prefilling[seq] = prompt
-        self.buffers.catch_up(engine, engine.tree_policy.prefill_tree)
         state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
         state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
         limit = length + (max_new_tokens or engine.config.max_new_tokens)
@@ -266,9 +292,11 @@ class Session:
     def step(self) -> list[list[int]]:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 
-        Returns: the new tokens of every sequence that were read. Writes: history, stats, trace.
+        Returns: the new tokens of every sequence that were read. Writes: history, logprobs, stats,
+            trace.
         """
         new: list[list[int]] = [[] for _ in self.history]
+        self.logprobs = {seq: [] for seq in self.wanted}
         began = time.perf_counter()
         if self.pending:  # a device computes meanwhile: the time that the caller takes counts
             began = self.read_at
@@ -303,12 +331,23 @@ class Session:
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
                     new[seq] = [root]
+                    if seq in self.wanted:
+                        self._score_root(seq)
                     self.live[seq] = not self.state.done[seq]
                     self.preset = len(self.engine.drafter.presets) - 1
                     expected = self.engine.drafter.expected(self.state.drafter_state)
                     if expected is not None:
                         self._expect(expected.tolist())
                     del self.prefilling[seq]
+
+    def _score_root(self, seq: int) -> None:
+        """Score the root of a prompt that was read. Writes: logprobs."""
+        own = slice(seq, seq + 1)
+        state = self.state
+        root = state.tokens[own].gather(1, state.pos[own, None])  # [1, 1]
+        features = self.buffers.before_roots[own]
+        scored = Logprobs(self.engine.target, features, root, {0: self.wanted[seq]})
+        self.logprobs[seq] += scored.read()[0]
 
     def _launch(self, preset: int | None = None) -> InFlight:
         """Run a cycle of a preset, by default of the one that the tree policy picks."""
@@ -333,7 +372,12 @@ class Session:
         copied = [outcome.report]
         if outcome.expected is not None:
             copied.append(outcome.expected)
-        return InFlight(HostCopy(*copied), preset, began, tree_trace)
+        logprobs = None
+        wanted = {seq: count for seq, count in self.wanted.items() if self.live[seq]}
+        if wanted:
+            emitted = Report.emitted_of(outcome.report)
+            logprobs = Logprobs(engine.target, outcome.features, emitted, wanted)
+        return InFlight(HostCopy(*copied), preset, began, tree_trace, logprobs)
 
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
@@ -358,6 +402,10 @@ class Session:
         for seq in live:
             new[seq] += reports[seq].emitted[: reports[seq].count]
             self.live[seq] = not reports[seq].done
+        if launched.logprobs:
+            scored = launched.logprobs.read()
+            for seq in scored.keys() & set(live):
+                self.logprobs[seq] += scored[seq][: reports[seq].count]
         if launched.tree_trace:
             tree_trace = launched.tree_trace.read()
             self.trace += [trace_row(tree_trace, seq, reports[seq]) for seq in live]

@@ -182,6 +182,10 @@ class Tokenizer:
             return b""
         return self._piece(id)
 
+    def name(self, id: int) -> bytes:
+        """Return the bytes of one token, of a control token those of its name."""
+        return self._piece(id)
+
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of every id, of control tokens their names.
 

@@ -4,10 +4,13 @@
 2. The thread gives free places of the batch to the jobs that wait longest. After each step it
    passes the new text of every sequence (`Piece`) to its job.
 3. A job whose client has left is evicted, or leaves the queue, before the next step.
+4. Finished sequences stay cached until their place is needed, the least recently used one first.
+   A prompt that begins as a cached one does, of a finished answer or not, is read from there on:
+   a conversation's next turn in its place, others after a copy.
 
-Trade-off: a job takes the free place that has most of its prompt cached. Reused and recomputed
-cache entries are equal where products give a row the same bits in any pass (our operators); in
-fp32 they may differ by rounding.
+Trade-off: prefixes are copied, not shared, which takes memory and no page tables. Reused and
+recomputed cache entries are equal where products give a row the same bits in any pass (our
+operators); in fp32 they may differ by rounding.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
-from decode import Engine
+from decode import PREFILL_CHUNK, Engine
+from logprobs import Logprob
 from options import Sampling
 from scripts.counters import Counters
 from session import Session, common_prefix
 from stats import Stats
 
+WORTH_A_WAIT = 64  # tokens that are soon cached; reading them takes about a step
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -39,6 +45,14 @@ class Refusal(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
+class Scored(NamedTuple):
+    """A token of an answer, with its log-probability."""
+
+    id: int
+    start: int  # characters of the answer before it
+    logprob: Logprob
+
+
 class Piece(NamedTuple):
     """The text that a step adds to an answer."""
 
@@ -46,12 +60,14 @@ class Piece(NamedTuple):
     text: str
     tokens: int  # so far
     reason: str | None  # "stop" or "length" at the end of the answer
+    scored: list[Scored]  # the tokens that begin in the text, where the request asks for them
 
 
 class Answer:
     """The text of a sequence, up to an end of sequence or a stop string.
 
-    The bytes of a character that is not complete at the end are left out.
+    The bytes of a character that is not complete at the end are left out. A token comes with the
+    text that it begins in; one that is cut off, as an end of sequence is, does not come.
     """
 
     def __init__(self, decoder: Any, stops: list[str], ends: list[int]):
@@ -60,13 +76,17 @@ class Answer:
         self.stops = stops
         self.ends = ends
         self.held = ""  # text that may begin a stop string
+        self.told = 0  # characters before it
+        self.scored: deque[Scored] = deque()  # tokens that begin in it
         self.tokens = 0
         self.over = False
         self.stopped = False  # at an end of sequence or a stop string
 
-    def push(self, id: int) -> str:
+    def push(self, id: int, logprob: Logprob | None = None) -> str:
         """Add a token. Returns: the text that is certain by now."""
         self.tokens += 1
+        if logprob is not None:
+            self.scored.append(Scored(id, self.told + len(self.held), logprob))
         self.held += self.decoder.push([id])
         if id in self.ends:
             self.stopped = True
@@ -77,6 +97,13 @@ class Answer:
         """End the answer. Returns: the rest of the text."""
         self.over = True
         return self._take(True)
+
+    def take_scored(self) -> list[Scored]:
+        """Return the tokens that begin in the text told since the last call."""
+        taken = []
+        while self.scored and self.scored[0].start < self.told:
+            taken.append(self.scored.popleft())
+        return taken
 
     def _take(self, last: bool) -> str:
         found = [self.held.find(stop) for stop in self.stops if stop in self.held]
@@ -90,6 +117,7 @@ class Answer:
             end = len(self.held) - self._begun()
         text = self.held[:end]
         self.held = self.held[end:]
+        self.told += end
         return text
 
     def _begun(self) -> int:
@@ -110,6 +138,7 @@ class Job:
     sampling: Sampling
     seed: int
     most: int  # tokens
+    likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     answer: Answer
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
     left: bool = False  # the client has left
@@ -124,7 +153,10 @@ class Batcher(threading.Thread):
         super().__init__(daemon=True)
         self.session = Session(engine)
         self.most = most
-        self.jobs: list[Job | None] = [None] * engine.config.batch_size
+        batch = engine.config.batch_size
+        self.jobs: list[Job | None] = [None] * batch
+        self.free = list(range(batch))  # places, the least recently used one first
+        self.prompts: list[list[int]] = [[] for _ in range(batch)]  # the last of each place
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()  # guards the fields here
         self.open = True  # takes jobs
@@ -183,25 +215,47 @@ class Batcher(threading.Thread):
             for seq, job in enumerate(self.jobs):
                 if job and job.left:
                     self._evict(seq, "left")
-            while None in self.jobs and self.waiting:
+            while self.free and self.waiting and not self._is_being_read(self.waiting[0].prompt):
                 job = self.waiting.popleft()
                 if not job.left:
                     self._admit(job)
             return self.open
 
+    def _is_being_read(self, prompt: list[int]) -> bool:
+        """Tell whether a long beginning of a prompt is being read, as part of another one."""
+        session = self.session
+        coming = [common_prefix(other, prompt) for other in session.prefilling.values()]
+        if max(coming, default=0) <= PREFILL_CHUNK:  # else both are read in a step or two
+            return False
+        cached = max(session.cached(seq, prompt) for seq in range(len(self.jobs)))
+        return max(coming) - cached > WORTH_A_WAIT
+
     def _admit(self, job: Job) -> None:
         session = self.session
-        free = [seq for seq, other in enumerate(self.jobs) if other is None]
-        seq = max(free, key=lambda seq: common_prefix(session.history[seq], job.prompt))
+        seq, source = self._place(job.prompt)
         self.jobs[seq] = job  # before the calls that may fail: `run` then refuses it
-        session.configure(seq, job.sampling, job.seed)
-        session.admit(seq, job.prompt, job.stream, job.most)
+        self.free.remove(seq)
+        self.prompts[seq] = job.prompt
+        session.configure(seq, job.sampling, job.seed, job.likeliest)
+        session.admit(seq, job.prompt, job.stream, job.most, source)
         self.counters.prompt_tokens += len(job.prompt)
+        self.counters.cached_tokens += len(session.history[seq])
+
+    def _place(self, prompt: list[int]) -> tuple[int, int]:
+        """Choose a place for a prompt, and the place whose cached beginning of it is reused."""
+        cached = [self.session.cached(seq, prompt) for seq in range(len(self.jobs))]
+        oldest = self.free[0]
+        source = max(range(len(cached)), key=lambda seq: (cached[seq], seq == oldest))
+        last = self.prompts[source]
+        if source in self.free and prompt[: len(last)] == last:
+            return source, source  # a conversation goes on
+        return oldest, source
 
     def _evict(self, seq: int, reason: str) -> None:
         self.counters.ended[reason] += 1
         self.session.release(seq)
         self.jobs[seq] = None
+        self.free.append(seq)
 
     def _step(self) -> None:
         session = self.session
@@ -213,9 +267,9 @@ class Batcher(threading.Thread):
             answer = job.answer
             before = answer.tokens
             text = ""
-            for id in ids:
+            for id, logprob in zip(ids, session.logprobs.get(seq, repeat(None))):
                 if not answer.over:
-                    text += answer.push(id)
+                    text += answer.push(id, logprob)
             if not answer.over and not session.busy(seq):
                 text += answer.close()
             self.counters.tokens += answer.tokens - before
@@ -225,7 +279,7 @@ class Batcher(threading.Thread):
             if reason:
                 with self.changed:
                     self._evict(seq, reason)
-            job.tell(Piece(job.choice, text, answer.tokens, reason))
+            job.tell(Piece(job.choice, text, answer.tokens, reason, answer.take_scored()))
         self.counters.step(session.stats)
         # without readers they would only grow
         session.stats = Stats()

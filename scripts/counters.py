@@ -21,6 +21,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.cached_tokens = 0  # of prompts, that were not read again
         self.tokens = 0  # of answers
         self.passes = 0  # of the target, for each sequence
         self.accepted = 0  # drafted tokens
@@ -49,6 +50,7 @@ class Counters:
         """Return the text. running, waiting: answers"""
         lines = [
             *_metric("prompt_tokens_total", "counter", "tokens of prompts", self.prompt_tokens),
+            *_metric("cached_tokens_total", "counter", "of these, not read", self.cached_tokens),
             *_metric("generated_tokens_total", "counter", "tokens of answers", self.tokens),
             *_metric("passes_total", "counter", "passes of the target, by sequence", self.passes),
             *_metric("accepted_tokens_total", "counter", "accepted drafted tokens", self.accepted),

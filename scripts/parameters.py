@@ -20,6 +20,7 @@ from prompts import check_ids, check_sampled
 from scripts.batcher import Refusal
 
 SHOWN = 100  # characters of a request that a message repeats, at most
+MOST_LIKELIEST = 20  # tokens beside each log-probability
 # parameters of other servers, with the values that change nothing
 UNSERVED: dict[str, tuple] = {
     "best_of": (1,),
@@ -28,7 +29,6 @@ UNSERVED: dict[str, tuple] = {
     "function_call": ("none",),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "min_p": (0, 0.0),
     "parallel_tool_calls": (False, True),
     "presence_penalty": (0, 0.0),
@@ -37,11 +37,10 @@ UNSERVED: dict[str, tuple] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "n", "stream",
-    "stream_options", "stop", "seed", "user", "store", "metadata",
+    "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs", "top_logprobs",
 }  # fmt: skip
 
 
@@ -91,6 +90,7 @@ class Asked(NamedTuple):
     sampling: Sampling
     seed: int
     most: int  # tokens of an answer
+    likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     stops: list[str]
     stream: bool
     usage: bool  # a stream ends with the usage
@@ -150,6 +150,7 @@ class Reader:
             sampling,
             seed % 2**64,
             most,
+            self._likeliest(body, chat),
             self._stops(body),
             self._flag(body, "stream"),
             self._flag(options, "include_usage"),
@@ -206,6 +207,21 @@ class Reader:
         value = body.get(name, False)
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
+
+    def _likeliest(self, body: dict, chat: bool) -> int | None:
+        """Read how many tokens come beside each log-probability; None: no log-probabilities.
+
+        A chat has a flag and a number, a completion the number alone.
+        """
+        if not chat:
+            need(not body.get("top_logprobs"), "top_logprobs is for chats; set logprobs to it")
+            if body.get("logprobs", False) is False:
+                return None
+            return self._integer(body, "logprobs", 0, 0, MOST_LIKELIEST)
+        asked = self._flag(body, "logprobs")
+        likeliest = self._integer(body, "top_logprobs", 0, 0, MOST_LIKELIEST)
+        need(asked or not likeliest, "top_logprobs needs logprobs: true", "top_logprobs")
+        return likeliest if asked else None
 
     def _stops(self, body: dict) -> list[str]:
         stops = body.get("stop", [])

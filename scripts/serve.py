@@ -69,7 +69,7 @@ from options import Sampling
 from sampling import Kind
 from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
 from scripts.parameters import SHOWN, Asked, Reader, ServeConfig, no_model
-from scripts.replies import Reply
+from scripts.replies import Reply, joined
 from scripts.transport import KnownHosts, Listener, is_loopback, json_body, listen
 
 
@@ -143,7 +143,7 @@ class Server:
             asked = await asyncio.to_thread(self.reader.read, body, chat)
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
         jobs = self._jobs(asked, chat, pieces)
-        reply = Reply(asked, chat, self.name)
+        reply = Reply(asked, chat, self.name, self.engine.tokenizer)
         self.batcher.submit(jobs)
         if asked.stream:
             return StreamingResponse(_events(pieces, jobs, reply), media_type="text/event-stream")
@@ -180,6 +180,7 @@ class Server:
                     sampling=asked.sampling,
                     seed=asked.seed,
                     most=asked.most,
+                    likeliest=asked.likeliest,
                     answer=answer,
                     tell=tell,
                 )
@@ -232,12 +233,10 @@ async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> Asyn
 async def _whole(
     pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
 ) -> dict[str, Any]:
-    texts = [""] * len(jobs)
-    last = [Piece(i, "", 0, None) for i in range(len(jobs))]
+    answers: list[list[Piece]] = [[] for _ in jobs]
     async for piece in _take(pieces, jobs):
-        texts[piece.choice] += piece.text
-        last[piece.choice] = piece
-    return reply.whole(texts, [piece.reason for piece in last], [piece.tokens for piece in last])
+        answers[piece.choice].append(piece)
+    return reply.whole([joined(parts) for parts in answers])
 
 
 async def _events(

@@ -33,7 +33,7 @@ FLOORS = (
     ("prompts", "checkpoint", "draft_tree"),
     ("sampling", "runtime", "kv_cache"),
     ("model", "ranks"),
-    ("drafters", "quantize"),
+    ("drafters", "quantize", "logprobs"),
     ("hf",),
     ("decode", "eagle_draft", "tp"),
     ("session",),

@@ -28,7 +28,7 @@ from generate import encode, generate  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
 from sampling import Kind  # noqa: E402
-from scripts import parameters, serve, transport  # noqa: E402
+from scripts import parameters, replies, serve, transport  # noqa: E402
 from scripts.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
@@ -264,6 +264,82 @@ def test_stop_strings(running):
     assert text == whole[: whole.index(stop)] and found.usage.completion_tokens < 60
 
 
+def test_logprobs_of_a_completion(running):
+    """With the texts of tokens, their places, and the likeliest ones; the end of sequence has no text."""
+    options = {"seed": 5, "max_tokens": 30, "logprobs": 2, "n": 2}
+    found = running.complete(**options)
+    for choice in found.choices:
+        scores = choice.logprobs
+        assert "".join(scores.tokens) == choice.text
+        assert scores.text_offset == [
+            sum(map(len, scores.tokens[:n])) for n in range(len(scores.tokens))
+        ]
+        for token, own, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs):
+            assert own <= 0 and top[token] == own and 2 <= len(top) <= 3
+            assert max(top.values()) == list(top.values())[0]
+    events = [event.choices[0] for event in running.complete(**options, stream=True)]
+    for choice in found.choices:
+        own = [event for event in events if event.index == choice.index]
+        joined = [token for event in own for token in event.logprobs.token_logprobs]
+        assert joined == choice.logprobs.token_logprobs
+        assert all(("".join(event.logprobs.tokens) == event.text) for event in own)
+    assert running.complete(logprobs=None).choices[0].logprobs is None
+    without = running.complete(seed=5, max_tokens=30, logprobs=0).choices[0].logprobs
+    assert without.token_logprobs == found.choices[0].logprobs.token_logprobs
+    assert [len(top) for top in without.top_logprobs] == [1] * len(without.tokens)
+
+
+def test_logprobs_of_a_chat(running):
+    options = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "seed": 4,
+        "max_tokens": 20,
+        "logprobs": True,
+    }
+    create = running.client.chat.completions.create
+    choice = create(**options, top_logprobs=3).choices[0]
+    data = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+    assert data.decode() in (choice.message.content, " " + choice.message.content)
+    for token in choice.logprobs.content:
+        assert len(token.top_logprobs) == 3 and token.token.encode() == bytes(token.bytes)
+        logprobs = [each.logprob for each in token.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True) and token.logprob <= logprobs[0]
+    events = create(**options, stream=True)
+    streamed = [event.choices[0].logprobs for event in events]
+    tokens = [token for each in streamed if each for token in each.content]
+    assert [token.logprob for token in tokens] == [
+        token.logprob for token in choice.logprobs.content
+    ]
+    assert not any(token.top_logprobs for token in tokens)
+    for bad, message in (
+        ({"logprobs": 1}, "logprobs must be true or false"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
+    ):
+        body = json.dumps({"messages": options["messages"], **bad}).encode()
+        status, found = running.raw(body, "/v1/chat/completions")
+        assert status == 400 and message in found["error"]["message"]
+
+
+def test_logprobs_end_where_the_text_does(running):
+    """At a stop string, whole and streamed: the tokens of the text, and no others."""
+    whole = running.complete(seed=5, max_tokens=60).choices[0].text
+    options = {"seed": 5, "max_tokens": 60, "stop": whole[len(whole) // 2 :][:4], "logprobs": 0}
+    found = running.complete(**options).choices[0]
+    scores = found.logprobs
+    assert scores.text_offset[-1] < len(found.text) <= len("".join(scores.tokens))
+    events = list(running.complete(**options, stream=True))
+    streamed = [token for event in events for token in event.choices[0].logprobs.tokens]
+    assert streamed == scores.tokens
+
+
+def test_halves_of_characters_are_escaped():
+    assert (
+        replies._text(b"\xe2\x82") == "\\xe2\\x82" and replies._text("\u20ac".encode()) == "\u20ac"
+    )
+
+
 class Letters:
     """A decoder whose tokens are letters."""
 
@@ -378,7 +454,8 @@ def test_too_many_are_refused(running):
     ({"prompt": [10**9]}, 400, "token ids must be in"), ({"prompt": "a b " * 2500}, 400, "the context holds"),
     ({"prompt": "a", "max_tokens": 2049}, 400, "from 1 to 2048"), ({"prompt": "a", "max_tokens": 0}, 400, "1 to 2048"),
     ({"prompt": "a", "max_tokens": 2049, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
-    ({"prompt": "a", "logprobs": 0}, 400, "logprobs = 0 is not"), ({"prompt": "a", "echo": 0}, 400, "echo = 0 is not"),
+    ({"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"), ({"prompt": "a", "logprobs": True}, 400, "logprobs must be a whole"),
+    ({"prompt": "a", "top_logprobs": 2}, 400, "top_logprobs is for chats"), ({"prompt": "a", "echo": 0}, 400, "echo = 0 is not"),
     ({"prompt": ["a"] * 16}, 400, "at most 15 answers"), ({"prompt": "a", "\ud800": 1}, 400, "half a character"),
     ({"prompt": "\udfff"}, 400, "half a character"), ({"model": "x" * 9000}, 404, f"model '{'x' * 99} here"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "whole number"), ({"prompt": "a", "seed": 1.5}, 400, "seed must be"),
@@ -391,7 +468,7 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "top_k": 2**31}, 400, "top_k must be"), ({"prompt": "a", "min_p": 0.1}, 400, "min_p = 0.1 is not served"),
     ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
     ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
-    ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
+    ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": ["a"] * 5}, 400, "at most four texts"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream must be"), ({"prompt": "a", "stream_options": 1}, 400, "stream_options"),
     ({"prompt": "a", "n": 9, "stream_options": {"include_usage": 1}}, 400, "include_usage must be"),
 ])  # fmt: skip
@@ -630,17 +707,17 @@ def test_ipv6():
 
 
 def test_ctrl_c_ends_it(tmp_path):
+    """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
     server = subprocess.Popen(
-        [sys.executable, serve.__file__, *ARGV], stderr=subprocess.PIPE, text=True
+        [sys.executable, serve.__file__, *ARGV, "--ignore_eos"], stderr=subprocess.PIPE, text=True
     )
     line = next(line for line in server.stderr if "http" in line)  # or it has ended
     port = int(line.partition("/v1")[0].rpartition(":")[2])
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    events = iter(
-        client.completions.create(model="demo", prompt=PROMPT, max_tokens=400, stream=True)
-    )
+    options = {"max_tokens": 2000, "n": 15, "stream": True}
+    events = iter(client.completions.create(model="demo", prompt=PROMPT, **options))
     next(events)
     server.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="the server is shutting down"):
         list(events)
-    assert server.wait(30) == 130 and server.stderr.read() == ""
+    assert server.wait(120) == 130 and server.stderr.read() == ""

@@ -1,0 +1,96 @@
+"""Log-probabilities of decided tokens: the target's own at temperature 1, the same with every drafter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_lossless import assert_same, make, needs_operators
+
+from decode import Engine
+from generate import load
+from helpers import compiled_as_on_cuda, engine_for, golden_target, slow
+from logprobs import Logprob
+from options import DEMO, Sampling
+from session import Session
+
+DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "model:chain")
+IDS = [5, 17, 3, 40, 8, 22, 61]
+OTHER = [9, 33, 2, 71, 54]
+RULES = {"greedy": Sampling(), "sampled": Sampling(0.8, top_k=20, top_p=0.9)}
+OPTIONS = {"max_new_tokens": 24, "ignore_eos": True, "batch_size": 2}
+
+
+def scored(
+    engine: Engine, rule: Sampling, likeliest: int, host_lag: int = 0
+) -> tuple[list[int], list[Logprob]]:
+    """New tokens of one sequence and their log-probabilities, beside a sequence that asks for none."""
+    session = Session(engine, host_lag=host_lag)
+    for seq, prompt in enumerate((OTHER, IDS)):
+        session.configure(seq, rule, 7, likeliest if seq else None)
+        session.admit(seq, prompt, (seq, 0))
+    tokens, found = [], []
+    while session.busy(0) or session.busy(1):
+        tokens += session.step()[1]
+        assert session.logprobs.keys() == {1}
+        found += session.logprobs[1]
+        assert len(found) == len(tokens)
+    return tokens, found
+
+
+def check(engine: Engine, tokens: list[int], found: list[Logprob], likeliest: int) -> None:
+    """The log-probabilities are the log-softmax of one pass over the whole text."""
+    ids = torch.tensor([IDS + tokens])
+    features = engine.target(ids, torch.arange(ids.shape[1])[None])
+    want = engine.target.logits(features)[0, len(IDS) - 1 : -1].log_softmax(-1)  # [T, V]
+    own = torch.tensor([each.own for each in found])
+    torch.testing.assert_close(own, want.gather(1, ids[0, len(IDS) :, None])[:, 0], **CLOSE)
+    for each, row in zip(found, want):
+        assert len(each.top) == likeliest
+        best = torch.tensor([logprob for _, logprob in each.top])
+        torch.testing.assert_close(best, row.topk(likeliest).values, **CLOSE)
+        at = torch.tensor([id for id, _ in each.top], dtype=torch.long)
+        torch.testing.assert_close(best, row[at], **CLOSE)
+
+
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_they_are_the_targets_own(drafter, rule):
+    engine = engine_for(golden_target(), make(drafter), **OPTIONS)
+    tokens, found = scored(engine, RULES[rule], 3)
+    check(engine, tokens, found, 3)
+    plain = engine_for(golden_target(), make("none"), **OPTIONS)
+    want, expected = scored(plain, RULES[rule], 0)
+    assert_same(plain, IDS, tokens, want, (1, 0))
+    assert all(each.top == [] for each in expected)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("drafter", ["none", *slow(["dynamic"])])
+def test_captured_cycles_do_the_same(drafter):
+    """As on CUDA: the features lie in buffers that the next cycle overwrites, the report comes late."""
+    engine = compiled_as_on_cuda(engine_for(golden_target(), make(drafter), **OPTIONS))
+    check(engine, *scored(engine, RULES["sampled"], 2, host_lag=1), 2)
+
+
+@needs_operators
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_drafter_gives_the_same_bits(quant, rule):
+    """In bf16 and int8 on a CPU."""
+    options = OPTIONS | {"checkpoint": DEMO, "device": "cpu", "compile": True, "quant": quant}
+    options |= {"dtype": "bfloat16"}
+    found = [
+        scored(load(**options, **draft), RULES[rule], 5)
+        for draft in ({"draft": "none"}, {"tree": "dynamic"}, {"tree": "chain"})
+    ]
+    assert found[0] == found[1] == found[2] and len(found[0][0]) == 24
+
+
+def test_nobody_pays_where_nobody_asks(monkeypatch):
+    monkeypatch.setattr("session.Logprobs", None)
+    session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
+    list(session.run([IDS]))
+    assert session.logprobs == {}

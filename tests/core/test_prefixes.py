@@ -1,0 +1,136 @@
+"""Cached beginnings of prompts that one sequence takes over from another: the tokens stay, the passes are saved."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from test_lossless import assert_same, make, needs_operators
+
+import session as host
+from decode import Engine
+from generate import load
+from helpers import compiled_as_on_cuda, engine_for, golden_target, record, slow
+from options import DEMO, Sampling
+from runtime import tensors_of
+from session import Session
+
+DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
+SHARED = [(7 * i + i * i) % 97 for i in range(270)]  # more than a prefill chunk
+FIRST = [*SHARED, 5, 17, 3]
+SECOND = [*SHARED, 9, 33]
+RULES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
+OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "batch_size": 3}
+IN_INT8 = OPTIONS | {"checkpoint": DEMO, "device": "cpu", "compile": True, "quant": "int8"}
+
+
+def decode(session: Session, seq: int, prompt: list[int], rule: Sampling, **options) -> list[int]:
+    """The new tokens of one prompt; a sequence's number is that of its noise."""
+    session.configure(seq, rule, 7)
+    session.admit(seq, prompt, (seq, 0), **options)
+    while session.busy(seq):
+        session.step()
+    return session.history[seq][len(prompt) :]
+
+
+def copied(engine: Engine, rule: Sampling, host_lag: int = 0) -> list[list[int]]:
+    """Copies from a finished sequence, from one that decodes, and onto one that had another text."""
+    session = Session(engine, host_lag=host_lag)
+    found = [decode(session, 0, FIRST, rule), decode(session, 1, SECOND, rule, source=0)]
+    session.configure(2, rule, 7)
+    session.admit(2, FIRST, (2, 0), max_new_tokens=60, source=1)
+    while len(session.history[2]) < len(FIRST) + 3:
+        session.step()
+    found.append(decode(session, 0, SECOND, rule, source=2))  # the source goes on meanwhile
+    found.append(decode(session, 1, [*SHARED[:40], 1, 2, 3], rule, source=2))
+    while session.busy(2):
+        session.step()
+    return [*found, session.history[2][len(FIRST) :]]
+
+
+ASKED = [(0, FIRST), (1, SECOND), (0, SECOND), (1, [*SHARED[:40], 1, 2, 3]), (2, FIRST)]
+
+
+def fresh(engine: Engine, rule: Sampling) -> list[list[int]]:
+    """The tokens of `copied`, each of a session of its own."""
+    most = [*[OPTIONS["max_new_tokens"]] * 4, 60]
+    return [
+        decode(Session(engine), *asked, rule, max_new_tokens=length)
+        for asked, length in zip(ASKED, most)
+    ]
+
+
+def check_each(engine: Engine, rule: Sampling, found: list[list[int]]) -> None:
+    """The tokens of `copied` are those of fresh sessions."""
+    for (seq, prompt), new, want in zip(ASKED, found, fresh(engine, rule)):
+        assert len(new) >= OPTIONS["max_new_tokens"]
+        assert_same(engine, prompt, new, want, (seq, 0))
+
+
+@cache
+def in_int8(rule: str) -> list[list[int]]:
+    return fresh(load(**IN_INT8, draft="none"), RULES[rule])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_copied_prefix_changes_no_token(drafter, rule):
+    margins = {"temperature": RULES[rule].temperature, "seed": 7}
+    plain = engine_for(golden_target(), make("none"), **OPTIONS, **margins)
+    engine = engine_for(golden_target(), make(drafter), **OPTIONS)
+    check_each(plain, RULES[rule], copied(engine, RULES[rule]))
+
+
+@needs_operators
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "draft", [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}], ids=str
+)
+def test_in_int8_without_exception(draft, rule):
+    assert copied(load(**IN_INT8, **draft), RULES[rule]) == in_int8(rule)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("drafter", ["none", *slow(["dynamic"])])
+def test_buffers_that_stay(drafter):
+    """As on CUDA: reports come late, cycles run over fixed buffers."""
+    plain = engine_for(golden_target(), make("none"), **OPTIONS)
+    engine = compiled_as_on_cuda(engine_for(golden_target(), make(drafter), **OPTIONS))
+    check_each(plain, RULES["greedy"], copied(engine, RULES["greedy"], host_lag=1))
+
+
+@pytest.mark.parametrize("drafter", ["dynamic", "model:chain"])
+def test_the_drafters_state_is_copied_too(drafter):
+    """A copy drafts as well as a sequence that has read everything."""
+    engine = engine_for(golden_target(), make(drafter), **OPTIONS)
+    session = Session(engine)
+    decode(session, 0, FIRST, Sampling())
+    before = len(session.stats.accept_lengths)
+    decode(session, 1, SECOND, Sampling(), source=0)
+    fresh = Session(engine)
+    decode(fresh, 1, SECOND, Sampling())
+    assert session.stats.accept_lengths[before:] == fresh.stats.accept_lengths
+    assert max(fresh.stats.accept_lengths) > 0
+
+
+def test_the_shared_part_is_read_once(monkeypatch):
+    session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
+    chunks = record(monkeypatch, host, "prefill_chunk")
+    decode(session, 0, FIRST, Sampling())
+    assert [call.args[-1] for call in chunks] == [256, len(FIRST) - 256]
+    del chunks[:]
+    decode(session, 1, SECOND, Sampling(), source=0)
+    # the last shared token is run again, because the head pairs it with the next
+    assert [call.args[-1] for call in chunks] == [len(SECOND) - len(SHARED) + 1]
+    assert session.cached(0, FIRST) == len(FIRST), "the source stays"
+
+
+def test_no_slot_behind_the_prefix_is_written():
+    """A copy takes no memory for the rest of the context."""
+    session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
+    decode(session, 0, FIRST, Sampling())
+    session.buffers.cache.copy_prefix(0, 2, 40)
+    for buffer in tensors_of((session.buffers.cache.k, session.buffers.cache.v)):
+        assert torch.equal(buffer[2, :, :40], buffer[0, :, :40]) and buffer[0, :, 128:].any()
+        assert not buffer[2, :, 128:].any(), "before, a tree of 60 was written"

@@ -1,0 +1,151 @@
+"""The places of the server's batch: which prompt takes which, which cached tokens stay, and the texts, which do not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("starlette")
+from test_lossless import needs_operators  # noqa: E402
+
+from generate import Engine, generate, load  # noqa: E402
+from options import DEMO, Sampling  # noqa: E402
+from scripts.batcher import Answer, Batcher, Job, Piece  # noqa: E402
+
+SYSTEM = [(7 * i + i * i) % 250 + 4 for i in range(400)]  # a prompt of more than one chunk
+GREEDY = Sampling()
+OPTIONS = {"checkpoint": DEMO, "device": "cpu", "ignore_eos": True, "batch_size": 4}
+
+
+class Client:
+    """Jobs of a batcher whose steps the test runs itself."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.batcher = Batcher(engine, 64)
+        self.session = self.batcher.session
+        self.told: dict[Job, list[Piece]] = {}
+
+    def ask(self, prompt: list[int], rule: Sampling = GREEDY, most: int = 12) -> Job:
+        pieces: list[Piece] = []
+        answer = Answer(self.engine.tokenizer.stream(True), [], [])
+        job = Job(0, prompt, (0, 0), rule, 7, most, None, answer, pieces.append)
+        self.told[job] = pieces
+        self.batcher.submit([job])
+        return job
+
+    def step(self) -> None:
+        assert self.batcher._schedule()
+        self.batcher._step()
+
+    def finish(self) -> None:
+        while self.batcher.waiting or any(self.batcher.jobs):
+            self.step()
+
+    def text(self, job: Job) -> str:
+        return "".join(piece.text for piece in self.told[job])
+
+    def place(self, prompt: list[int]) -> int:
+        """Decode a prompt to its end. Returns: the place that it took."""
+        job = self.ask(prompt)
+        self.step()
+        place = self.batcher.jobs.index(job)
+        self.finish()
+        return place
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load(**OPTIONS, draft="none")
+
+
+def own(engine: Engine, prompt: list[int], rule: Sampling = GREEDY, most: int = 12) -> str:
+    """The text of `generate`, in buffers that hold nothing."""
+    fresh = replace(engine, pool=[], config=replace(engine.config, batch_size=1))
+    options = {**rule._asdict(), "seed": 7, "max_new_tokens": most}
+    return generate(fresh, [prompt], **options).text[0]
+
+
+def test_a_conversation_goes_on_in_its_place(engine):
+    client = Client(engine)
+    prompts = [[*SYSTEM[:20], number, 9] for number in range(10, 14)]
+    assert [client.place(prompt) for prompt in prompts] == [0, 1, 2, 3]
+    # the next turns, in another order
+    for place in (2, 0, 3):
+        turn = [*client.session.history[place], 30, 31]
+        assert client.place(turn) == place
+        assert client.session.history[place][: len(turn)] == turn
+    assert client.batcher.counters.cached_tokens > 3 * 20
+
+
+def test_the_least_recently_used_place_is_taken(engine):
+    client = Client(engine)
+    first = [[*SYSTEM[:20], number] for number in range(10, 14)]
+    for prompt in first:
+        client.place(prompt)
+    client.place([*client.session.history[0], 30])  # place 1 is the oldest now
+    others = [[*SYSTEM[:20], number] for number in range(50, 53)]
+    assert [client.place(prompt) for prompt in others] == [1, 2, 3]
+    assert client.session.cached(0, first[0]) == len(first[0])
+    assert client.session.cached(1, first[1]) == 20
+
+
+def test_answers_to_one_prompt_read_it_once(engine):
+    """Of four that come at once, three wait until the first has read it."""
+    client = Client(engine)
+    jobs = [client.ask([*SYSTEM, number]) for number in (10, 11, 12, 13)]
+    client.step()
+    assert sum(job is not None for job in client.batcher.jobs) == 1
+    client.step()
+    client.step()
+    assert None not in client.batcher.jobs, "all at once then"
+    client.finish()
+    assert client.batcher.counters.cached_tokens == 3 * (len(SYSTEM) - 1)
+    for job in jobs:
+        assert client.text(job) == own(engine, job.prompt)
+
+
+def test_a_reader_that_leaves_makes_way(engine):
+    """The answer that waits for its prompt goes on with the part that was read."""
+    client = Client(engine)
+    leaves = client.ask([*SYSTEM, 10])
+    stays = client.ask([*SYSTEM, 11])
+    client.step()
+    leaves.left = True
+    client.step()
+    assert stays in client.batcher.jobs
+    client.finish()
+    assert client.text(stays) == own(engine, stays.prompt)
+    assert client.batcher.counters.cached_tokens == 254
+
+
+DRAFTS = [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}]
+
+
+def check_conversations(engine: Engine, rule: Sampling) -> None:
+    """Three turns of six conversations with one system prompt, side by side in four places."""
+    client = Client(engine)
+    prompts = [[*SYSTEM[:120], number, 9] for number in range(10, 16)]
+    for turn in range(3):
+        jobs = [client.ask(prompt, rule) for prompt in prompts]
+        client.finish()
+        for number, job in enumerate(jobs):
+            assert client.text(job) == own(engine, job.prompt, rule), (turn, number)
+            answer = engine.tokenizer.encode(client.text(job), bos=False)
+            prompts[number] = [*job.prompt, *answer, 40 + turn, 9]
+    counters = client.batcher.counters
+    assert counters.cached_tokens > 0.6 * counters.prompt_tokens
+
+
+@pytest.mark.parametrize("rule", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_texts_do_not_change(draft, rule):
+    check_conversations(load(**OPTIONS, **draft), rule)
+
+
+@needs_operators
+@pytest.mark.parametrize("rule", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_texts_do_not_change_in_int8(draft, rule):
+    check_conversations(load(**OPTIONS, **draft, compile=True, quant="int8"), rule)

@@ -1,0 +1,157 @@
+"""Clients as they are, against a server: the official one, `llm`, and `lm_eval`. Each gets the texts of `generate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+from test_serve import Running  # noqa: E402
+
+from generate import encode, generate  # noqa: E402
+
+QUESTIONS = ["Hello", "def f(x):", "Write a class.", "Why?"]
+
+
+@pytest.fixture(scope="module")
+def running():
+    running = Running()
+    yield running
+    running.close()
+
+
+def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:
+    """The text of `generate` for a chat."""
+    engine = replace(running.engine, pool=[])
+    ids = encode(engine, turns, list(answers))
+    return generate(engine, [ids], **options).text[0]
+
+
+def client_run(*argv: str, **environment: str) -> str:
+    """Run a client's program. Returns: its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", *argv],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_official_client(running):
+    """A conversation of three turns, streamed, with the usage; each turn is what `generate` makes of it."""
+    messages, turns, answers = [], [], []
+    for number, turn in enumerate(QUESTIONS[:3]):
+        messages.append({"role": "user", "content": turn})
+        turns.append(turn)
+        with running.client.chat.completions.create(
+            model="demo",
+            messages=messages,
+            seed=number,
+            temperature=0.5,
+            top_p=0.9,
+            max_tokens=16,
+            stop=["\n\n\n", "###"],
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        ) as events:
+            parts = list(events)
+        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        options = {"seed": number, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 16}
+        want = answer(running, turns, answers, **options)
+        assert text == min((want.partition(stop)[0] for stop in ("\n\n\n", "###")), key=len)
+        assert parts[-1].usage.completion_tokens <= 16
+        answers.append(text)
+        messages.append({"role": "assistant", "content": text})
+
+
+def test_the_official_client_asynchronously(running):
+    import asyncio
+
+    async def ask() -> list[str]:
+        url = f"http://127.0.0.1:{running.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+            asked = [
+                client.chat.completions.create(
+                    model="demo",
+                    messages=[{"role": "user", "content": question}],
+                    seed=number,
+                    max_completion_tokens=12,
+                )
+                for number, question in enumerate(QUESTIONS)
+            ]
+            return [found.choices[0].message.content for found in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask()) == [
+        answer(running, [question], seed=number, max_new_tokens=12)
+        for number, question in enumerate(QUESTIONS)
+    ]
+
+
+def test_llm(running, tmp_path):
+    """The program of that name, with options, streamed and whole, and a conversation that goes on."""
+    pytest.importorskip("llm", reason="pip install llm")
+    Path(tmp_path, "extra-openai-models.yaml").write_text(
+        f"- model_id: here\n  model_name: demo\n  api_base: http://127.0.0.1:{running.port}/v1\n"
+    )
+    home = {"LLM_USER_PATH": str(tmp_path)}
+    options = ["-o", "temperature", "0.5", "-o", "seed", "3", "-o", "max_tokens", "12"]
+    rule = {"temperature": 0.5, "seed": 3, "max_new_tokens": 12}
+    first = client_run("llm", "-m", "here", *options, "Hello", **home)
+    want = answer(running, ["Hello"], **rule)
+    assert first == want + "\n"
+    assert client_run("llm", "-m", "here", "--no-stream", *options, "Hello", **home) == first
+    second = client_run("llm", "-c", *options, "Bye", **home)
+    assert second == answer(running, ["Hello", "Bye"], [want], **rule) + "\n"
+
+
+TASK = """task: here
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{target}}}}"
+generation_kwargs:
+  until: ["###"]
+  max_gen_toks: 12
+  do_sample: false
+metric_list:
+  - metric: exact_match
+"""
+
+
+def test_lm_eval(running, tmp_path):
+    """Its local-chat-completions, two requests at a time, on a task whose targets are the texts of `generate`."""
+    pytest.importorskip("lm_eval", reason="pip install lm_eval[api]")
+    data = tmp_path / "questions.jsonl"
+    targets = [answer(running, [q], temperature=0, max_new_tokens=12) for q in QUESTIONS]
+    rows = [{"question": q, "target": t} for q, t in zip(QUESTIONS, targets)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    Path(tmp_path, "here.yaml").write_text(TASK.format(data=data))
+    url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
+    client_run(
+        "lm_eval",
+        *("--model", "local-chat-completions", "--tasks", "here", "--apply_chat_template"),
+        *("--model_args", f"model=demo,base_url={url},num_concurrent=2,max_retries=1"),
+        *("--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")),
+        OPENAI_API_KEY="none",
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path / "home"),
+    )
+    (results,) = Path(tmp_path, "out").rglob("results*.json")
+    found = json.loads(results.read_text())["results"]["here"]
+    assert found["exact_match,none"] == 1.0

@@ -1,0 +1,234 @@
+"""Thousands of short requests through eight clients, cancelled and broken ones among them: none lost, memory flat.
+
+The table is printed: pytest -m slow -s tests/tools/test_soak.py
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+from generate import generate, load  # noqa: E402
+from options import DEFAULT, DEMO  # noqa: E402
+from scripts import serve  # noqa: E402
+
+CLIENTS = 8
+OPTIONS = {"checkpoint": DEMO, "device": "cpu", "compile": True}
+PROMPTS = ("def read_lines(path):", "import ", "class A", "x = [" * 30, "def f(a, b):\n    return")
+RULES = (
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.2},
+)
+# as many of each kind in a hundred
+KINDS = {"whole": 55, "streamed": 20, "cancelled": 10, "broken": 5, "unsent": 5, "unread": 5}
+GROWTH = 16  # MiB that the server may grow by after a quarter of the requests
+
+
+@contextmanager
+def server(checkpoint: str = DEMO):
+    """A server in a process of its own. Yields: its process and port."""
+    argv = ["--checkpoint", checkpoint, "--device", "cpu", "--compile", "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, serve.__file__, *argv], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = next(line for line in process.stderr if "http" in line)
+        yield process, int(line.partition("/v1")[0].rpartition(":")[2])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130 and process.stderr.read() == ""
+    finally:
+        process.kill()
+
+
+def memory(process: subprocess.Popen) -> float:
+    """The resident memory of a process (MiB)."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
+
+
+class Soak:
+    """Requests to one server, and the answers that they must get."""
+
+    def __init__(self, port: int, expected: dict):
+        self.port = port
+        self.expected = expected
+        self.seen: Counter[str] = Counter()  # requests that ended as they should
+        self.faults: list[str] = []
+        self.lock = threading.Lock()
+
+    def run(self, number: int) -> None:
+        """Send one request of a kind that its number decides."""
+        rng = random.Random(number)
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        key = rng.choice(list(self.expected))
+        body = {"prompt": key[0], "seed": key[1], "max_tokens": key[2], **RULES[key[3]]}
+        try:
+            fault = getattr(self, kind)(body, self.expected[key])
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            fault = repr(error)
+        with self.lock:
+            self.seen[kind] += not fault
+            if fault:
+                self.faults.append(f"request {number}, {kind}: {fault}")
+
+    def send(self, data: bytes) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        head = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", data, head)
+        return connection, connection.getresponse()
+
+    def whole(self, body: dict, want: str) -> str:
+        connection, response = self.send(json.dumps(body).encode())
+        found = json.loads(response.read())
+        connection.close()
+        if response.status != 200 or found["choices"][0]["text"] != want:
+            return f"{response.status}: {found} instead of {want!r}"
+        return ""
+
+    def streamed(self, body: dict, want: str) -> str:
+        connection, response = self.send(json.dumps(body | {"stream": True}).encode())
+        events = response.read().decode().split("\n\n")
+        connection.close()
+        if events[-2:] != ["data: [DONE]", ""]:
+            return f"the stream ends with {events[-2:]}"
+        parts = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        text = "".join(part["choices"][0]["text"] for part in parts)
+        return "" if text == want else f"{text!r} instead of {want!r}"
+
+    def cancelled(self, body: dict, want: str) -> str:
+        """Leave after the first event of a long answer."""
+        long = body | {"stream": True, "max_tokens": 400}
+        connection, response = self.send(json.dumps(long).encode())
+        begun = response.readline().startswith(b"data: ")
+        response.close()
+        connection.close()
+        return "" if begun else "the stream began with no event"
+
+    def broken(self, body: dict, want: str) -> str:
+        data = random.Random(want).choice(
+            [b"{", b"[1]", b'{"prompt": 1}', b'{"prompt": "a", "n": "x"}', b"\xff"]
+        )
+        connection, response = self.send(data)
+        found = json.loads(response.read())
+        connection.close()
+        return "" if response.status == 400 and found["error"] else f"{response.status}: {found}"
+
+    def unsent(self, body: dict, want: str) -> str:
+        """Leave in the middle of a body."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+            client.sendall(f'{head}Content-Type: application/json\r\n\r\n{{"prompt"'.encode())
+        return ""
+
+    def unread(self, body: dict, want: str) -> str:
+        """Leave without reading a whole answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = json.dumps(body | {"max_tokens": 400}).encode()
+        connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
+        connection.close()
+        return ""
+
+    def counters(self) -> dict[str, float]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+
+def expected_texts() -> dict:
+    """The text of every (prompt, seed, max_tokens, rule), each decoded alone."""
+    engine = load(**OPTIONS)
+    rng = random.Random(0)
+    keys = [(p, rng.randrange(2**40), rng.randint(1, 24), r) for p in PROMPTS for r in range(4)]
+    found = {}
+    for prompt, seed, most, rule in keys:
+        options = RULES[rule] | {"seed": seed, "max_new_tokens": most}
+        found[prompt, seed, most, rule] = generate(engine, [prompt], **options).text[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "count", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (1000, 10_000))]
+)
+def test_many_requests(count):
+    expected = expected_texts()
+    with server() as (process, port), ThreadPoolExecutor(CLIENTS) as clients:
+        soak = Soak(port, expected)
+        sizes = [memory(process)]
+        print(f"\n{'requests':>8} {'seconds':>8} {'MiB':>6}\n{0:8d} {0:8.1f} {sizes[0]:6.0f}")
+        began = time.monotonic()
+        for part in range(8):
+            list(clients.map(soak.run, range(part * count // 8, (part + 1) * count // 8)))
+            sizes.append(memory(process))
+            seconds = time.monotonic() - began
+            print(f"{(part + 1) * count // 8:8d} {seconds:8.1f} {sizes[-1]:6.0f}", flush=True)
+        until = time.monotonic() + 120
+        while soak.counters()["gpt_eagle_answers_running"]:  # of clients that have left
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        counters = soak.counters()
+        print(dict(soak.seen))
+    assert not soak.faults, soak.faults[:5]
+    assert soak.seen.total() == count and counters["gpt_eagle_answers_waiting"] == 0
+    ended = sum(value for name, value in counters.items() if "answers_total" in name)
+    answered = soak.seen["whole"] + soak.seen["streamed"] + soak.seen["cancelled"]
+    assert answered <= ended <= answered + soak.seen["unread"]
+    assert count < 1000 or sizes[-1] - sizes[2] < GROWTH, sizes
+
+
+def first_token(port: int, messages: list[dict[str, str]]) -> tuple[float, str]:
+    """Seconds to the first text of a chat's answer, and the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    body = {"messages": messages, "temperature": 0, "max_tokens": 40, "stream": True}
+    began = time.perf_counter()
+    head = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), head)
+    seconds = 0.0
+    text = ""
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            seconds = seconds or (text and time.perf_counter() - began)
+    connection.close()
+    return seconds, text
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_a_second_turn_begins_sooner(smollm2):
+    """As long as it is, it reads only its own part; so does another conversation with the system prompt."""
+    rules = " ".join(f"Rule {number}: answer in plain words." for number in range(80))
+    with server(DEFAULT) as (process, port):
+        first_token(port, [{"role": "user", "content": "Hello"}])
+        print(f"\n{'first':>8} {'second':>8} {'other':>8}  seconds to the first token")
+        ratios = []
+        for number in range(5):
+            system = {"role": "system", "content": f"Number {number}. {rules}"}
+            turn = {"role": "user", "content": "What is a river?"}
+            first, text = first_token(port, [system, turn])
+            more = [{"role": "assistant", "content": text}, {"role": "user", "content": "A lake?"}]
+            second, _ = first_token(port, [system, turn, *more])
+            other, _ = first_token(port, [system, {"role": "user", "content": "Who are you?"}])
+            print(f"{first:8.3f} {second:8.3f} {other:8.3f}", flush=True)
+            ratios += [second / first, other / first]
+    assert sorted(ratios)[len(ratios) // 2] < 0.5
