@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from command_line import one_line_errors, parse
 from options import GenerateConfig
-from prompts import Conversation, read_prompts
+from prompts import Conversation, read_grammar, read_prompts
 
 if TYPE_CHECKING:  # its imports take time that --help has not
     from hf.chat import TextFiles
@@ -39,6 +39,7 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
     config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
     with one_line_errors("generate.py"):
         check(config)
+        read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
     return Command(config, prompts)
 

@@ -106,14 +106,22 @@ class Outcome(NamedTuple):
 
 
 def pick_tokens(
-    target: Transformer, features: Tensor, rule: Rule | None, noise: Tensor | None, draw: Tensor
+    target: Transformer,
+    features: Tensor,
+    rule: Rule | None,
+    noise: Tensor | None,
+    draw: Tensor,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Pick the target's own token after every feature, [B, N] int64.
 
     features: [B, N, F]; noise: [B, R, V] fp32; rule and noise are None when all are greedy
     draw: [B, N] int64, the row of the noise that belongs to each feature
+    allowed: [B, N, V] bool, tokens that a grammar allows; None: all
     """
     scores = target.logits(features)  # [B, N, V]
+    if allowed is not None:
+        scores = torch.where(allowed, scores, float("-inf"))
     if noise is not None:
         scores = sampling.process(scores, rule)
     return best(scores, noise, draw)
@@ -138,6 +146,7 @@ class Engine:
     pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
+    grammar: Any = None  # extras.grammar.Grammar of --grammar, where a turn names no other
     load_s: float = 0.0
     compile_s: float = 0.0
 
@@ -267,7 +276,7 @@ class Cycle:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
         slots, start, positions = place_tokens(
-            state.pos, tree.depths, self.drafter.size, done=state.done
+            state.pos, tree.depths, tree.tokens.shape[1], done=state.done
         )
         window = Window(slots, start, tree.mask)
         features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
@@ -289,7 +298,8 @@ class Cycle:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
             rule = state.rule.needed(self.kind)
-            tokens = self.pick_tokens(self.target, features, rule, noise, tree.depths)
+            inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
+            tokens = self.pick_tokens(*inputs)
             accepted = self.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves)
@@ -364,12 +374,19 @@ def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None
 
 
 def prefill_chunk(
-    engine: Engine, cache: KVCache, state: DecodeState, kind: Kind, start: Tensor, width: int
+    engine: Engine,
+    cache: KVCache,
+    state: DecodeState,
+    kind: Kind,
+    start: Tensor,
+    width: int,
+    allowed: Tensor | None = None,
 ) -> tuple[DecodeState, Tensor]:
     """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
 
     kind: of the sequences' sampling, the latest of any
     start: [B] int64, index of each sequence's first token in the chunk; shorter ones are padded
+    allowed: [B, 1, V] bool, the tokens that may be a root; None: all
     A sequence whose prompt ends in this chunk gets its root: only that feature meets the LM head.
     Writes: both caches, state.tokens.
     Returns: the state; a sequence is done if nothing may follow its root. The features that such a
@@ -390,7 +407,8 @@ def prefill_chunk(
         vocab = engine.target.config.vocab_size
         noise = sampling.gumbel(state.key, state.draws, 1, vocab)  # [B, 1, V]
     before_root = features.gather(1, last)  # [B, 1, F]
-    root = engine.pick_tokens(engine.target, before_root, rule, noise, draw)  # [B, 1]
+    inputs = (engine.target, before_root, rule, noise, draw, allowed)
+    root = engine.pick_tokens(*inputs)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)

@@ -56,6 +56,8 @@ class DraftTree(NamedTuple):
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
     # [B, N] int64, each node's slot in the drafter's own cache, counted from the root's; 0: none
     slots: Tensor | None = None
+    # [B, N, V] bool, tokens that a grammar lets follow each node; None: all (extras/grammar.py)
+    allowed: Tensor | None = None
 
 
 class Text(NamedTuple):

@@ -56,6 +56,7 @@ class Root(NamedTuple):
     fresh: Tensor | None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
     text: Text
     rule: sampling.Rule | None = None  # of the target's choice; None when all are greedy
+    guide: Any = None  # extras.grammar.Walk, the tokens that grammars allow; None: all
 
 
 class LargestTree:
@@ -96,6 +97,7 @@ class Drafter:
     layers: Layers | None = None  # its transformer layers
     timed: bool = False  # the host picks among the presets by their measured speed
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs follow the features, ascending
+    keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
     max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
     lookups: int = 0  # presets behind the smallest whose trees come from a lookup
@@ -201,8 +203,6 @@ class TreeDrafter(Drafter):
     which the target will sample at that draw: the likeliest child is the one favoured by the noise.
     A child adds log softmax(c scores) to its path's value; c, the sharpness, is fitted per head.
     """
-
-    keeps_nodes = False  # nodes that ran while drafting stay in the cache when they are accepted
 
     def __init__(
         self,
@@ -315,6 +315,8 @@ class TreeDrafter(Drafter):
             return self._scores(out, level, root)
 
         def run(frontier: Frontier, depth: int, slot: int, out: Tensor) -> Tensor:
+            if root.guide is not None:
+                frontier = root.guide.descend(frontier)
             slots, _, positions = place_tokens(free, depth - 1, frontier.tokens.shape[1], slot)
             window = Window(slots, free, frontier.paths.seen)
             return self.forward_nodes(state, frontier, out, positions, window)
@@ -327,6 +329,8 @@ class TreeDrafter(Drafter):
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """Score the children of every output [B, R, F]."""
         z = self.logits(out)  # [B, R, V]
+        if root.guide is not None:
+            z = root.guide.mask(z, self.vocab)
         if self.children != "noise" or root.rule is None:
             return Scores(z, self.sharpness, self.vocab.ids), None
         scores = Scores(sampling.process(z, root.rule), self.sharpness, self.vocab.ids)

@@ -56,7 +56,7 @@ import ranks
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from hf.tokenizer import Tokenizer
-from load import load, warm_up
+from load import compile_grammars, load, warm_up
 from session import Session
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
@@ -121,14 +121,16 @@ class Batch:
     A stream is a (prompt, sample), the key of a conversation and of its noise.
     """
 
-    def __init__(self, engine: Engine, prompts: list[str | Conversation], draws: list = ()):
+    def __init__(self, engine: Engine, prompts: list, draws: list = (), grammars: list = ()):
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
+        grammars: of each prompt's answers, None for the engine's
         """
         self.engine = engine
         config = engine.config
         self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
+        self.grammars = grammars or [None] * len(prompts)
         self.stats = Stats()
         self.entries: list[Turn] = []
         self.trace: list[dict] = []
@@ -175,6 +177,7 @@ class Batch:
                 self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
             session.trace.clear()
             on_tokens(new)
+            session.raise_fault()
         self.entries += sorted(finished)
         self.stats.add(session.stats)
 
@@ -184,7 +187,7 @@ class Batch:
             return []
         ids = self.prompt_ids[stream[0]]
         session.configure(seq, *self.draws[stream[0]])
-        session.admit(seq, ids, stream)
+        session.admit(seq, ids, stream, grammar=self.grammars[stream[0]])
         return [Turn((*stream, 0), ids, [])]
 
     def _next_turn(self, session: Session, seq: int, turns: list[Turn]) -> bool:
@@ -205,7 +208,7 @@ class Batch:
             limit = f"the context of {self.engine.context} tokens"
             print(f"note: {where} no longer fits {limit}", file=sys.stderr)
             return False
-        session.admit(seq, ids)
+        session.admit(seq, ids, grammar=self.grammars[prompt])
         turns.append(Turn((prompt, sample, number + 1), ids, []))
         return True
 
@@ -249,6 +252,7 @@ def generate(
     prompts: list[str | Conversation],
     on_tokens: Callable = ignore,
     on_finished: Callable = ignore,
+    grammar: Any = None,
     **options: Any,
 ) -> Result:
     """Decode prompts, `num_samples` times each, `batch_size` sequences at a time.
@@ -256,14 +260,16 @@ def generate(
     A finished sequence makes way for the next one.
     prompts: texts, lists of turns, or lists of token ids
     on_tokens, on_finished: callbacks, see `Batch.run`
+    grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p` or `seed`, where they
         differ from the engine's; of the last four, a list gives each prompt its own
-    Raises: ValueError for a prompt that cannot be decoded, or a value out of its range.
+    Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     config, draws = with_options(engine.config, options, len(prompts))
-    batch = Batch(replace(engine, config=config), prompts, draws)
+    grammars = compile_grammars(engine, grammar, len(prompts))
+    batch = Batch(replace(engine, config=config), prompts, draws, grammars)
     batch.run(batch.streams, on_tokens, on_finished)
     return batch.result()
 
@@ -278,7 +284,8 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     engine = drafted.engine
     config = replace(engine.config, accept="exact", trace="", compare=False)
     undrafted = replace(engine, drafter=RootOnly(), accept_rule=None, config=config)
-    vanilla = Batch(warm_up(with_cycles(undrafted)), drafted.conversations, drafted.draws)
+    undrafted = warm_up(with_cycles(undrafted))
+    vanilla = Batch(undrafted, drafted.conversations, drafted.draws, drafted.grammars)
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:

@@ -19,6 +19,7 @@ import eagle_draft
 import ranks
 import tp
 from checkpoint import BLOCKS, Quantization, saved_quantization
+from command_line import require
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly, TreeDrafter
 from hf.blocks import keeps_blocks
@@ -28,6 +29,7 @@ from hf.fetch import fetched
 from hf.weights import int4_group
 from model import DTYPES, Transformer
 from options import GenerateConfig, pick_device
+from prompts import read_grammar
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
 from session import PREFILL_WIDTHS, Session
 from stats import sequence_memory
@@ -85,9 +87,31 @@ def load(
         pick_tokens=pick,
         accept_rule=accept_rule(config),
     )
+    (grammar,) = compile_grammars(engine, read_grammar(config), 1)
+    engine = replace(engine, grammar=grammar)
     if config.batch_size > 1:
         print(f"note: {sequence_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
+
+
+def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:
+    """Compile the grammars of some prompts.
+
+    grammar: None, a text in Lark or GBNF, or a JSON schema (a dict); a list gives each its own
+    count: prompts
+    Returns: an extras.grammar.Grammar or None per prompt. Raises: ValueError.
+    """
+    each = grammar if isinstance(grammar, list) else [grammar]
+    fault = f"grammar has {len(each)} values, and there are {count} prompts; give one for each"
+    require(len(each) == count or each is not grammar, fault)
+    compiled = []
+    for source in each:
+        if source is not None:
+            from extras.grammar import Grammar
+
+            source = Grammar(engine, source)
+        compiled.append(source)
+    return compiled if each is grammar else compiled * count
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:

@@ -225,6 +225,7 @@ class GenerateConfig:
         "system message of the chat, '' for an empty one; default: the template's own",
         needs=(CHAT,),
     )
+    grammar: str = option("", "a grammar that texts follow: Lark, GBNF, or a JSON schema (.json)")
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
@@ -375,9 +376,8 @@ class GenerateConfig:
         require(self.tree_depth < MAX_NODES, depth_fault)
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
-        sizes = (0, *GROUP_SIZES)
-        group_fault = f"--group_size must be one of {sizes}; it is {self.group_size}"
-        require(self.group_size in sizes, group_fault)
+        group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
+        require(self.group_size in (0, *GROUP_SIZES), group_fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -1,10 +1,11 @@
-"""Prompts: read from the options or a file, checked as token ids, and how each is sampled.
+"""Prompts: read from the options or a file, checked as token ids, and how each is decoded.
 
 No torch is imported.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import require
-from files import read_jsonl, read_named
+from files import parse_json, read_jsonl, read_named
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
@@ -33,6 +34,24 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     if not config.prompt_file:
         return [[_default_prompt(config.checkpoint)]]
     return _prompts_of_file(Path(config.prompt_file))
+
+
+def read_grammar(config: GenerateConfig) -> str | dict | None:
+    """Read the file of --grammar: a text in Lark or GBNF, or a JSON schema; None without one.
+
+    Raises: ValueError for a file that cannot be read, and where llguidance is not installed.
+    """
+    if not config.grammar:
+        return None
+    text = read_named(Path(config.grammar), "--grammar")
+    installed = importlib.util.find_spec("llguidance") is not None
+    require(installed, "--grammar needs llguidance; run: pip install llguidance")
+    if not config.grammar.endswith(".json"):
+        return text
+    schema = parse_json(text, f"--grammar {config.grammar}")
+    fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"
+    require(isinstance(schema, dict), fault)
+    return schema
 
 
 def _parse_ids(text: str) -> list[int]:

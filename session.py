@@ -23,9 +23,11 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from decode import PREFILL_CHUNK, DecodeState, Engine, Outcome, Report, prefill_chunk
+from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, Outcome, Report, prefill_chunk
 from draft_tree import Text
+from drafters import Drafter
 from kv_cache import KVCache
 from logprobs import Logprob, Logprobs
 from ops.library import single_torch_thread
@@ -77,8 +79,18 @@ class Buffers:
         copy_into(self.state, empty)
         self.deferred_cycles = 0
 
-    def prefill(self, engine: Engine, kind: Kind, seq: int, start: int, width: int) -> None:
+    def prefill(
+        self,
+        engine: Engine,
+        kind: Kind,
+        seq: int,
+        start: int,
+        width: int,
+        allowed: Tensor | None = None,
+    ) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
+        if allowed is not None:
+            engine = replace(engine, captured=False)
         if engine.captured:  # without a graph the host would be slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         self.start.fill_(start)
@@ -89,7 +101,7 @@ class Buffers:
             state = sequence_of(self.state, seq)
             own = replace(engine, drafter=engine.drafter.presets[preset])
             cache = self.cache.sequence(seq)
-            new, features = prefill_chunk(own, cache, state, kind, self.start, width)
+            new, features = prefill_chunk(own, cache, state, kind, self.start, width, allowed)
             copy_into(state, new)
             self.before_roots[seq].copy_(features[0, :, : self.before_roots.shape[2]])
 
@@ -123,6 +135,15 @@ class Buffers:
             return outcome
 
         return self._replay(engine, (kind, preset), body)
+
+    def guided(self, engine: Engine, kind: Kind, drafter: Drafter) -> Outcome:
+        """Run a cycle of a drafter under grammars, in place.
+
+        It is never captured: the host reads its tree, and makes the masks.
+        """
+        state, outcome = Cycle(engine, drafter, kind)(self.cache, self.state)
+        copy_into(self.state, state)
+        return outcome
 
     def _replay(self, engine: Engine, key: Any, body: Callable[[], Any]) -> Any:
         if not engine.captured:
@@ -186,6 +207,8 @@ class Session:
         self.wanted: dict[int, int] = {}
         self.logprobs: dict[int, list[Logprob]] = {}  # of the last step's new tokens
         self.live = [False] * batch  # sequences that decode
+        self.guides: list[Any] = [None] * batch  # extras.grammar.Guide of each turn with a grammar
+        self.faults: dict[int, str] = {}  # sequences that ended where their grammar allows nothing
         self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
@@ -222,6 +245,12 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
+            self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """Raise ValueError if a sequence ended where its grammar allows nothing."""
+        for fault in self.faults.values():
+            raise ValueError(fault)
 
     def configure(
         self, seq: int, sampling: Sampling, seed: int, likeliest: int | None = None
@@ -248,6 +277,7 @@ class Session:
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
         source: int | None = None,
+        grammar: Any = None,
     ) -> None:
         """Give a sequence a turn: the coming steps cache its prompt and decode, beside the others.
 
@@ -256,9 +286,14 @@ class Session:
             own noise goes on, and its draws
         max_new_tokens: 0: the engine's
         source: a sequence, busy or not, whose cached part of the prompt is copied; None: the own
+        grammar: extras.grammar.Grammar of the answer; None: the engine's, if it has one
         """
         self.release(seq)
+        self.faults.pop(seq, None)
         engine = self.engine
+        grammar = grammar or engine.grammar
+        if grammar is not None:
+            self.guides[seq] = grammar.guide()
         state = self.state
         length = len(prompt)
         self.buffers.catch_up(engine, engine.tree_policy.prefill_tree)
@@ -285,6 +320,7 @@ class Session:
         """End a sequence's turn, if it has one."""
         self.prefilling.pop(seq, None)
         self.live[seq] = False
+        self.guides[seq] = None
         self.state.done[seq] = True
         if not any(self.live):
             self.pending.clear()
@@ -301,7 +337,8 @@ class Session:
         if self.pending:  # a device computes meanwhile: the time that the caller takes counts
             began = self.read_at
         lag = self.host_lag
-        if self.prefilling:  # prefill needs a state that nothing changes
+        # prefill needs a state that nothing changes, and masks the tokens before
+        if self.prefilling or any(self.guides):
             lag = 0
         while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch())
@@ -324,13 +361,15 @@ class Session:
                 begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
                 kind = Kind.of(self.sampling[seq])
-                self.buffers.prefill(self.engine, kind, seq, begin, len(chunk))
+                allowed = None
+                if self.guides[seq] is not None:
+                    allowed = self.guides[seq].mask(self.state.pos.device)
+                self.buffers.prefill(self.engine, kind, seq, begin, len(chunk), allowed)
                 self.history[seq] += chunk
                 left -= len(chunk)
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
-                    new[seq] = [root]
                     if seq in self.wanted:
                         self._score_root(seq)
                     self.live[seq] = not self.state.done[seq]
@@ -339,6 +378,24 @@ class Session:
                     if expected is not None:
                         self._expect(expected.tolist())
                     del self.prefilling[seq]
+                    new[seq] = self._allowed(seq, [root])
+
+    def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
+        """Return the decided tokens that the sequence's grammar allows.
+
+        It allows all, or the sequence ends where nothing could follow.
+        """
+        guide = self.guides[seq]
+        if guide is None:
+            return tokens
+        allowed = guide.take(tokens)
+        if len(allowed) < len(tokens):
+            self.release(seq)
+            count = len(self.history[seq]) + len(allowed)
+            self.faults[seq] = f"the grammar allows nothing behind {count} tokens; mend it"
+        elif not self.live[seq]:
+            self.guides[seq] = None
+        return allowed
 
     def _score_root(self, seq: int) -> None:
         """Score the root of a prompt that was read. Writes: logprobs."""
@@ -357,7 +414,12 @@ class Session:
         if preset is None:
             preset = engine.tree_policy.next(self.preset, self.expected)
         buffers.catch_up(engine, preset)
-        if engine.captured:
+        guides = [own if decodes else None for own, decodes in zip(self.guides, self.live)]
+        guide = next(filter(None, guides), None)
+        if guide is not None:
+            drafter = guide.around(engine.drafter, preset, guides, self.live)
+            outcome = buffers.guided(engine, self.kind, drafter)
+        elif engine.captured:
             outcome = buffers.replay(engine, self.kind, preset)
         else:
             cycle = engine.cycles[self.kind][preset]
@@ -399,13 +461,13 @@ class Session:
         live = [seq for seq, report in enumerate(reports) if self.live[seq] and report.count]
         if not live:  # a surplus cycle
             return
+        scored = launched.logprobs.read() if launched.logprobs else {}
         for seq in live:
-            new[seq] += reports[seq].emitted[: reports[seq].count]
             self.live[seq] = not reports[seq].done
-        if launched.logprobs:
-            scored = launched.logprobs.read()
-            for seq in scored.keys() & set(live):
-                self.logprobs[seq] += scored[seq][: reports[seq].count]
+            allowed = self._allowed(seq, reports[seq].emitted[: reports[seq].count])
+            new[seq] += allowed
+            if seq in scored:
+                self.logprobs[seq] += scored[seq][: len(allowed)]
         if launched.tree_trace:
             tree_trace = launched.tree_trace.read()
             self.trace += [trace_row(tree_trace, seq, reports[seq]) for seq in live]

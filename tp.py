@@ -306,11 +306,16 @@ class VocabParallelHead(nn.Module):
 
 
 def pick_tokens(
-    target: Transformer, features: Tensor, rule: Rule | None, noise: Tensor | None, row: Tensor
+    target: Transformer,
+    features: Tensor,
+    rule: Rule | None,
+    noise: Tensor | None,
+    row: Tensor,
+    allowed: None = None,
 ) -> Tensor:
     """Do as `decode.pick_tokens` with a split LM head: choose the best of the ranks' best tokens.
 
-    Top-k and top-p need all scores.
+    Top-k and top-p need all scores. Several ranks take no grammar, hence no `allowed`.
     """
     if noise is not None and rule.top_k is not None:
         return best(sampling.process(target.logits(features), rule), noise, row)

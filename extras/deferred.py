@@ -69,6 +69,7 @@ class Deferred(Drafter):
         self.size = self.grower.size
         self.width = self.grower.width
         self.fresh_rows = self.grower.fresh_rows
+        self.keeps_nodes = drafter.keeps_nodes
         self.layers = drafter.layers
         self.aux_layers = drafter.aux_layers
 

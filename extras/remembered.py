@@ -31,7 +31,7 @@ from ops.cpu.build import check_own, processor
 OPTIONS = (
     "inflate", "random_twin", "draft", "draft_vocab", "token_ranks", "ngram_tokens",
     "ngram_branches", "ngram_max", "ngram_min", "children", "sharpness", "quant", "group_size",
-    "quant_draft", "dtype", "device", "compile", "batch_size",
+    "quant_draft", "dtype", "device", "compile", "batch_size", "grammar",
 )  # fmt: skip
 # suffixes of the files in a directory that identify the model
 WEIGHTS = (".gguf", ".safetensors", ".bin")

@@ -21,14 +21,14 @@ from typing import Any
 
 from decode import Engine
 from files import parse_json, read_text
-from prompts import Conversation
+from prompts import Conversation, read_grammar
 
 # start of every line
 BEGIN = '{"run": "'
 # options that decide the tokens with --accept exact
 DECIDES = (
     "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "seed",
-    "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept",
+    "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept", "grammar",
 )  # fmt: skip
 # With the residual rule every option of the drafter decides them too. These never do; of the
 # device only its kind does (`_facts`).
@@ -138,6 +138,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
         names = config.keys() - set(DECIDES_NOTHING)
     facts = {name: config[name] for name in names}
     facts["checkpoint"] = os.path.realpath(config["checkpoint"])
+    facts["grammar"] = read_grammar(engine.config)
     facts["context"] = engine.context
     facts["device"] = config["device"].partition(":")[0]  # kinds of device round differently
     return facts

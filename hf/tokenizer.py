@@ -194,6 +194,10 @@ class Tokenizer:
         names = {token.id: text.encode() for text, token in self._added.items()}
         return [names[i] if i in names else self._piece(i) for i in range(self.vocab_size)]
 
+    def json(self) -> str | None:
+        """Return the content of a tokenizer.json; None for a sentencepiece model."""
+        return None
+
     def id_of(self, token: str | None) -> int | None:
         """Return the id of a control or added token."""
         if token not in self._added:
@@ -365,6 +369,9 @@ class JsonTokenizer(Tokenizer):
                 lambda: self._tok.encode_batch([text], add_special_tokens=False),
             )
         return batch[0].ids
+
+    def json(self) -> str:
+        return self._tok.to_str()
 
     def _piece(self, id: int) -> bytes:
         token = self._tok.id_to_token(id) or ""

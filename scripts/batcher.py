@@ -141,6 +141,7 @@ class Job:
     likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     answer: Answer
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
+    grammar: Any = None  # extras.grammar.Grammar of the answer; None: the engine's
     left: bool = False  # the client has left
     came: float = field(default_factory=time.perf_counter)  # host's clock (s)
 
@@ -237,7 +238,7 @@ class Batcher(threading.Thread):
         self.free.remove(seq)
         self.prompts[seq] = job.prompt
         session.configure(seq, job.sampling, job.seed, job.likeliest)
-        session.admit(seq, job.prompt, job.stream, job.most, source)
+        session.admit(seq, job.prompt, job.stream, job.most, source, job.grammar)
         self.counters.prompt_tokens += len(job.prompt)
         self.counters.cached_tokens += len(session.history[seq])
 
@@ -263,6 +264,11 @@ class Batcher(threading.Thread):
         for seq, ids in enumerate(new_tokens):
             job = self.jobs[seq]
             if job is None or (not ids and session.busy(seq)):
+                continue
+            if seq in session.faults:
+                with self.changed:
+                    self._evict(seq, "left")
+                job.tell(Refusal(400, session.faults[seq], "response_format"))
                 continue
             answer = job.answer
             before = answer.tokens

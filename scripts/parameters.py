@@ -15,6 +15,7 @@ from command_line import MOST, option
 from decode import Engine
 from hf.chat import chat_template
 from hf.fetch import fetched
+from load import compile_grammars
 from options import GenerateConfig, Sampling
 from prompts import check_ids, check_sampled
 from scripts.batcher import Refusal
@@ -33,7 +34,6 @@ UNSERVED: dict[str, tuple] = {
     "parallel_tool_calls": (False, True),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -41,6 +41,7 @@ UNSERVED: dict[str, tuple] = {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "n", "stream",
     "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs", "top_logprobs",
+    "response_format",
 }  # fmt: skip
 
 
@@ -94,6 +95,7 @@ class Asked(NamedTuple):
     stops: list[str]
     stream: bool
     usage: bool  # a stream ends with the usage
+    grammar: Any  # extras.grammar.Grammar, or None
 
 
 class Reader:
@@ -154,6 +156,7 @@ class Reader:
             self._stops(body),
             self._flag(body, "stream"),
             self._flag(options, "include_usage"),
+            self._grammar(body),
         )
 
     def _check_names(self, body: dict, source: str) -> None:
@@ -234,6 +237,21 @@ class Reader:
         )
         need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
         return stops
+
+    def _grammar(self, body: dict) -> Any:
+        """Compile the grammar that an answer must follow."""
+        asked = body.get("response_format", {"type": "text"})
+        try:
+            from extras.grammar import schema_of
+
+            schema = schema_of(asked)
+            return None if schema is None else self._compiled(json.dumps(schema))
+        except ValueError as error:
+            raise Refusal(400, str(error), "response_format") from None
+
+    @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
+    def _compiled(self, schema: str) -> Any:
+        return compile_grammars(self.engine, json.loads(schema), 1)[0]
 
     def _ids(self, prompt: Any) -> list[int]:
         """Return the ids of a completion's prompt, a text or token ids."""

@@ -183,6 +183,7 @@ class Server:
                     likeliest=asked.likeliest,
                     answer=answer,
                     tell=tell,
+                    grammar=asked.grammar,
                 )
                 jobs.append(job)
         return jobs

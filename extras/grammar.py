@@ -1,0 +1,190 @@
+"""Grammars: JSON schemas, Lark and GBNF, by the library llguidance; exact together with drafting.
+
+The tokens that may follow a text are a function of the grammar and that text (`Place`). So every
+node of a draft tree has a mask of its own (guided_draft.py), and the target's choice, greedy or
+with the shared noise, top-k and top-p, is taken under it: the answer is the same for every drafter
+and tree. The end of sequence is allowed exactly where the grammar allows to stop.
+
+JSON is written as `json.dumps` writes it: free white space would leave few tokens certain, and a
+small model may never leave it. Where only one text can follow, its tokens are the tokenizer's own.
+Trade-off: the host makes the masks, 0.1 ms each, between drafting and verifying; so on CUDA a cycle
+with a grammar is not captured. Not here: several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from command_line import require
+from decode import Engine
+from drafters import Drafter
+from extras.guided_draft import Guided, masks
+from files import one_line
+from hf.tokenizer import Tokenizer
+
+MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, engine: Engine, source: str | dict):
+        """Compile a grammar for an engine.
+
+        source: a text in Lark or GBNF, or a JSON schema
+        Raises: ValueError for a grammar that the library refuses, that is too large or allows
+            nothing, and for an engine that cannot follow any.
+        """
+        try:
+            from llguidance import LLMatcher, grammar_from
+        except ImportError:
+            raise ValueError("a grammar needs llguidance; run: pip install llguidance") from None
+        config = engine.config
+        exact = config.accept == "exact" and not config.ignore_eos
+        require(exact, "a grammar cannot go with --ignore_eos or --accept residual; drop that")
+        fault = "a grammar needs a model with a tokenizer and an end of sequence; use another"
+        require(engine.tokenizer is not None and engine.eos_ids != (), fault)
+        text = source if isinstance(source, str) else json.dumps(source)
+        size = len(text.encode())
+        fault = f"a grammar may have {MOST_BYTES} bytes, and this one has {size}; shorten it"
+        require(size <= MOST_BYTES, fault)
+        self.ends = engine.eos_ids
+        self.vocab = engine.target.config.vocab_size  # V
+        try:
+            if isinstance(source, str):
+                definition = grammar_from("grammar", text)
+            else:
+                definition = LLMatcher.grammar_from_json_schema(text, overrides=STYLE)
+        except ValueError as error:
+            raise ValueError(f"the grammar is refused: {one_line(error)}") from None
+        vocabulary = _vocabulary(engine.tokenizer, self.vocab, self.ends)
+        self.matcher = LLMatcher(vocabulary, definition, log_level=0)
+        fault = self.matcher.get_error()
+        require(not fault, f"the grammar is refused: {one_line(fault)}")
+        require(self.guide().place.bits.any(), "the grammar is refused: it allows no text")
+
+    def guide(self) -> Guide:
+        """Begin a text."""
+        return Guide(Place(self, self.matcher.deep_copy()))
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]) -> Any:
+    """Make the library's tokenizer. vocab: V"""
+    import llguidance
+
+    source = tokenizer.json()
+    if source is None:
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, bos=False)
+
+        pieces = tokenizer.token_bytes()[:vocab]
+        encode.tokens = pieces + [b""] * (vocab - len(pieces))
+        encode.special_token_ids = [id for id in range(len(pieces)) if not tokenizer.piece(id)]
+        encode.eos_token_id = ends[0]
+        encode.bos_token_id = tokenizer.bos_id
+        source = llguidance.TokenizerWrapper(encode)
+    return llguidance.LLTokenizer(source, n_vocab=vocab, eos_token=list(ends))
+
+
+def schema_of(asked: Any) -> dict | None:
+    """Return the JSON schema that OpenAI's `response_format` asks for; None for plain text.
+
+    Raises: ValueError for another format.
+    """
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    named = asked.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = named.get("schema") if isinstance(named, dict) else None
+    fault = "response_format must be of type text, json_object, or json_schema with its schema"
+    require(kind in ("text", "json_object", "json_schema") and isinstance(schema, dict), fault)
+    return None if kind == "text" else schema
+
+
+class Place:
+    """A text that a grammar allows: its mask, and the places behind it, made when asked for."""
+
+    def __init__(self, grammar: Grammar, matcher: Any, run: Sequence[int] = ()):
+        """Stand behind a text.
+
+        matcher: has read the text; run: the forced tokens that follow it, if they are known
+        """
+        self.grammar = grammar
+        self.matcher = matcher
+        self.run = run or matcher.compute_ff_tokens()
+        self.next: dict[int, Place | None] = {}
+
+    @cached_property
+    def bits(self) -> np.ndarray:
+        """The tokens that may follow, [ceil(V / 32)] uint32; none where the text cannot go on."""
+        bits = np.zeros((self.grammar.vocab + 31) // 32, np.uint32)
+        if self.run:
+            bits[self.run[0] >> 5] = 1 << (self.run[0] & 31)
+            return bits
+        self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self.matcher.is_error():  # the library would end the text
+            bits[:] = 0
+        return bits
+
+    @cached_property
+    def only(self) -> int | None:
+        """The token that alone may follow."""
+        if self.run:
+            return self.run[0]
+        words = self.bits.nonzero()[0]
+        word = int(self.bits[words[0]]) if len(words) == 1 else 0
+        if word.bit_count() != 1:
+            return None
+        return 32 * int(words[0]) + word.bit_length() - 1
+
+    def allows(self, token: int) -> bool:
+        """Check that a token may follow."""
+        return bool(self.bits[token >> 5] >> (token & 31) & 1)
+
+    def after(self, token: int) -> Place | None:
+        """Return the place behind a token; None where it is not allowed, or ends the text."""
+        if token not in self.next:
+            self.next[token] = None
+            if self.allows(token) and token not in self.grammar.ends:
+                matcher = self.matcher.deep_copy()
+                matcher.consume_token(token)
+                self.next[token] = Place(self.grammar, matcher, self.run[1:])
+        return self.next[token]
+
+
+class Guide:
+    """The place of one sequence."""
+
+    def __init__(self, place: Place):
+        self.place: Place | None = place  # None: at the end
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """Go on behind decided tokens.
+
+        Returns: those that are allowed: all, unless the grammar allows nothing behind them.
+        """
+        for number, token in enumerate(tokens):
+            if self.place is None or not self.place.allows(token):
+                return tokens[:number]
+            self.place = self.place.after(token)
+        return tokens
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return the tokens that may follow, [1, 1, V] bool."""
+        return masks([[self.place]], self.place.grammar.vocab, device)
+
+    def around(
+        self, drafter: Drafter, preset: int, guides: list[Guide | None], live: list[bool]
+    ) -> Guided:
+        """Return a preset of a drafter under the grammars of all sequences; None: no grammar."""
+        places = [guide.place if guide else None for guide in guides]
+        vocab = self.place.grammar.vocab
+        return Guided(drafter, drafter.presets[preset], places, live, vocab)
