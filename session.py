@@ -391,8 +391,7 @@ class Session:
         allowed = guide.take(tokens)
         if len(allowed) < len(tokens):
             self.release(seq)
-            count = len(self.history[seq]) + len(allowed)
-            self.faults[seq] = f"the grammar allows nothing behind {count} tokens; mend it"
+            self.faults[seq] = "the grammar allows neither a token nor the end here; correct it"
         elif not self.live[seq]:
             self.guides[seq] = None
         return allowed

@@ -240,11 +240,12 @@ class Reader:
 
     def _grammar(self, body: dict) -> Any:
         """Compile the grammar that an answer must follow."""
-        asked = body.get("response_format", {"type": "text"})
+        if "response_format" not in body:
+            return None
         try:
             from extras.grammar import schema_of
 
-            schema = schema_of(asked)
+            schema = schema_of(body["response_format"])
             return None if schema is None else self._compiled(json.dumps(schema))
         except ValueError as error:
             raise Refusal(400, str(error), "response_format") from None

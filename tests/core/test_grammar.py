@@ -1,0 +1,355 @@
+"""Grammars: the same text with and without drafting, and that of a plain loop; refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+llguidance = pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+import generate as program  # noqa: E402
+import sampling  # noqa: E402
+from decode import with_cycles  # noqa: E402
+from drafters import LargestTree  # noqa: E402
+from extras.grammar import MOST_BYTES, STYLE, Grammar, _vocabulary  # noqa: E402
+from generate import generate, load, stream  # noqa: E402
+from helpers import slow  # noqa: E402
+from kv_cache import KVCache, causal_window  # noqa: E402
+from options import DEMO, Sampling  # noqa: E402
+from session import Session  # noqa: E402
+
+ROOT = Path(program.__file__).parent
+PROMPT = "def person():\n    return "
+OTHER = "import json\n"
+LARK = 'start: "The answer is " WORD ("," " " WORD)* "."\nWORD: /[a-z]{2,8}/'
+GBNF = 'root ::= "yes" | "no" " " [a-z]+ "!"\n'
+FORCED = "The quick brown fox jumps over the lazy dog, and then it runs into the dark forest."
+DEAD = 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/'
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "city": {"enum": ["Paris", "Berlin", "Rome"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
+    },
+    "required": ["name", "age", "city", "tags"],
+    "additionalProperties": False,
+}
+DRAFTS = {
+    "none": {"draft": "none"},
+    "dynamic": {"tree": "dynamic"},
+    "auto": {"tree": "auto"},
+    "ngram": {"draft": "ngram"},
+    "static": {"tree": "static"},
+    "chain": {"tree": "chain", "tree_depth": 3},
+    "eagle+ngram": {"draft": "eagle+ngram"},
+    "vocab": {"tree": "dynamic", "draft_vocab": 256},
+    "model": {"draft": "model", "draft_checkpoint": DEMO, "tree_depth": 3},
+    "model tree": {"draft": "model", "draft_checkpoint": DEMO, "tree": "dynamic"},
+}
+
+
+class InTurn(LargestTree):
+    """A tree policy that runs one preset after the other."""
+
+    turn = 0
+
+    def next(self, limit):
+        self.turn += 1
+        return self.turn % (min(limit, 5) + 1)
+
+
+def engine_of(draft: str = "dynamic", **options):
+    engine = load(
+        checkpoint=DEMO, device="cpu", **{"max_new_tokens": 60, **DRAFTS[draft], **options}
+    )
+    return replace(engine, tree_policy=InTurn()) if draft == "auto" else engine
+
+
+def definition_of(source) -> str:
+    if isinstance(source, dict):
+        return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=STYLE)
+    return llguidance.grammar_from("grammar", source)
+
+
+def plain_loop(engine, prompt: str, source, own: Sampling, seed: int, number: int) -> list[int]:
+    """The tokens by the definition: for every token a pass over the whole text, a new matcher, a choice."""
+    target = engine.target
+    vocab = target.config.vocab_size
+    library = _vocabulary(engine.tokenizer, vocab, engine.eos_ids)
+    ids = engine.tokenizer.encode(prompt)
+    new: list[int] = []
+    rule = sampling.Rule.of([own])
+    words = torch.tensor([[seed, 0]])
+    key = sampling.NoiseKey(words, torch.tensor([number]), torch.tensor([0]))
+    while len(new) < engine.config.max_new_tokens and new[-1:] != [engine.eos_ids[0]]:
+        text = torch.tensor([ids + new])
+        cache = KVCache.empty(target.config, 1, text.shape[1], target.norm.weight.dtype, "cpu")
+        window = causal_window(torch.zeros(1, dtype=torch.long), text.shape[1])
+        scores = target.logits(target(text, window.slots, cache, window)[:, -1:])
+        if source is not None:
+            matcher = llguidance.LLMatcher(library, definition_of(source), log_level=0)
+            assert matcher.consume_tokens(new)
+            bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+            allowed = (bits[:, None] >> torch.arange(8)) & 1
+            scores = scores.masked_fill(allowed.flatten()[:vocab] == 0, float("-inf"))
+        if own.temperature:
+            noise = sampling.gumbel(key, torch.tensor([len(new)]), 1, vocab)
+            scores = sampling.process(scores, rule) + noise
+        new.append(int(scores.argmax()))
+    return new
+
+
+CASES = {
+    "greedy": ([PERSON, LARK], Sampling(), 0),
+    "sampled": ([PERSON, None], Sampling(1.0), 3),
+    "cut": ([LARK, {"type": "object"}], Sampling(0.9, 40, 0.9), 7),
+}
+
+
+@cache
+def wanted(case: str, quant: str) -> list[list[int]]:
+    grammars, own, seed = CASES[case]
+    engine = engine_of("none", quant=quant)
+    both = enumerate(zip((PROMPT, OTHER), grammars))
+    return [plain_loop(engine, text, source, own, seed, i) for i, (text, source) in both]
+
+
+@pytest.mark.parametrize("draft, quant, compile", [
+    ("none", "none", False), ("none", "int8", True), ("dynamic", "none", False),
+    ("dynamic", "none", True), ("dynamic", "int8", True), ("auto", "none", True),
+    ("auto", "int8", False), ("ngram", "none", True), ("static", "none", True),
+    ("chain", "none", True), ("eagle+ngram", "none", True), ("vocab", "none", True),
+    ("model", "none", True), ("model tree", "none", False),
+    *slow((draft, quant, compile) for draft in DRAFTS for quant in ("none", "int8", "int4")
+          for compile in (False, True)),
+])  # fmt: skip
+def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
+    """Rows with and without a grammar, alone and side by side, greedy, sampled, and with cuts."""
+    for batch in (1, 2):
+        engine = engine_of(draft, quant=quant, compile=compile, batch_size=batch)
+        for case, (grammars, own, seed) in CASES.items():
+            options = own._asdict() | {"seed": seed}
+            got = generate(engine, [PROMPT, OTHER], grammar=grammars, **options)
+            assert got.tokens == wanted(case, quant), case
+
+
+def test_a_masked_text_differs_from_a_free_one():
+    engine = engine_of()
+    free = generate(engine, [PROMPT])
+    bound = generate(engine, [PROMPT], grammar=PERSON)
+    assert free.tokens != bound.tokens and bound.finish_reason == ["stop"]
+    jsonschema.validate(json.loads(bound.text[0]), PERSON)
+    assert free.tokens == generate(engine, [PROMPT]).tokens  # nothing stays behind
+
+
+@pytest.mark.parametrize("draft", ["none", "dynamic", "ngram", "auto", "model"])
+def test_forced_tokens_cost_no_pass_of_their_own(draft):
+    engine = engine_of(draft)
+    result = generate(engine, [PROMPT], grammar=f'start: "{FORCED}"')
+    assert result.text == [FORCED] and result.finish_reason == ["stop"]
+    count = len(result.tokens[0])
+    assert count > 20
+    cycles = result.stats["cycles"]  # the first token comes with the prompt
+    assert cycles == {"none": count - 1, "model": -(-(count - 1) // 4)}.get(draft, 1)
+
+
+def test_a_run_longer_than_a_tree():
+    text = " ".join(["forest"] * 70)
+    engine = engine_of("ngram", max_new_tokens=400)
+    result = generate(engine, [PROMPT], grammar=f'start: "{text}"')
+    assert result.text == [text] and result.stats["cycles"] <= len(result.tokens[0]) // 60 + 1
+
+
+def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
+    """Two ends of sequence; a text that may stop or go on; one that must stop."""
+    engine = engine_of("none")
+    ends = (engine.eos_ids[0], 7)
+    engine = with_cycles(replace(engine, eos_ids=ends))
+    guide = Grammar(engine, 'start: "ab" ("c" "d")?').guide()
+    ids = [engine.tokenizer.encode(text)[-1] for text in ("a", "b", "c", "d")]
+    allowed = guide.place
+    assert not any(allowed.allows(end) for end in ends)
+    for id in ids[:2]:
+        allowed = allowed.after(id)
+    assert all(allowed.allows(end) for end in ends) and allowed.only is None
+    allowed = allowed.after(ids[2])
+    assert not any(allowed.allows(end) for end in ends)
+    allowed = allowed.after(ids[3])
+    assert all(allowed.allows(end) for end in ends) and not allowed.allows(ids[0])
+    assert allowed.after(ends[0]) is None
+
+
+def test_captured_cycles_stand_beside_those_with_a_grammar():
+    """Buffers that stay, as on CUDA: prompts with and without a grammar, one behind the other."""
+    engine = engine_of("auto", batch_size=2)
+    asked = ([PROMPT, OTHER, PROMPT, OTHER], [PERSON, None, None, LARK])
+    want = generate(engine, asked[0], grammar=asked[1], temperature=1.0)
+    captured = replace(engine, captured=True, pool=[])
+    assert generate(captured, asked[0], grammar=asked[1], temperature=1.0).tokens == want.tokens
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    """A bounded schema, at the top an object."""
+    kinds = ["object"] if depth == 0 else ["string", "enum", "integer", "boolean", "const", "null"]
+    if 0 < depth < 3:
+        kinds += ["object", "array", "anyOf"]
+    match rng.choice(kinds):
+        case "object":
+            names = rng.sample(["name", "size", "kind", "value", "x y", "Übung"], rng.randint(1, 4))
+            below = {name: random_schema(rng, depth + 1) for name in names}
+            required = [name for name in names if rng.random() < 0.7]
+            closed = {"additionalProperties": False, "required": required}
+            return {"type": "object", "properties": below, **closed}
+        case "array":
+            least = rng.randint(0, 2)
+            item = random_schema(rng, depth + 2)
+            return {"type": "array", "items": item, "minItems": least, "maxItems": least + 1}
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth + 2), {"type": "null"}]}
+        case "string":
+            pattern = {"pattern": "^[a-z]{1,4}(-[0-9]+)?$", "maxLength": 8}
+            return {"type": "string", **rng.choice([{"maxLength": 8}, pattern, {"format": "date"}])}
+        case "enum":
+            return {"enum": rng.sample(["red", "green", "dark blue", 7, None, True], 3)}
+        case "integer":
+            return {"type": "integer", "minimum": -5, "maximum": rng.randint(0, 5000)}
+        case "const":
+            return {"const": rng.choice(["fixed text", 12, {"a": [1, 2]}])}
+        case kind:
+            return {"type": kind}
+
+
+@pytest.mark.parametrize("first, count", [(0, 10), *slow([(10, 90)])])
+def test_outputs_of_schemas_parse_and_validate(first, count):
+    """Equal with and without drafting, greedy and sampled."""
+    schemas = [random_schema(random.Random(seed)) for seed in range(first, first + count)]
+    assert len({json.dumps(schema) for schema in schemas}) > 0.9 * count
+    options = {"max_new_tokens": 300, "compile": True, "batch_size": 4}
+    plain = engine_of("none", **options)
+    drafted = engine_of("dynamic", **options)
+    for temperature in (0.0, 1.0):
+        asked = {"grammar": schemas, "temperature": temperature, "seed": 11}
+        want = generate(plain, [PROMPT] * count, **asked)
+        got = generate(drafted, [PROMPT] * count, **asked)
+        assert got.tokens == want.tokens
+        assert got.stats["cycles"] < 0.6 * want.stats["cycles"]
+        for schema, text, reason in zip(schemas, got.text, got.finish_reason):
+            assert reason == "stop", (schema, text)
+            value = json.loads(text)
+            jsonschema.validate(value, schema)
+            assert json.loads(json.dumps(value)) == value
+
+
+def test_turns_and_streams_follow_the_grammar(tmp_path):
+    """The grammar of --grammar is that of every answer: of turns, streams and samples."""
+    file = tmp_path / "person.json"
+    file.write_text(json.dumps(PERSON))
+    engine = engine_of(grammar=str(file), num_samples=2, temperature=0.8)
+    result = generate(engine, [[PROMPT, "again: "]])
+    assert len(result.text) == 4
+    for text in (*result.text, "".join(stream(engine, PROMPT))):
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("source, message", [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "strin"}, "strin"),
+    ({"enum": []}, "anyOf is empty"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+    ({"$ref": "http://localhost/x"}, "not present"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"enum": ["x" * MOST_BYTES]}, f"may have {MOST_BYTES} bytes"),
+    ('start: "a', "lexer error"),
+    ("", "refused"),
+    ('root ::= "a" | (', "Expected"),
+    ("start: /[a-z]/ & /[0-9]/", "refused"),
+])  # fmt: skip
+def test_refused_grammars_end_in_one_line(source, message):
+    with pytest.raises(ValueError, match="grammar") as caught:
+        generate(engine_of(), [PROMPT], grammar=source)
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("draft", ["none", "dynamic", "ngram"])
+def test_a_grammar_that_allows_nothing_at_some_point(draft):
+    """The text up to there is the same, and the error too; the other sequences go on."""
+    engine = engine_of(draft, batch_size=2)
+    with pytest.raises(ValueError, match="allows neither a token nor the end"):
+        generate(engine, [PROMPT], grammar=DEAD)
+    session = Session(engine, [(0, 0), (1, 0)])
+    ids = [engine.tokenizer.encode(text) for text in (PROMPT, OTHER)]
+    session.admit(0, ids[0], (0, 0), 60, Grammar(engine, DEAD))
+    session.admit(1, ids[1], (1, 0), 60)
+    new = [[], []]
+    while session.busy(0) or session.busy(1):
+        for have, more in zip(new, session.step()):
+            have += more
+    assert engine.tokenizer.decode(new[0]) == "abc" and list(session.faults) == [0]
+    assert new[1] == generate(engine, [PROMPT, OTHER]).tokens[1]
+    session.admit(0, ids[0], (0, 0), 4)
+    assert not session.faults
+
+
+def test_engines_that_follow_no_grammar():
+    with pytest.raises(ValueError, match="--ignore_eos or --accept residual"):
+        generate(engine_of(ignore_eos=True), [PROMPT], grammar=LARK)
+    sampled = {"accept": "residual", "temperature": 1.0, "tree": "dynamic"}
+    with pytest.raises(ValueError, match="--ignore_eos or --accept residual"):
+        generate(engine_of(**sampled), [PROMPT], grammar=LARK)
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate(replace(engine_of(), tokenizer=None), [[5, 17]], grammar=LARK)
+    with pytest.raises(ValueError, match="grammar has 2 values, and there are 1 prompts"):
+        generate(engine_of(), [PROMPT], grammar=[LARK, LARK])
+
+
+@pytest.mark.parametrize("name, text, begin", [
+    ("a.lark", LARK, "The answer is "), ("a.gbnf", GBNF, ("yes", "no ")),
+    ("a.json", json.dumps(PERSON), '{"name": "'),
+])  # fmt: skip
+def test_the_command_line(name, text, begin, tmp_path, capsys):
+    file = tmp_path / name
+    file.write_text(text)
+    argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file), "--prompt", PROMPT]
+    program.main([*argv, "--compare", "--max_new_tokens", "60"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(begin) and "speedup" in shown
+
+
+def test_mistakes_of_the_command_line(tmp_path):
+    """One line and exit status 2: no file, no schema, a refused one, a dead end, no library."""
+    dead = tmp_path / "dead.lark"
+    dead.write_text(DEAD)
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"type": "array", "uniqueItems": true}')
+    lists = tmp_path / "list.json"
+    lists.write_text("[1]")
+    cases = [
+        (tmp_path / "nowhere", (), "cannot read"),
+        (lists, (), "must hold a JSON schema"),
+        (bad, (), "uniqueItems"),
+        (dead, (), "allows neither a token nor the end"),
+        (dead, ("llguidance",), "pip install llguidance"),
+    ]
+    for file, missing, message in cases:
+        argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)]
+        code = (
+            f"import sys; sys.modules |= dict.fromkeys({missing})\n"
+            f"import generate; generate.main({argv})"
+        )
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 2, run.stderr
+        assert message in run.stderr and len(run.stderr.splitlines()) == 1, run.stderr
