@@ -407,8 +407,9 @@ class Autosizer:
         self.last = preset
         shape = self.shapes[preset]
         if shape.depth and preset not in self.lookups:
-            # a sequence's path ends with the first token that is missed
-            missed = min(shape.depth - accepted, 1.0)
+            # a sequence's path ends with the first token that is missed; a grammar's forced tokens
+            # may reach below the tree
+            missed = min(max(shape.depth - accepted, 0.0), 1.0)
             tried = accepted + missed
             known.miss_weight = fade * known.miss_weight + sequences * tried
             power = _power(shape)

@@ -20,6 +20,7 @@ import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import with_cycles  # noqa: E402
 from drafters import LargestTree  # noqa: E402
+from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
 from helpers import slow  # noqa: E402
@@ -162,6 +163,14 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
     assert count > 20
     cycles = result.stats["cycles"]  # the first token comes with the prompt
     assert cycles == {"none": count - 1, "model": -(-(count - 1) // 4)}.get(draft, 1)
+
+
+def test_forced_tokens_below_a_tree_leave_its_misses_a_share():
+    shapes = [TreeShape(0, 0, 1), TreeShape(3, 1, 4)]
+    sizer = Autosizer(shapes, unknown(shapes), 0.1)
+    for _ in range(50):
+        sizer.observe(1, 20.0, 0.01)
+    assert 0 <= sizer.known.miss < 0.1 and sizer.tokens(1) > 10
 
 
 def test_a_run_longer_than_a_tree():
