@@ -141,7 +141,8 @@ class Buffers:
 
         It is never captured: the host reads its tree, and makes the masks.
         """
-        state, outcome = Cycle(engine, drafter, kind)(self.cache, self.state)
+        with single_torch_thread(engine.target.fused is not None):
+            state, outcome = Cycle(engine, drafter, kind)(self.cache, self.state)
         copy_into(self.state, state)
         return outcome
 

@@ -32,7 +32,12 @@ Places = list[Any]  # of extras.grammar.Place; None: any token may follow, or no
 
 
 def masks(places: list[Places], vocab: int, device: torch.device) -> Tensor:
-    """Return the tokens that may follow each of [B, R] places, [B, R, V] bool.
+    """Return the tokens that may follow each of [B, R] places, [B, R, V] bool."""
+    return torch.from_numpy(_unpacked(places, vocab)).view(torch.bool).to(device)
+
+
+def _unpacked(places: list[Places], vocab: int) -> np.ndarray:
+    """Return 1 for the tokens that may follow each of [B, R] places, [B, R, V] uint8.
 
     A place that none may follow has them all: no choice there is taken.
     """
@@ -41,8 +46,7 @@ def masks(places: list[Places], vocab: int, device: torch.device) -> Tensor:
         for node, place in enumerate(own):
             if place is not None and place.bits.any():
                 row[node] = place.bits
-    every = np.unpackbits(bits.view(np.uint8), axis=-1, count=vocab, bitorder="little")
-    return torch.from_numpy(every).view(torch.bool).to(device)
+    return np.unpackbits(bits.view(np.uint8), axis=-1, count=vocab, bitorder="little")
 
 
 class Walk:
@@ -69,14 +73,16 @@ class Walk:
 
         Of a forced token's row the first column is left, whatever its token.
         """
-        allowed = vocab.columns(masks(self.places, vocab.size, z.device))
+        allowed = _unpacked(self.places, vocab.size)
+        if vocab.ids is not None:
+            allowed = allowed[..., vocab.ids.cpu().numpy()]  # [B, R, Vd]
         for b, own in enumerate(self.places):
             for node, place in enumerate(own):
                 if place is not None and place.only is not None:
-                    allowed[b, node] = False
-                    allowed[b, node, 0] = True
-        allowed = allowed | ~allowed.any(-1, keepdim=True)  # none is in the draft vocabulary
-        return torch.where(allowed, z, float("-inf"))
+                    allowed[b, node] = 0
+                    allowed[b, node, 0] = 1
+        allowed[~allowed.any(-1)] = 1  # none is in the draft vocabulary
+        return torch.where(torch.from_numpy(allowed).bool().to(z.device), z, float("-inf"))
 
 
 class Node(NamedTuple):
