@@ -328,8 +328,8 @@ def run(config: HeadConfig) -> None:
                 spent = sum(job.state["seconds"].values()) / 3600
                 print(f"\n{stage}; {spent:.2f} of {config.hours:g} hours are spent", flush=True)
                 work(job)
-        for name in ("features.bin", "features.bin.json"):
-            (out / name).unlink(missing_ok=True)
+        for file in out.glob("features.bin*"):
+            file.unlink()
     print(f"\n{use(config)}")
 
 

@@ -3,7 +3,9 @@
 The file holds one epoch in the dtype of training, batch by batch: [batches, B, T,
 (1 + aux_layers) F]. Its aux layers are those of a new head of version 3, so that both versions can
 read it. The first epoch writes it; later epochs, and later runs on the same data, read it.
-FILE.json records the data and the hash of the weights that it was made of.
+FILE.json records the data and the hash of the weights that it was made of. FILE.best holds the
+target's best token after each position, which version 3 needs: the product with the whole LM head
+is as long as the rest of a step for 0.5 billion parameters and 150,000 tokens.
 Trade-off: later epochs have the batches of the first, in another order. Without a file, each epoch
 has batches of its own.
 """
@@ -42,6 +44,10 @@ class Features:
         self.steps = positions.expand(config.batch_size, -1)
         # [batches, B, T, (1 + aux_layers) F]; a batch that was not computed yet is 0
         self.kept = None
+        # [batches, B, T] int32, the best token + 1; a batch that was not computed yet is 0
+        self.kept_best = None
+        self.target = target
+        self.version = config.version
         kept_aux_layers = aux_layers
         if config.features:
             kept_aux_layers = default_aux_layers(target.config.n_layers)
@@ -60,6 +66,8 @@ class Features:
                 "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             }
             self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
+            if config.version == 3:
+                self.kept_best = self._open_best(Path(f"{config.features}.best"))
 
         def compute(tokens: Tensor, steps: Tensor) -> Tensor:
             return target(tokens, steps, aux_layers=kept_aux_layers)
@@ -75,6 +83,7 @@ class Features:
         note = Path(f"{file}.json")
         size = math.prod(shape) * dtype.itemsize
         if not file.exists():
+            Path(f"{file}.best").unlink(missing_ok=True)
             reserve(file, size)
             write_text(str(note), json.dumps(made_of))
         elif not note.is_file() or read_json(note) != made_of or file.stat().st_size != size:
@@ -87,6 +96,15 @@ class Features:
         flat = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype)
         return flat.view(shape)
 
+    def _open_best(self, file: Path) -> Tensor:
+        """Map the best tokens beside the features; a new file, or one cut short, is zeros."""
+        shape = self.kept.shape[:-1]
+        size = shape.numel() * torch.int32.itemsize
+        if not file.exists() or file.stat().st_size != size:
+            reserve(file, size)
+        flat = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.int32)
+        return flat.view(shape)
+
     @torch.no_grad()
     def of(self, tokens: Tensor, number: int) -> Tensor:
         """Return the features of a batch. Writes: the file.
@@ -97,12 +115,37 @@ class Features:
         if self.kept is None:
             return self.compute(tokens, self.steps)
         if not self.has(number):
-            self.kept[number] = self.compute(tokens, self.steps).to(self.kept)
+            features = self.compute(tokens, self.steps)
+            if self.kept_best is not None:
+                self.kept_best[number] = best_tokens(self.target, features) + 1
+            self.kept[number] = features.to(self.kept)
         return self.kept[number, ..., : self.width].to(tokens.device)
 
+    def best(self, features: Tensor, number: int) -> Tensor | None:
+        """Return the target's best tokens of a batch, [B, T] int64; None in version 1.
+
+        features: [B, T, (1 + aux_layers) F], the batch's, as from `of`
+        """
+        if self.version == 1:
+            return None
+        if self.kept_best is None:
+            return best_tokens(self.target, features)
+        return self.kept_best[number].to(features.device, torch.int64) - 1
+
     def has(self, number: int) -> bool:
-        """Return true if the file holds a batch: its last row is written last, and is not 0."""
-        return bool(self.kept[number, -1, -1].any())
+        """Return true if the files hold a batch: its last row is written last, and is not 0."""
+        ranked = self.kept_best is None or bool(self.kept_best[number, -1, -1])
+        return ranked and bool(self.kept[number, -1, -1].any())
+
+
+@torch.no_grad()
+def best_tokens(target: Transformer, features: Tensor) -> Tensor:
+    """Return the token with the target's largest logit, [B, T] int64.
+
+    Sequence by sequence: the logits of a batch may take gigabytes.
+    features: [B, T, F], or with aux hidden states behind them
+    """
+    return torch.stack([target.logits(row).argmax(-1) for row in features])
 
 
 def weights_hash(checkpoint: Path) -> str:

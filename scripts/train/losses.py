@@ -96,13 +96,14 @@ class Recipe(NamedTuple):
 
     embedding: nn.Module  # the head's own, or the target's
     lm_head: nn.Module  # the same, with the rows of the draft vocabulary
+    target_lm_head: nn.Module  # the target's, with these rows
     steps: int
 
 
 def unrolled_losses(
     head: EagleHead,
     target: Transformer,
-    batch: tuple[Tensor, Tensor, Tensor],
+    batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
     recipe: Recipe,
     noise: Tensor | float,
 ) -> tuple[Tensor, ...]:
@@ -110,11 +111,11 @@ def unrolled_losses(
 
     Version 1 divides the sums by the number of marked rows, version 3 by all B T.
     batch: tokens [B, T]; mask [B, T] bool; target features [B, T, (1 + aux_layers) F], with the aux
-        layers of version 3
+        layers of version 3; the target's best tokens [B, T] int64, in version 1 None
     noise: [B, T, F], added to the features of version 1
     Returns: the cross-entropy of each step; in version 1 the SmoothL1 of each behind them.
     """
-    tokens, mask, features = batch
+    tokens, mask, features, best = batch
     steps = recipe.steps
     T = tokens.shape[1]
     eagle3 = head.config.eagle3 is not None
@@ -122,13 +123,10 @@ def unrolled_losses(
     with torch.no_grad():  # past the end there is no truth, and nothing counts
         known = torch.ones_like(tokens, dtype=torch.bool)
         if eagle3:
-            z = target.logits(features)  # [B, T, V]
             # [V], the official t2d
-            drafted = vocab.spread(torch.ones(vocab.kept, device=z.device)).bool()
-            known = drafted[z.argmax(-1)]  # [B, T]
-            z = vocab.columns(z)  # [B, T, N]
-        else:
-            z = recipe.lm_head(features)  # [B, T, N]
+            drafted = vocab.spread(torch.ones(vocab.kept, device=tokens.device)).bool()
+            known = drafted[best]  # [B, T]
+        z = recipe.target_lm_head(features[..., : target.config.dim])  # [B, T, N]
         known = F.pad(known, (0, steps))  # [B, T + steps]
         p = F.pad(z.float().softmax(-1), (0, 0, 0, steps))  # [B, T + steps, N]
         truth = F.pad(features, (0, 0, 0, steps))

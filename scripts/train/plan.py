@@ -20,6 +20,7 @@ import torch
 
 from decode import Engine, with_cycles
 from scripts.train import train_eagle
+from scripts.train.feature_cache import best_tokens
 from scripts.train.generate_answers import AnswerConfig, decoded, open_run
 from stats import peak_memory_bytes
 
@@ -67,8 +68,9 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     began = time.perf_counter()
     with torch.no_grad(), train_eagle.autocast(training):
         features = target(tokens.to(training.device), positions, aux_layers=head.aux_layers)
+        best = best_tokens(target, features)
     feature_s = time.perf_counter() - began
-    known = SimpleNamespace(of=lambda tokens, number: features)
+    known = SimpleNamespace(of=lambda tokens, number: features, best=lambda *_: best)
     losses = train_eagle.losses_of(training, head, target, compiled=False)
     made = train_eagle.Ready(target, [example], [], head, known, losses)
     return Costs(
@@ -77,7 +79,7 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
         tokens.numel(),
         feature_s,
         train_eagle.step_seconds(training, made, count=1),
-        feature_bytes=features.numel() * 2,
+        feature_bytes=features.numel() * 2 + best.numel() * 4,
         head_bytes=HEAD_BYTES * sum(p.numel() for p in head.parameters()),
         answer_memory=answer_memory,
         training_memory=peak_memory_bytes(training.device),

@@ -352,17 +352,22 @@ def batches(examples: list[Example], config: TrainConfig, skip: int):
 def losses_of(
     config: TrainConfig, head: EagleHead, target: Transformer, compiled: bool = True
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function of (tokens, mask, features) and the step's number -> `config.losses`."""
-    lm_head = head.lm_head or target.lm_head
-    if head.vocab and not head.lm_head:
-        lm_head = rows_of(target.lm_head, head.vocab.ids)
-    recipe = head_training.Recipe(head.embedding or target.embedding, lm_head, config.recipe_steps)
+    """Return a function of (tokens, mask, features, best) and the step's number -> `config.losses`.
+
+    best: the target's best tokens, as in `unrolled_losses`
+    """
+    rows = target.lm_head
+    if head.vocab:
+        rows = rows_of(rows, head.vocab.ids)
+    recipe = head_training.Recipe(
+        head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
+    )
     compute = head_training.unrolled_losses
     if compiled:
         compute = torch.compile(compute)
     generator = torch.Generator(config.device)
 
-    def losses(batch: tuple[Tensor, Tensor, Tensor], step: int) -> tuple[Tensor, ...]:
+    def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
         features = batch[2]
         noise = 0.0
         if config.version == 1:
@@ -675,7 +680,8 @@ class Steps:
             features = self.made.features.of(tokens, number)
             if not is_narrow(self.config):
                 features = features.float()  # a file may have kept them in bf16
-            found = torch.stack(self.made.losses((tokens, mask, features), step))
+            best = self.made.features.best(features, number)
+            found = torch.stack(self.made.losses((tokens, mask, features, best), step))
         head = self.made.head
         train_demo.update(head, self.optimizers, (found * self.weights).sum(), self.config.clip)
         return found.detach()

@@ -35,8 +35,8 @@ def official_losses(head):
         tokens, mask = torch.tensor([ids]), torch.tensor([raw])
         features = target(tokens, torch.arange(len(ids))[None])
         n = mask[:, :-1].sum()
-        recipe = Recipe(target.embedding, target.lm_head, 1)
-        e, r = unrolled_losses(head, target, (tokens, mask, features), recipe, 0.0)
+        recipe = Recipe(target.embedding, target.lm_head, target.lm_head, 1)
+        e, r = unrolled_losses(head, target, (tokens, mask, features, None), recipe, 0.0)
         regression, entropy, count = regression + r * n, entropy + e * n, count + n
     return regression / count, entropy / count
 

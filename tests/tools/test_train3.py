@@ -26,6 +26,7 @@ from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
 from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate
+from scripts.train.feature_cache import best_tokens
 from scripts.train.losses import (
     DECAY,
     STEPS,
@@ -86,9 +87,10 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
         head.vocab = DraftVocab(V, torch.arange(3, V, 2))
     drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
     lm_head = head.lm_head or rows_of(target.lm_head, head.vocab.ids)
-    losses = unrolled_losses(
-        head, target, (tokens, mask, features), Recipe(target.embedding, lm_head, UNROLLED), 0
-    )
+    rows = rows_of(target.lm_head, head.vocab.ids)
+    recipe = Recipe(target.embedding, lm_head, rows, UNROLLED)
+    best = best_tokens(target, features) if three else None
+    losses = unrolled_losses(head, target, (tokens, mask, features, best), recipe, 0)
     expected, counts = [0.0] * UNROLLED, [0] * UNROLLED
     for b in range(2):
         z = target.logits(features[b])  # [T, V]
@@ -311,6 +313,22 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, monkeypat
         assert value.requires_grad == (name != "embedding.weight"), name
 
 
+def check_best_tokens(config, ids, seen) -> None:
+    """They are computed where a file has none, as one of version 1, and belong to its features."""
+    kept, best_file = (train_eagle.Path(f"{config.features}{end}") for end in ("", ".best"))
+    best_file.unlink()
+    again = features.Features(config, target(), (2, 4, 5), ids)
+    plain = features.Features(replace(config, version=1), target(), (), ids)
+    assert not again.has(0) and plain.has(0) and plain.best(plain.of(seen[0], 0), 0) is None
+    found = again.of(seen[0], 0)
+    assert again.has(0) and not again.has(1)
+    assert torch.equal(again.best(found, 0), target().logits(found).argmax(-1))
+    kept.rename(f"{kept}.old")
+    anew = features.Features(config, target(), (2, 4, 5), ids)
+    assert not anew.kept_best.any(), "those of the features before"
+    train_eagle.Path(f"{kept}.old").rename(kept)
+
+
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
     """Those of both versions, in every epoch and for every seed."""
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
@@ -330,6 +348,9 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
             computed = target()(tokens, torch.arange(24).expand(4, -1), aux_layers=head.aux_layers)
             assert torch.equal(kept[head.aux_layers].of(tokens, number), computed)
             assert torch.equal(kept[()].of(tokens, number), computed[..., :64])
+            best = target().logits(computed).argmax(-1)
+            assert torch.equal(kept[()].best(computed, number), best)
+    check_best_tokens(config, ids, seen)
     message = "has features of other data or weights, or is cut short; name another file"
     with pytest.raises(ValueError, match=message):
         features.Features(config, target(), (), ids.flip(0))
