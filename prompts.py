@@ -33,7 +33,7 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
         return [[config.prompt]]
     if not config.prompt_file:
         return [[_default_prompt(config.checkpoint)]]
-    return _prompts_of_file(Path(config.prompt_file))
+    return prompts_of_file(Path(config.prompt_file), "--prompt_file")
 
 
 def read_grammar(config: GenerateConfig) -> str | dict | None:
@@ -70,19 +70,24 @@ def _default_prompt(checkpoint: str) -> str:
     )
 
 
-def _prompts_of_file(path: Path) -> list[Conversation]:
+def prompts_of_file(path: Path, flag: str) -> list[Conversation]:
+    """Read the conversations of a file: JSONL with `turns`, or a text, which is one prompt.
+
+    flag: names the file in the message
+    Raises: ValueError for a file that cannot be read or holds no prompt.
+    """
     if path.suffix == ".jsonl":
-        conversations = [record.get("turns") for record in read_jsonl(path, "--prompt_file")]
+        conversations = [record.get("turns") for record in read_jsonl(path, flag)]
         form = '{"turns": ["text", ...]}'
         for number, turns in enumerate(conversations, 1):
             require(
                 _are_turns(turns),
-                f"--prompt_file: {path} row {number} has no list of texts; write it as {form}",
+                f"{flag}: {path} row {number} has no list of texts; write it as {form}",
             )
         return conversations
-    text = read_named(path, "--prompt_file")
+    text = read_named(path, flag)
     if not text.strip():
-        raise ValueError(f"--prompt_file: {path} is empty; give it some text")
+        raise ValueError(f"{flag}: {path} is empty; give it some text")
     return [[text]]
 
 

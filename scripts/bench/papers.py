@@ -43,23 +43,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from command_line import one_line_errors, option, parse
 from decode import Engine
-from files import read_jsonl
 from generate import Batch, Turn, encode, first_ids, load
-from options import DEMO, ROOT, GenerateConfig, pick_device
+from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Log,
     Series,
     environment,
     pass_bytes,
     read_bandwidth,
+    repeated,
     shown_path,
     with_config,
 )
 from scripts.bench.profile_cycle import look_closer
 from scripts.bench.report import write_report
+from scripts.bench.tasks import conversations
 from stats import Stats, peak_memory_bytes
 
-EVAL = ROOT / "data" / "eval"
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
 BINS = 20  # of confidence, in [0, 1]
 CEILING_RUNS = 5
@@ -85,7 +85,9 @@ class BenchConfig:
     checkpoint: str = option(DEMO, "Hugging Face directory of the target")
     eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
     tasks: str = option(
-        "demo,gsm8k,humaneval", "names in data/eval, or JSONL files of id, task and turns"
+        "demo,gsm8k,humaneval",
+        "names in data/eval, or JSONL files of id, task and turns, or in a published layout "
+        "(scripts/bench/tasks.py)",
     )
     limit: int = option(20, "prompts per task; 0: all", least=0)
     methods: str = option(
@@ -165,29 +167,14 @@ class Task(NamedTuple):
 # -------------------------------------------------------------------------------- tasks and methods
 
 
-def task_row_fault(row: dict) -> str:
-    """Return the fault of a line of a task file, or ""."""
-    turns = row.get("turns")
-    texts = (
-        isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
-    )
-    if texts and isinstance(row.get("task"), str) and "id" in row:
-        return ""
-    return 'a row must be like {"id": "a-1", "task": "a", "turns": ["text", ...]}'
-
-
 def read_tasks(config: BenchConfig) -> dict[str, list[list[str]]]:
-    """Read conversations by task. Raises: ValueError that names the file and the line."""
-    tasks: dict[str, list[list[str]]] = {}
-    for name in config.tasks.split(","):
-        file = Path(name) if name.endswith(".jsonl") else EVAL / f"{name}.jsonl"
-        if not file.is_file():
-            bundled = ", ".join(sorted(path.stem for path in EVAL.glob("*.jsonl")))
-            raise ValueError(f"--tasks: there is no {name}; name a JSONL file, or one of {bundled}")
-        for row in read_jsonl(file, "--tasks", task_row_fault):
-            form = FORMS.get(row["task"], "{}") if config.chat is None else "{}"
-            tasks.setdefault(row["task"], []).append([form.format(turn) for turn in row["turns"]])
-    return {task: rows[: config.limit or None] for task, rows in tasks.items()}
+    """Read conversations by task, `limit` of each. Raises: ValueError, as `conversations`."""
+    found = {}
+    for task, rows in conversations(config.tasks).items():
+        form = FORMS.get(task, "{}") if config.chat is None else "{}"
+        kept = rows[: config.limit or None]
+        found[task] = [[form.format(turn) for turn in turns] for turns in kept]
+    return found
 
 
 def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchConfig) -> Task:
@@ -197,8 +184,8 @@ def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchCo
     left_out = len(prompts) - len(kept)
     if not kept:
         raise ValueError(
-            f"no prompt of {name} has at most {longest} tokens; raise the context, "
-            "as --options context=4096"
+            f"no prompt of {name} has at most {longest} tokens; raise the context "
+            "(of papers.py: --options context=4096)"
         )
     if left_out:
         print(
@@ -255,12 +242,6 @@ def _flag(method: str, piece: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------- measuring
-
-
-def repeated(tokens: list[int], n: int = 8) -> float:
-    """Return the share of n-grams that have occurred before in the same output."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def calibration(trace: list[dict]) -> list[list[float]]:
@@ -542,11 +523,15 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
 
 def measure(bench: Bench, units: list[Unit]) -> None:
     """Measure the units: one target per quantization, one set of engines per setting."""
-    target = None
-    loaded = None  # quantization of the target
     sizes = {name: len(prompts) * bench.config.repeats for name, prompts in bench.tasks.items()}
     rounds = sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units)
-    bar = tqdm(total=rounds, unit="round")
+    with tqdm(total=rounds, unit="round") as bar:  # an error's line comes below it
+        _measure(bench, units, bar)
+
+
+def _measure(bench: Bench, units: list[Unit], bar: tqdm) -> None:
+    target = None
+    loaded = None  # quantization of the target
     preparing = "compiling" if bench.config.compile else "preparing"
     for setting in dict.fromkeys(unit.setting for unit in units):
         mine = [unit for unit in units if unit.setting == setting]
@@ -571,7 +556,6 @@ def measure(bench: Bench, units: list[Unit]) -> None:
             )
             bench.attempt(name, partial(look, bench.config.replays))
         torch.compiler.reset()  # else the next setting's steps would first try these graphs
-    bar.close()
 
 
 def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:

@@ -38,6 +38,7 @@ from scripts.bench.measure import Log, Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
 from scripts.bench.report import DRAWINGS, explained
+from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -357,12 +358,64 @@ def test_mistakes_are_one_line(capsys, monkeypatch, argv, message):
         ('{"id": "x", "task": "a", "turns": ["t", 5]}', "line 3: a row must be like"),
         ('{"id": "x", "turns": ["t"]}', "line 3: a row must be like"),
         ('{"task": "a", "turns": ["t"]}', "line 3: a row must be like"),
+        ('{"id": "x", "task": "a", "turns": "text"}', "line 3: a row must be like"),
+        ('{"question_id": 1, "category": "a", "messages": ["t"]}', "line 3: a row must be like"),
+        (
+            '{"question_id": 1, "category": "a", "messages": [{"role": "system", "content": "t"}]}',
+            "line 3: a row must be like",
+        ),
+        ('{"task_id": 1, "test_list": ["assert f()"]}', "line 3: a row must be like"),
+        (
+            json.dumps({"question_id": 1, "category": "a", "turns": [UNRESOLVED]}),
+            "has no prompt yet",
+        ),
     ],
 )
 def test_a_malformed_task_file_names_its_line(capsys, monkeypatch, tmp_path, line, message):
     good = '{"id": "y", "task": "a", "turns": ["t"]}\n'
     (tmp_path / "tasks.jsonl").write_text(f"{good}\n{line}\n{good}")
     assert message in failure(capsys, monkeypatch, bench, "--tasks", str(tmp_path / "tasks.jsonl"))
+
+
+PUBLISHED = [  # a row as its data card shows it, its task, its turns
+    ({"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []}, "writing", ["a", "b"]),
+    ({"question_id": "9f", "category": "coding", "sub_category": "x", "turns": ["a"], "source": "s",
+      "src_id": "1", "difficulty": "easy", "multiturn": False}, "coding", ["a"]),
+    ({"question_id": "9f", "category": "qa",
+      "messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}, "qa", ["a", "b"]),
+    ({"problem": "What is $1+1$?", "solution": "...", "answer": "2", "subject": "Algebra", "level": 1,
+      "unique_id": "test/algebra/1.json"}, "math500", ["What is $1+1$?"]),
+    ({"task_id": 11, "text": "Add.", "code": "c", "test_list": ["t1", "t2"]}, "mbpp", [MBPP.format("Add.", "t1\nt2")]),
+    ({"task_id": 11, "prompt": "Add.", "test_imports": [], "test_list": ["t1"]}, "mbpp", [MBPP.format("Add.", "t1")]),
+    ({"_id": "1", "dataset": "qasper", "context": "A text.", "input": "Why?", "length": 3, "answers": ["x"]},
+     "qasper", ["A text.\n\nWhy?"]),
+]  # fmt: skip
+
+
+def test_published_layouts_by_path(tmp_path):
+    """MT-bench, SPEED-Bench (both files), MATH-500, MBPP (both files) and LongBench; an array too."""
+    expected: dict[str, list[list[str]]] = {}
+    for _, task, turns in PUBLISHED:
+        expected.setdefault(task, []).append(turns)
+    rows = [row for row, _, _ in PUBLISHED]
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert conversations(lines) == conversations(str(tmp_path / "rows.json")) == expected
+    assert list(bench.read_tasks(BenchConfig(tasks=lines, limit=1)).values()) == [
+        turns[:1] for turns in expected.values()
+    ]
+
+
+def test_bundled_tasks():
+    """Every file is one task under its own name, and README.md has a line for it."""
+    readme = (EVAL.parent / "README.md").read_text()
+    for file in EVAL.glob("*.jsonl"):
+        if file.stem != "demo":  # has two
+            assert list(conversations(file.stem)) == [file.stem]
+        assert f"eval/{file.name}" in readme
+    assert conversations("mbpp")["mbpp"][0][0].startswith(MBPP[:40])
+    longest = [len(turns[0]) for turns in conversations("long")["long"]]
+    assert min(longest) > 4000 and all(len(turns) == 2 for turns in conversations("long")["long"])
 
 
 def test_long_prompts_are_left_out_aloud(tmp_path, capsys):

@@ -1,0 +1,142 @@
+"""Compare every drafter at hand on your prompts, explain each speedup, and recommend a command.
+
+    python scripts/compare.py --checkpoint MODEL --prompts FILE --chat
+
+1. The drafters: none; a lookup in the text (ngram); with a head, given or bundled, its dynamic
+   tree, this tree with lookups, and `--tree auto`, which learns a tree while it decodes.
+2. All decode the same prompts in turn in one process, one prompt untimed first (bench/papers.py).
+3. The fastest over all prompts is recommended. Vanilla decoding is, where no other is faster.
+
+A line holds: speedup = tau / (verify + draft of a vanilla pass), its bound, the quartiles of the
+speedup over prompts, and the share of sequences that are equal to vanilla's.
+Not here: draft models, and tables by task (scripts/bench/papers.py has both).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
+
+from command_line import one_line_errors, option, parse
+from files import bundled_head
+from hf.fetch import fetched
+from options import DEFAULT, GenerateConfig
+from prompts import prompts_of_file
+from scripts.bench import papers
+from scripts.bench.report import explained
+
+WITHOUT_HEAD = ("none", "ngram")
+WITH_HEAD = ("eagle:dynamic", "eagle+ngram", "eagle:auto")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Options. Units and effects are in the help texts."""
+
+    prompts: str = option("", "a text file, or JSONL with `turns`, as generate.py's --prompt_file")
+    checkpoint: str = option(DEFAULT, "the target, as generate.py's")
+    eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
+    limit: int = option(20, "prompts at most, the first ones; 0: all", least=0)
+    chat: str | None = option(
+        None, "apply a chat template: the model's, or the one named", optional=True
+    )
+    max_new_tokens: int = option(128, "tokens per turn", least=1)
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    quant: str = option("none", "round the target's weights", ("none", "int8", "int4"))
+    context: int = option(0, "KV capacity in tokens; 0: the model's, at most 4096", least=0)
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    def bench(self, tasks: str) -> papers.BenchConfig:
+        """Return the options of the measurement. tasks: the file of the prompts"""
+        methods = WITHOUT_HEAD
+        if self.eagle or bundled_head(Path(self.checkpoint)).is_dir():
+            methods += WITH_HEAD
+        return papers.BenchConfig(
+            checkpoint=self.checkpoint,
+            eagle=self.eagle,
+            tasks=tasks,
+            limit=self.limit,
+            methods=",".join(methods),
+            temperatures=str(self.temperature),
+            quant=self.quant,
+            options=f"context={self.context}" if self.context else "",
+            chat=self.chat,
+            max_new_tokens=self.max_new_tokens,
+            traced=1,
+            compile=True,
+            device=self.device,
+        )
+
+
+def measure(config: CompareConfig) -> tuple[papers.BenchConfig, list[dict[str, Any]]]:
+    """Measure every drafter. Returns: the options of the measurement; a row of its log for each.
+
+    Raises: ValueError.
+    """
+    if not config.prompts:
+        raise ValueError("--prompts is missing; name a file with your prompts")
+    prompts = prompts_of_file(Path(config.prompts), "--prompts")
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = Path(folder, "prompts.jsonl")
+        rows = [{"id": i, "task": "prompts", "turns": turns} for i, turns in enumerate(prompts)]
+        tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        bench = config.bench(str(tasks))
+        bench.check()
+        return bench, papers.run(bench)
+
+
+def described(row: dict[str, Any], plain: dict[str, Any]) -> str:
+    """Return the line of a drafter. plain: the row of `none`"""
+    if row is plain:
+        return f"none: {row['tokens_per_s']:.1f} tokens/s"
+    line = f"{row['method']}: {explained([row], [plain])}"
+    if row["speedup_quartiles"]:
+        low, high = row["speedup_quartiles"]
+        line += f"; {low:.2f} to {high:.2f} by prompt"
+    if row["identical"] is not None:
+        line += f"; {100 * row['identical']:.0f} % of sequences identical"
+    return line
+
+
+def fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row with the most tokens per second over all prompts; of equals the first."""
+    return max(rows, key=lambda row: row["tokens"] / row["decode_s"] if row["decode_s"] else 0.0)
+
+
+def command(config: CompareConfig, bench: papers.BenchConfig, method: str) -> str:
+    """Return the command line of generate.py that decodes the prompts as the measurement did."""
+    setting = papers.Setting(config.quant, config.temperature, 1)
+    chosen = papers.method_config(method, setting, bench)
+    words = ["python", "generate.py"]
+    for f in fields(GenerateConfig):
+        value = getattr(chosen, f.name)
+        if value == f.default:
+            continue
+        words.append(f"--{f.name}")
+        if f.type != "bool" and value != "":  # a bare --chat is the model's own template
+            words.append(str(value))
+    return shlex.join([*words, "--prompt_file", config.prompts])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    config = parse(CompareConfig, "compare.py", __doc__, argv)
+    with one_line_errors("compare.py"):
+        fetched(config.checkpoint)
+        bench, rows = measure(config)
+        print()
+        for row in rows:
+            print(described(row, rows[0]))
+        best = fastest(rows)
+        print(f"\nrecommended, {best['method']}:\n    {command(config, bench, best['method'])}")
+
+
+if __name__ == "__main__":
+    main()

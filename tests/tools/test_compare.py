@@ -1,0 +1,91 @@
+"""scripts/compare.py on the demo: a line for every drafter, the recommended command, mistakes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from command_line import parse
+from options import DEMO, GenerateConfig
+from scripts import compare
+from scripts.bench.measure import Series
+
+
+@pytest.fixture(autouse=True)
+def ceiling(monkeypatch):
+    """A fixed bandwidth: measuring it takes seconds and a gigabyte."""
+    monkeypatch.setattr(compare.papers, "read_bandwidth", lambda device, runs: Series.of([1e10]))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "my prompts.jsonl"
+    rows = [{"turns": ["def read_lines(path):"]}, {"turns": ["import os\n", "class Tree:"]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def lines_of(capsys, *argv: str) -> list[str]:
+    compare.main([*argv, "--max_new_tokens=8", "--device=cpu"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_drafter_at_hand_has_a_line(prompts, capsys):
+    """The recommended command is one that generate.py takes, for the same prompts."""
+    lines = lines_of(capsys, f"--checkpoint={DEMO}", f"--prompts={prompts}", "--temperature=0.7")
+    first = next(i for i, line in enumerate(lines) if line.startswith("none: "))
+    for method, line in zip((*compare.WITHOUT_HEAD, *compare.WITH_HEAD), lines[first:]):
+        assert line.startswith(f"{method}: "), line
+        if method != "none":
+            assert " = tau " in line and " of a vanilla pass); bound by " in line, line
+            assert line.endswith("by prompt; 100 % of sequences identical"), line
+    python, program, *argv = shlex.split(lines[-1])
+    assert (python, program) == ("python", "generate.py")
+    chosen = parse(GenerateConfig, "generate.py", "", argv)
+    chosen.check()
+    assert lines[-2].startswith(f"recommended, {chosen.draft}") and chosen.compile
+    assert chosen.checkpoint == DEMO and chosen.prompt_file == str(prompts)
+    assert chosen.temperature == 0.7 and chosen.max_new_tokens == 8
+
+
+def test_without_a_head_there_is_the_lookup(prompts, capsys, tmp_path):
+    """A text file is one prompt, and a copy of the demo has no head beside it."""
+    (tmp_path / "plain").symlink_to(DEMO)
+    text = tmp_path / "prompt.txt"
+    text.write_text("def f():\n    return 1\n\ndef g():\n")
+    lines = lines_of(capsys, f"--checkpoint={tmp_path / 'plain'}", f"--prompts={text}")
+    found = [line for line in lines if " of a vanilla pass)" in line]
+    assert len(found) == 1 and found[0].startswith("ngram: ")
+
+
+def test_the_fastest_is_recommended():
+    rows = [
+        {"method": method, "tokens": tokens, "decode_s": 2.0}
+        for method, tokens in (("none", 20), ("ngram", 19), ("eagle:auto", 40), ("eagle", 40))
+    ]
+    assert compare.fastest(rows)["method"] == "eagle:auto"
+    assert compare.fastest(rows[:2])["method"] == "none", "drafting does not pay"
+    nothing = [{"method": "none", "tokens": 0, "decode_s": 0.0}]
+    assert compare.fastest(nothing)["method"] == "none"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "--prompts is missing; name a file with your prompts"),
+        (["--prompts=none.jsonl"], "--prompts: cannot read none.jsonl"),
+        (["--prompts={bad}"], "row 1 has no list of texts"),
+        (["--prompts={good}", "--eagle=none"], "no such directory: none"),
+        (["--prompts={good}", "--context=9"], "no prompt of prompts has at most"),
+    ],
+)
+def test_mistakes_are_one_line(prompts, argv, message, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n')
+    given = [text.format(bad=bad, good=prompts) for text in argv]
+    with pytest.raises(SystemExit) as stop:
+        compare.main([f"--checkpoint={DEMO}", "--device=cpu", "--max_new_tokens=8", *given])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("compare.py: ") and message in error, error
