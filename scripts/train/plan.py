@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from decode import Engine, with_cycles
+from scripts.bench.measure import run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
-from scripts.train.generate_answers import AnswerConfig, decoded, open_run
+from scripts.train.generate_answers import AnswerConfig, open_run
+from session import Session
 from stats import peak_memory_bytes
 
 STAGES = ("answers", "features", "training", "evaluation")
@@ -34,6 +36,7 @@ LOADING_S = 20.0  # of an evaluation: the model, and the bandwidth
 COMPILING_S = 60.0  # of the losses, on two cores
 PROMPTS = 20  # of a task, at most
 PROBE_TOKENS = 32  # decoded to measure a rate
+ANSWER_TOKENS = 200  # of an answer, over which the time of its prompt is spread
 ROW_BYTES = 15  # of an answer token in its file, as text and as a number
 HEAD_BYTES = 14  # of a head's parameter: 2 in its file, 12 in the state to resume from
 
@@ -96,9 +99,10 @@ def _answer_rates(config: AnswerConfig) -> tuple[float, float]:
 
 
 def _rate(engine: Engine, prompts: list[list[int]]) -> float:
-    began = time.perf_counter()
-    new = decoded(engine, [(i, 0) for i in range(len(prompts))], prompts, PROBE_TOKENS)
-    return sum(map(len, new)) / (time.perf_counter() - began)
+    """Return the tokens per second of answers of ANSWER_TOKENS, with the time of their prompts."""
+    short = replace(engine, config=replace(engine.config, max_new_tokens=PROBE_TOKENS))
+    seen = run_rows(Session(short, [(i, 0) for i in range(len(prompts))]), prompts)
+    return 1 / (seen.first_s / (len(prompts) * ANSWER_TOKENS) + seen.step_s)
 
 
 def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:

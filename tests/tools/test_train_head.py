@@ -179,7 +179,7 @@ def test_a_short_measurement(tmp_path, small, monkeypatch):
     )
     monkeypatch.setattr(train_eagle, "step_seconds", STEP_SECONDS)
     found = plan.measure(config.answers(), config.training(batch_size=4))
-    assert found.batch_tokens == 4 * 32 and found.feature_bytes == 4 * 32 * 3 * 64 * 2
+    assert found.batch_tokens == 4 * 32 and found.feature_bytes == 4 * 32 * (3 * 64 * 2 + 4)
     assert min(found) > 0 and found.training_memory >= found.answer_memory
 
 
