@@ -2,8 +2,9 @@
 
 1. Prompts are given questions (`prompts`), headers of the standard library's functions with their
    docstrings, and texts that the model itself writes behind the opening of a user turn, at T = 1.
-2. Duplicates, prompts that are too long, and prompts and answers that share 13 words in a row with
-   an evaluation prompt (or contain a shorter one) are dropped, and counted.
+2. Duplicates, prompts that are too long, answers that loop, and prompts and answers that share 13
+   words in a row with an evaluation prompt (or contain a shorter one) are dropped, and counted.
+   The further turns of a given prompt follow, while answers are good and the text fits.
 3. A share of the prompts, chosen by hash, is answered greedily, the others at T = 1. A batch has
    one source and temperature, of the kind that is furthest behind, and prompts of similar length:
    any part of the file, from its start, is a mixture by equal tokens.
@@ -38,6 +39,7 @@ from hf.chat import PROBE
 from hf.config import read_raw
 from load import warm_up
 from options import DEFAULT, ROOT, GenerateConfig
+from scripts.bench.measure import repeated
 from scripts.train import train_demo
 from session import Session
 
@@ -48,6 +50,7 @@ SOURCES = (GIVEN, CODE, OWN)
 GRAM = 13  # words in a row that a prompt may not share with an evaluation prompt
 OWN_TOKENS = 128  # longest prompt that the model writes; a longer one is dropped
 SORTED_BATCHES = 4  # prompts of so many batches are sorted by length
+LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
 TAIL = 16  # a batch ends when only one sequence in so many is unfinished
 ASK = "Complete this Python function:\n\n```python\n{}\n```"
 
@@ -58,13 +61,13 @@ class AnswerConfig:
 
     checkpoint: str = DEFAULT  # the target
     out: str = "answers"  # directory of the files; an unfinished run in it goes on
-    prompts: str = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # the first of `turns` counts
+    prompts: str = str(ROOT / "data/train/gsm8k_train_clean.jsonl")
     eval: str = str(ROOT / "data/eval")  # to keep clear of: JSONL files or directories of them
     chat: str = ""  # chat template; empty: the checkpoint's own
     tokens: float = 3e6  # answer tokens in all
     greedy: float = 0.5  # share of the prompts answered at T = 0; the others at T = 1
     answer_tokens: int = 400  # longest answer; one that is cut is marked so
-    prompt_tokens: int = 300  # longest prompt, template included
+    prompt_tokens: int = 300  # longest prompt, template and earlier turns included
     batch_size: int = 48  # sequences decoded together
     quant: str = "int8"  # of 16-bit weights; quantized ones stay as they are
     dtype: str = ""  # empty: the checkpoint's
@@ -80,9 +83,14 @@ class Prompt(NamedTuple):
     """One question, and the way to answer it."""
 
     source: str
-    text: str
-    ids: list[int]  # rendered
+    turns: list[str]
+    ids: list[int]  # of the first turn, rendered
     greedy: bool
+
+    @property
+    def text(self) -> str:
+        """The first turn, which identifies the prompt."""
+        return self.turns[0]
 
 
 def hashed(text: str) -> int:
@@ -165,17 +173,17 @@ class Filter:
         """
         return not self.grams.isdisjoint(self._grams(words_of(text)))
 
-    def accepts(self, source: str, text: str, fits: bool) -> bool:
+    def accepts(self, source: str, turns: list[str], fits: bool) -> bool:
         """Return true for a prompt to use. Writes: seen, counts.
 
         fits: false for a prompt that is too long or unfinished
         """
-        words = tuple(words_of(text))
+        words = tuple(words_of(turns[0]))
         if not fits or not words:
             fate = "too long or empty"
         elif words in self.seen:
             fate = "twice"
-        elif self.touches(text):
+        elif any(map(self.touches, turns)):
             fate = "like an evaluation prompt"
         else:
             fate = "used"
@@ -198,8 +206,11 @@ class Filter:
 class Run:
     """The waiting prompts, the counts of the answers, and the files of both."""
 
-    def __init__(self, config: AnswerConfig, texts: dict[str, list[str]], filter: Filter):
-        """texts: prompts by source. Reads the files of an earlier run. Raises: ValueError."""
+    def __init__(self, config: AnswerConfig, given: dict[str, list[list[str]]], filter: Filter):
+        """Read the files of an earlier run, and load the target. Raises: ValueError.
+
+        given: the turns of the prompts, by source
+        """
         self.config = config
         self.filter = filter
         self.out = Path(config.out)
@@ -236,10 +247,10 @@ class Run:
             self._count(row)
             self.done.add(row["turns"][0])
         size = config.batch_size
-        for source, found in texts.items():
-            self._add(source, [(text, True) for text in found], SORTED_BATCHES * size)
+        for source, found in given.items():
+            self._add(source, [(turns, True) for turns in found], SORTED_BATCHES * size)
         rows = self._read("prompts.jsonl", {"turns", "ended"})
-        own = [(row["turns"][0], row["ended"]) for row in rows]
+        own = [(row["turns"], row["ended"]) for row in rows]
         for first in range(0, len(own), size):  # as they were written
             self._add(OWN, own[first : first + size], size)
         self.attempts = len(own)  # prompts that the model has written
@@ -262,25 +273,27 @@ class Run:
 
     def _count(self, row: dict) -> None:
         fate = "empty or like an evaluation prompt"
+        if not row["answers"] and repeated(row["answer_ids"]) > LOOP:
+            fate = "looping"
         if row["answers"]:
             fate = "used"
             self.tokens[row["source"], row["temperature"] == 0] += len(row["answer_ids"])
         self.filter.counts["answers", fate] += 1
         self.cut[row["source"]] += not row["ended"]
 
-    def _add(self, source: str, found: list[tuple[str, bool]], group: int) -> int:
+    def _add(self, source: str, found: list[tuple[list[str], bool]], group: int) -> int:
         """Queue the good prompts that are not answered.
 
-        found: texts, and true for those that ended; group: prompts in a row to sort by length
+        found: turns, and true for those that ended; group: prompts in a row to sort by length
         Returns: the number of good ones.
         """
         engine = self.engines[False]
         good = []
-        for text, ended in found:
-            ids = engine.template.encode(engine.tokenizer, [text], [])
-            if self.filter.accepts(source, text, ended and len(ids) <= self.config.prompt_tokens):
-                greedy = hashed(f"greedy {text}") < self.config.greedy * 2**32
-                good.append(Prompt(source, text, ids, greedy))
+        for turns, ended in found:
+            ids = engine.template.encode(engine.tokenizer, turns[:1], [])
+            if self.filter.accepts(source, turns, ended and len(ids) <= self.config.prompt_tokens):
+                greedy = hashed(f"greedy {turns[0]}") < self.config.greedy * 2**32
+                good.append(Prompt(source, turns, ids, greedy))
         if source != OWN:  # those are written in the order of their noise
             good.sort(key=lambda p: hashed(f"order {self.config.seed} {p.text}"))
         for first in range(0, len(good), group):
@@ -330,7 +343,7 @@ class Run:
             found.append((text_of(engine, new).strip(), finish_reason(engine, new) == "stop"))
         self._append("prompts.jsonl", [{"turns": [text], "ended": ended} for text, ended in found])
         self.attempts += size
-        self.writes = self._add(OWN, found, size) > 0
+        self.writes = self._add(OWN, [([text], ended) for text, ended in found], size) > 0
         if not self.writes:
             print(
                 f"note: none of {size} prompts that the model wrote was good; it writes no more",
@@ -338,24 +351,58 @@ class Run:
             )
 
     def _answer(self, batch: list[Prompt]) -> None:
+        """Answer the turns of a batch of prompts. Writes: answers.jsonl."""
         engine = self.engines[batch[0].greedy]
-        streams = [(hashed(p.text), 0) for p in batch]
-        new_tokens = decoded(engine, streams, [p.ids for p in batch], self.config.answer_tokens)
-        rows = []
-        for p, new in zip(batch, new_tokens):
-            answer = text_of(engine, new)
-            good = answer.strip() and not self.filter.touches(answer)
-            row = {
+        rows = [
+            {
                 "source": p.source,
                 "temperature": engine.config.temperature,
-                "turns": [p.text],
-                "answers": [answer] if good else [],
-                "ended": finish_reason(engine, new) == "stop",
-                "answer_ids": new,
+                "turns": [],
+                "answers": [],
+                "ended": True,
+                "answer_ids": [],  # of all answers
             }
+            for p in batch
+        ]
+        live = [(p, row, p.ids) for p, row in zip(batch, rows)]
+        while live:
+            streams = []
+            for p, row, _ in live:
+                row["turns"] = p.turns[: len(row["answers"]) + 1]
+                streams.append((hashed("\n".join(row["turns"])), 0))
+            ids = [ids for _, _, ids in live]
+            new_tokens = decoded(engine, streams, ids, self.config.answer_tokens)
+            further = [
+                (p, row, self._next_ids(p, row))
+                for (p, row, _), new in zip(live, new_tokens)
+                if self._take(row, engine, new)
+            ]
+            live = [(p, row, ids) for p, row, ids in further if ids]
+        for row in rows:
             self._count(row)
-            rows.append(row)
         self._append("answers.jsonl", rows)
+
+    def _take(self, row: dict, engine: Engine, new: list[int]) -> bool:
+        """Add an answer to a row if it is good. Returns: whether a further turn may follow."""
+        answer = text_of(engine, new)
+        good = answer.strip() and repeated(new) <= LOOP and not self.filter.touches(answer)
+        if good:
+            row["answers"].append(answer)
+        elif row["answers"]:  # the conversation is what came before
+            row["turns"] = row["turns"][:-1]
+            return False
+        row["answer_ids"] = row["answer_ids"] + new
+        row["ended"] = finish_reason(engine, new) == "stop"
+        return bool(good and row["ended"])
+
+    def _next_ids(self, p: Prompt, row: dict) -> list[int]:
+        """Return the tokens up to the next answer; none for the last turn, or if it is too long."""
+        engine = self.engines[p.greedy]
+        answers = row["answers"]
+        if len(answers) == len(p.turns):
+            return []
+        ids = engine.template.encode(engine.tokenizer, p.turns[: len(answers) + 1], answers)
+        return ids if len(ids) <= self.config.prompt_tokens else []
 
     def lines(self) -> str:
         """Return the counts of every kind as text."""
@@ -388,10 +435,10 @@ def open_run(config: AnswerConfig) -> Run:
     """
     given = []
     for file in config.prompts.split(","):
-        given += [turns[0] for turns in read_turns(Path(file), "--prompts")]
+        given += read_turns(Path(file), "--prompts")
     code = []
     for part in train_demo.read_python().values():
-        code += [ASK.format(header) for header in headers(part)]
+        code += [[ASK.format(header)] for header in headers(part)]
     filter = Filter.against(eval_texts(config.eval))
     run = Run(config, {GIVEN: given, CODE: code}, filter)
     if not filter.counts[GIVEN, "used"]:

@@ -100,6 +100,7 @@ def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
         ("Long", False),
         ("?!", True),
     ]
+    fates = [([text], fits) for text, fits in fates]
     assert [filter.accepts("own", *one) for one in fates] == [False, True, False, False, False]
     line = (
         "own: 5 prompts, 1 used; dropped: 1 like an evaluation prompt, 2 too long or empty, 1 twice"
@@ -199,6 +200,62 @@ def test_the_tail_of_a_batch_is_cut(sources, monkeypatch):
     lengths = sorted(map(len, cut))
     assert all(long[: len(short)] == short for long, short in zip(whole, cut)) and cut != whole
     assert lengths[1] < lengths[2] == lengths[3]
+
+
+def test_conversations_go_on_while_answers_are_good(sources, monkeypatch, capsys):
+    """A turn is answered after the model's own answers, if these ended; one that loops is left out."""
+    rows = [{"turns": [f"Tell {i}.", "More?", "Why?"]} for i in range(4)]
+    rows.append({"turns": ["Tell 9.", EVAL]})
+    (sources / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_for(sources, tokens=1e6)
+    answer.Path(config.out).mkdir()
+    engine = answer.Run(config, {}, Filter(set())).engines[False]
+    asked = {"Tell 1.": "cut", "Tell 2.": "loop", "Tell 3.": "long"}
+    asked = {
+        tuple(engine.template.encode(engine.tokenizer, [text], [])): kind
+        for text, kind in asked.items()
+    }
+    tokenizer = engine.tokenizer
+    end = list(tokenizer.eos_ids)
+    word = tokenizer.encode("yes", bos=False)
+
+    def decoded(engine, streams, prompts, longest):
+        kinds = [asked.get(tuple(ids), "good") for ids in prompts]
+        seen.extend(prompts)
+        answers = {
+            "good": word + end,
+            "cut": word,
+            "loop": word * 60 + end,
+            "long": word * 400 + end,
+        }
+        return [answers[kind] for kind in kinds]
+
+    seen: list[list[int]] = []
+    monkeypatch.setattr(answer, "decoded", decoded)
+    monkeypatch.setattr(answer, "repeated", lambda ids: float(50 < len(ids) < 100))
+    monkeypatch.setattr(answer.train_demo, "read_python", dict)
+    run = answer.Run(config, {"given": [row["turns"] for row in rows]}, Filter.against([EVAL]))
+    run.writes = False
+    while run.step():
+        pass
+    found = {row["turns"][0]: row for row in rows_of(config)}
+    turns = {first: len(row["turns"]) for first, row in found.items()}
+    assert turns == {"Tell 0.": 3, "Tell 1.": 1, "Tell 2.": 1, "Tell 3.": 1}, (
+        "the eval prompt is dropped"
+    )
+    assert [found[f"Tell {i}."]["ended"] for i in range(4)] == [True, False, True, True]
+    assert found["Tell 2."]["answers"] == [] and found["Tell 0."]["answers"] == ["yes"] * 3
+    assert found["Tell 0."]["answer_ids"] == (word + end) * 3
+    last = engine.template.encode(tokenizer, rows[0]["turns"], ["yes", "yes"])
+    assert seen.count(last) == 1
+    assert "answers: 4 prompts, 3 used; dropped: 1 looping" in run.lines()
+    dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
+    example = train_eagle.to_example(
+        next(d for d in dialogues if d.turns[0] == "Tell 0."), tokenizer, engine.template
+    )
+    assert sum(example.mask) >= 3 * len(word), "all three answers are trained on"
+    again = answer.Run(config, {"given": [row["turns"] for row in rows]}, Filter.against([EVAL]))
+    assert again.lines() == run.lines() and again.total() == run.total()
 
 
 def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
