@@ -27,7 +27,7 @@ from kv_cache import KVCache, Window
 from ops.attention import tree_attention
 from ops.cpu.layers import FusedModel, fits
 from ops.experts import experts_linear, route
-from ops.linear import has_linear_kernel, linear
+from ops.linear import halves_product, has_cuda_product, has_linear_kernel, linear
 from ops.norm import add, add_norm, rms_norm, swiglu
 from ops.rotary import HeadNorms, rope_angles, rotary, rotary_cache
 
@@ -170,10 +170,14 @@ class Linear(nn.Linear):
 
     def forward_split_k(self, x: Tensor) -> Tensor:
         """Return outputs as `RMSNorm.add` takes them: [..., N], or split-K partial sums."""
+        if self.bias is None and has_cuda_product(x, self.weight):
+            return halves_product(x, self.weight, "split_k")
         return self(x)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
         """Return the SwiGLU of the outputs, gate above up: [..., K] -> [..., N / 2]."""
+        if self.bias is None and has_cuda_product(x, self.weight):
+            return halves_product(x, self.weight, "swiglu")
         return swiglu(self(x))
 
 
@@ -256,7 +260,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        if has_linear_kernel(x, self.weight):
+        if has_linear_kernel(x, self.weight) or has_cuda_product(x, self.weight):
             return linear(x, self.weight, fp32_out=True)
         # rounded to 16 bits, experts would tie
         return F.linear(x.float(), self.weight.float())

@@ -1,16 +1,29 @@
 """Linear layers with float weights, x W^T.
 
-On a CPU in bf16 this is cpu/linear.cpp: a row's bits do not depend on the other rows of the batch.
-Anywhere else, and where gradients are needed, it is PyTorch's.
+On a CPU in bf16 this is cpu/linear.cpp, on CUDA in 16 bits cuda/quantized.py: a row's bits do not
+depend on the other rows of the batch. Anywhere else, where gradients are needed, and for long
+prompts on CUDA, it is PyTorch's.
 """
 
 from __future__ import annotations
+
+import importlib.util
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_cpu_operators, needs_gradients
+from ops.library import has_cpu_operators, lib, needs_gradients, triton_products
+from ops.norm import add
+
+# tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
+# left to cuBLAS
+MOST_TOKENS = 64
+HALVES = (torch.bfloat16, torch.float16)
+# not `has_triton`, whose note is about products that are slow without it
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+lib.define("linear_halves(Tensor x, Tensor weight, str epilogue) -> Tensor")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
@@ -18,9 +31,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
 
     x: [..., K]; weight: [N, K]; bias: [N]
     fp32_out: the result in fp32; rounded to x's dtype first where gradients are needed, where there
-    is a bias, and without a GPU or our operators
+    is a bias on CUDA, and without a GPU or our operators
     Returns: [..., N] in x's dtype, or fp32.
     """
+    if has_cuda_product(x, weight):
+        if bias is None:
+            return halves_product(x, weight, "fp32" if fp32_out else "none")
+        # the parts of the split-K product and the bias are summed at once
+        y = add(bias, halves_product(x, weight, "split_k"))
+        return y.float() if fp32_out else y
     if has_linear_kernel(x, weight):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
     halves = x.dtype == weight.dtype != torch.float32
@@ -39,6 +58,58 @@ def has_linear_kernel(x: Tensor, weight: Tensor) -> bool:
     if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.bfloat16:
         return False
     return not needs_gradients(x, weight) and has_cpu_operators()
+
+
+def has_cuda_product(x: Tensor, weight: Tensor) -> bool:
+    """Check that `halves_product` serves here: 16 bits, few tokens, on CUDA, without gradients."""
+    if not x.is_cuda or x.dtype != weight.dtype or x.dtype not in HALVES:
+        return False
+    if x.shape[-2] > MOST_TOKENS or not weight.is_contiguous() or needs_gradients(x, weight):
+        return False
+    return HAS_TRITON
+
+
+def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
+    """Multiply rows by 16-bit weights on CUDA, x W^T, added in fp32.
+
+    A row has the same bits for every number of rows.
+
+    x: [..., K] bfloat16 or float16; weight: [N, K] in x's dtype
+    epilogue: "none", "fp32", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
+    Returns: [..., N] in x's dtype, or as the epilogue defines it.
+    """
+    return torch.ops.gpt_eagle.linear_halves(x, weight, epilogue)
+
+
+def _linear_halves_cuda(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
+    products = triton_products()
+    device = products.device_of(x.device.index)
+    with torch.cuda.device(x.device):
+        return products.matmul(x, weight, None, device, epilogue)
+
+
+def empty_product(x: Tensor, weight: Tensor, scale: Tensor | None, epilogue: str) -> Tensor:
+    """Allocate the result of a product on CUDA: of `halves_product`, or of quantized weights.
+
+    weight, scale: as for `ops.cuda.quantized.run_product`, or stacks of experts
+    """
+    shape = [*x.shape[:-1], weight.shape[-2]]
+    dtype = torch.float32 if epilogue in ("fp32", "split_k") else x.dtype
+    if epilogue == "swiglu":
+        shape[-1] //= 2
+    if epilogue == "split_k":
+        products = triton_products()
+        device = products.device_of(x.device.index)
+        shape.insert(0, products.plan_of(x, weight, scale, device, epilogue).splits)
+    return x.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("gpt_eagle::linear_halves", lib=lib)
+def _(x, weight, epilogue):
+    return empty_product(x, weight, None, epilogue)
+
+
+lib.impl("linear_halves", _linear_halves_cuda, "CUDA")
 
 
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from ops.cuda.layout import (
 )
 from ops.experts import rows_by_expert
 from ops.library import has_cpu_operators, lib, triton_products
+from ops.linear import empty_product
 
 BLOCK8 = 128  # values of K per activation scale of w8a8; w4a8 takes the weights' group
 
@@ -281,16 +282,7 @@ def _quantized_matmul_cuda(
 def _quantized_matmul_fake(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
 ) -> Tensor:
-    shape = [*x.shape[:-1], packed.shape[-2]]
-    dtype = torch.float32 if epilogue in ("fp32", "split_k") else x.dtype
-    if epilogue == "swiglu":
-        shape[-1] //= 2
-    if epilogue == "split_k":
-        products = triton_products()
-        device = products.device_of(x.device.index)
-        plan = products.plan_of(x, packed, scale, device, epilogue)
-        shape.insert(0, plan.splits)
-    return x.new_empty(shape, dtype=dtype)
+    return empty_product(x, packed, scale, epilogue)
 
 
 for _name in ("w4a16", "w8a16"):

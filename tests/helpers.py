@@ -26,6 +26,7 @@ from torch import Tensor
 
 import ops.cuda.layout
 import ops.experts
+import ops.linear
 import ops.quantized
 import sampling
 from decode import Cycle, Engine, with_cycles
@@ -237,19 +238,23 @@ def noisy_copy(model: Transformer, scale: float) -> Transformer:
 
 
 class Quantized(NamedTuple):
-    """Random weights as a quantized product takes them."""
+    """Random weights as a product of CUDA takes them."""
 
-    group: int  # of int4 scales; 0: int8
-    packed: Tensor
-    scale: Tensor
+    group: int  # of int4 scales; 0: int8 or floats
+    packed: Tensor  # or [N, K] floats
+    scale: Tensor | None  # None: floats
 
     def reference(self, x: Tensor) -> Tensor:
         """The product in the plainest way."""
+        if self.scale is None:
+            return x @ self.packed.to(x.dtype).T
         product = ops.quantized.w4a16_reference if self.group else ops.quantized.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
+        if self.scale is None:
+            return ops.linear.halves_product(x, self.packed.to(x.dtype), "none")
         return (ops.quantized.w4a16 if self.group else ops.quantized.w8a16)(
             x, self.packed, self.scale
         )
@@ -257,8 +262,11 @@ class Quantized(NamedTuple):
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
     """Random weights of N outputs and K inputs. form: int8, or int4 and its group, as int4-128; with zero points and
-    fp16 scales, int4-128-zeros."""
+    fp16 scales, int4-128-zeros; or float, exact in 16 bits."""
     g = torch.Generator(device).manual_seed(seed)
+    if form == "float":
+        weight = torch.randn(N, K, generator=g, device=device).bfloat16().float()
+        return Quantized(0, weight, None)
     group = int(form.split("-")[1]) if form != "int8" else 0
     top = 7 if group else 127
     codes = torch.randint(

@@ -29,9 +29,11 @@ from ops.cuda.quantized import (
     bits_and_group,
     choose_splits,
     fit,
+    float_product,
     has_zeros,
     padded_to,
     quantized_product,
+    sizes_of,
     sum_kernel,
     tile_height,
     words_of,
@@ -124,26 +126,6 @@ def _tile(lists_ptr, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     return expert, at, tl.load(lists_ptr + tl.minimum(expert + 1, EXPERTS))
 
 
-@triton.jit
-def _float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.constexpr):
-    """Compute w x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32.
-
-    weight: [N, K]; the rest as for `quantized_product`
-    """
-    COLUMNS: tl.constexpr = 64  # of layout.py
-    c = tl.arange(0, COLUMNS)
-    weights_ptr = weight_ptr + row[:, None].to(tl.int64) * K + c[None, :]  # [ROWS, COLUMNS]
-    tokens_ptr = x_rows[None, :] + c[:, None]  # [COLUMNS, TOKENS]
-    total = tl.full((row.shape[0], live.shape[0]), 0.0, tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        k = block * COLUMNS
-        inside = c < K - k
-        w = tl.load(weights_ptr + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        x = tl.load(tokens_ptr + k, mask=inside[:, None] & live[None, :], other=0.0)
-        total = tl.dot(w, x, total, input_precision="ieee")
-    return total
-
-
 @triton.jit(do_not_specialize=["P"])
 def experts_kernel(
     x_ptr,
@@ -186,7 +168,7 @@ def experts_kernel(
     x_rows = x_ptr + t.to(tl.int64) * K
     before = expert.to(tl.int64) * N  # outputs of the experts before this one
     if BITS == 16:
-        total = _float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
+        total = float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
     else:
         weight_ptr += before * blocks * 64
         scale_ptr += before * (
@@ -219,14 +201,8 @@ def run_experts(
     Allocates its result and partial sums, and nothing else; never waits.
     """
     experts = weight.shape[0]
-    N = weight.shape[-2]
-    if scale is None:
-        bits = 16
-        group = 0
-        K = weight.shape[2]
-    else:
-        bits, group = bits_and_group(scale[0])
-        K = weight.shape[1] * COLUMNS * 16 // bits
+    bits, group = bits_and_group(None if scale is None else scale[0])
+    N, K = sizes_of(weight[0], bits)
     x = padded_to(x, K)
     P = len(x)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
@@ -262,12 +238,8 @@ def experts_product(
 ) -> Tensor:
     """Compute `ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16`."""
     P, K = x.shape
-    if scale is None:
-        bits = 16
-        group = 0
-        zeros = False
-    else:
-        bits, group = bits_and_group(scale[0])
-        zeros = has_zeros(scale[0])
+    of_one = None if scale is None else scale[0]
+    bits, group = bits_and_group(of_one)
+    zeros = has_zeros(of_one)
     cut = plan_experts(P, weight.shape[-2], K, bits, group, x.dtype, device, len(weight), zeros)
     return run_experts(x, weight, scale, lists, cut)

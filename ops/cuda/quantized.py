@@ -1,8 +1,9 @@
-"""CUDA kernels, in Triton: a few rows of activations times int4 or int8 weights, y = x W^T.
+"""CUDA kernels, in Triton: a few rows of activations times int4, int8 or 16-bit weights, y = x W^T.
 
 From one token to a tree of 64 the product is bound by reading weights, if unpacking keeps up.
 1. Operands are swapped, y^T = W x^T: weights are the long side of a tensor-core tile, unpacked in
    registers; tokens, padded to 16, 32 or 64, are the short side. More tokens are more tiles.
+   16-bit weights lie as in the model, row by row.
 2. layout.py stores 4 or 2 weights per 16-bit word, one per plane: a plane of a tile is 64
    neighbours in K. Two words are unpacked at once: a shift, a mask, an exact subtraction.
 3. Dot products of a scale group are taken over the codes, then scaled in fp32, without rounding.
@@ -147,9 +148,11 @@ def fit(
     scales = 0
     if zeros:  # a word to unpack with, and the same to scale with
         scales = 8 * words_of(group, tl.float32)
+    # 16-bit weights are more bytes for the same work: more of them must be on their way
+    depths = (6, 5, 4, 3) if bits == 16 else (4, 3)
     # half of the memory if possible: two blocks hide each other's waits
     for limit in (device.shared_bytes // 2, device.shared_bytes):
-        for stages in (4, 3):
+        for stages in depths:
             if shared_bytes(tokens, rows, stages, bits, device, scales) <= limit:
                 return ProductPlan(tokens, rows, splits, stages, rows // 16)
     return ProductPlan(tokens, rows, splits, 2, rows // 16)
@@ -341,6 +344,26 @@ def quantized_product(
     return total
 
 
+@triton.jit
+def float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.constexpr):
+    """Compute w x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32.
+
+    weight: [N, K]; the rest as for `quantized_product`
+    """
+    COLUMNS: tl.constexpr = 64  # of layout.py
+    c = tl.arange(0, COLUMNS)
+    weights_ptr = weight_ptr + row[:, None].to(tl.int64) * K + c[None, :]  # [ROWS, COLUMNS]
+    tokens_ptr = x_rows[None, :] + c[:, None]  # [COLUMNS, TOKENS]
+    total = tl.full((row.shape[0], live.shape[0]), 0.0, tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        k = block * COLUMNS
+        inside = c < K - k
+        w = tl.load(weights_ptr + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(tokens_ptr + k, mask=inside[:, None] & live[None, :], other=0.0)
+        total = tl.dot(w, x, total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x_ptr,
@@ -363,12 +386,13 @@ def matmul_kernel(
 
     x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
     scale: [K / BLOCK, N, WORDS] int32 or fp32, from `pack_scales`; or [N] fp32 when GROUP is 0
+    With BITS 16 packed is the weight, [N, K] of x's dtype for any K, and scale is not read.
     y: [M, N], or [SPLITS, M, N] fp32; with GATED [M, N / 2], SwiGLU of the gate rows above and the
     up rows below
     Writes: y.
     """
     split = tl.program_id(2)
-    blocks = K // (16 // BITS * 64)
+    blocks = tl.cdiv(K, 16 // BITS * 64)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
@@ -378,12 +402,19 @@ def matmul_kernel(
     last = (split + 1) * blocks // SPLITS
     if OVERLAPS:
         for i in tl.static_range(STAGES):  # the lines that the pipeline reads first
-            fetch(packed_ptr + (tl.minimum(first + i, last - 1) * N + row).to(tl.int64) * 64)
+            block = tl.minimum(first + i, last - 1)
+            if BITS == 16:
+                fetch(packed_ptr + row.to(tl.int64) * K + block * 64)
+            else:
+                fetch(packed_ptr + (block * N + row).to(tl.int64) * 64)
     after_others(OVERLAPS)
     x_rows = x_ptr + t.to(tl.int64) * K
-    total = quantized_product(
-        x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
-    )
+    if BITS == 16:
+        total = float_product(x_rows, t < M, packed_ptr, row, K, first, last, STAGES)
+    else:
+        total = quantized_product(
+            x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
+        )
     if GATED:
         # [ROWS / 2, TOKENS] each
         gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))
@@ -412,25 +443,35 @@ def sum_kernel(
 # ------------------------------------------------------------------------------------------- launch
 
 
-def has_zeros(scale: Tensor) -> bool:
+def has_zeros(scale: Tensor | None) -> bool:
     """Check that these scales have zero points."""
-    return scale.dim() == 3 and scale.dtype == torch.float32
+    return scale is not None and scale.dim() == 3 and scale.dtype == torch.float32
 
 
-def bits_and_group(scale: Tensor) -> tuple[int, int]:
+def bits_and_group(scale: Tensor | None) -> tuple[int, int]:
     """Return bits and group, from the shape of the scales.
 
-    int4 has scales per group, [blocks, N, words]; int8 has [N], and its group is 0.
+    int4 has scales per group, [blocks, N, words]; int8 has [N], and its group is 0; so is that of
+    floats, which have none.
     """
+    if scale is None:
+        return 16, 0
     if scale.dim() == 3:
         return 4, group_of(scale)
     return 8, 0
 
 
+def sizes_of(packed: Tensor, bits: int) -> tuple[int, int]:
+    """Return the outputs and the inputs, padded to whole blocks, of a weight of `matmul_kernel`."""
+    if bits == 16:
+        return packed.shape[0], packed.shape[1]
+    return packed.shape[1], packed.shape[0] * COLUMNS * 16 // bits
+
+
 def run_product(
     x: Tensor,
     packed: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     cut: ProductPlan,
     device: Device,
     epilogue: str = "none",
@@ -444,8 +485,8 @@ def run_product(
     where `cut` has one split
     """
     bits, group = bits_and_group(scale)
-    K = packed.shape[0] * COLUMNS * 16 // bits
-    N = packed.shape[1]
+    N, K = sizes_of(packed, bits)
+    assert packed.is_contiguous(), packed.stride()
     x = padded_to(x, K)
     M = x.numel() // K
     gated = epilogue == "swiglu"
@@ -495,18 +536,20 @@ def padded_to(x: Tensor, K: int) -> Tensor:
     return x.contiguous()
 
 
-def plan_of(x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str) -> ProductPlan:
+def plan_of(
+    x: Tensor, packed: Tensor, scale: Tensor | None, device: Device, epilogue: str
+) -> ProductPlan:
     """Return the plan for the product of these operands."""
     K = x.shape[-1]
     M = x.numel() // K
-    N = packed.shape[1]
     bits, group = bits_and_group(scale)
+    N, _ = sizes_of(packed, bits)
     return plan_product(M, N, K, bits, group, x.dtype, device, epilogue, has_zeros(scale))
 
 
 def matmul(
-    x: Tensor, packed: Tensor, scale: Tensor, device: Device, epilogue: str = "none"
+    x: Tensor, packed: Tensor, scale: Tensor | None, device: Device, epilogue: str = "none"
 ) -> Tensor:
-    """Compute `ops.quantized.w4a16` or `w8a16`."""
+    """Compute `ops.quantized.w4a16` or `w8a16`; without a scale `ops.linear.linear`."""
     cut = plan_of(x, packed, scale, device, epilogue)
     return run_product(x, packed, scale, cut, device, epilogue)

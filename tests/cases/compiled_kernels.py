@@ -33,8 +33,7 @@ from ops.cuda.quantized import ProductPlan, plan_product
 from scripts.gpu.waves import TARGETS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORMATS = ("int4-128", "int4-64", "int4-32", "int8")
-EXPERT_FORMATS = ("float", *FORMATS)  # float: as x
+FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8")  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -129,16 +128,16 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
         scale["scale_ptr"] = "*fp32" if bits == 8 or zeros else "*i32"
     sizes = {"N": "i32", "K": "i32"}
     multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
+    if bits == 16:
+        constants["scale_ptr"] = None
+    weight_type = f"*{case.dtype}" if bits == 16 else "*i16"
     if not case.experts:
-        types = x | {"packed_ptr": "*i16"} | scale | y | {"M": "i32"} | sizes
+        types = x | {"packed_ptr": weight_type} | scale | y | {"M": "i32"} | sizes
         constants |= {"GATED": case.gated} | overlaps(case.target)
         kernel = ops.cuda.quantized.matmul_kernel
         return Source(kernel, types, constants, plan.warps, multiples), plan
-    weight = {"weight_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
-    types = x | weight | scale | {"lists_ptr": "*i32"} | y | {"P": "i32"} | sizes
+    types = x | {"weight_ptr": weight_type} | scale | {"lists_ptr": "*i32"} | y | {"P": "i32"} | sizes
     constants["EXPERTS"] = case.experts
-    if bits == 16:
-        constants["scale_ptr"] = None
     return Source(ops.cuda.experts.experts_kernel, types, constants, plan.warps, multiples), plan
 
 
@@ -354,9 +353,9 @@ def cases(N: int) -> list[Case]:
 def expert_cases() -> list[Case]:
     """List every tile of the products with experts: of a token or few, of a tree, of a prompt."""
     found = []
-    for form, target, P in product(EXPERT_FORMATS, TARGETS, (2, 120, 512)):  # Mixtral-8x7B's w2
+    for form, target, P in product(FORMATS, TARGETS, (2, 120, 512)):  # Mixtral-8x7B's w2
         found.append(Case(target, form, "bf16", P, 4096, 14336, 8))
-    for form, target, P in product(EXPERT_FORMATS, TARGETS, (480, 1024)):  # Qwen3-30B-A3B's w13
+    for form, target, P in product(FORMATS, TARGETS, (480, 1024)):  # Qwen3-30B-A3B's w13
         found.append(Case(target, form, "bf16", P, 1536, 2048, 128))
     return found
 

@@ -16,7 +16,7 @@ from helpers import quantized, slow
 from ops.cuda.quantized import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
-FORMATS = ["int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
+FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
 TOKENS = {
     1: 16,
     5: 16,
@@ -46,8 +46,8 @@ def poisoned(monkeypatch):
 
 @pytest.mark.parametrize("form,rows", [  # tiles are the same for every format, and for every group of int4
     *((form, rows) for form in ("int4-128", "int8") for rows in (1, 26, 70)),
-    ("int4-64", 5), ("int4-32", 26), ("int4-64-zeros", 70),
-    *slow((form, rows) for form in ("int4-128", "int8") for rows in (5, 16, 60, 64)),
+    ("int4-64", 5), ("int4-32", 26), ("int4-64-zeros", 70), ("float", 5), ("float", 70),
+    *slow((form, rows) for form in ("float", "int4-128", "int8") for rows in (5, 16, 60, 64)),
     *slow((form, rows) for form in ("int4-64", "int4-32", "int4-64-zeros") for rows in (5, 26, 70)),
 ])  # fmt: skip
 def test_product(form, rows):
@@ -70,9 +70,10 @@ def test_shapes(form, N, K):
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
+@pytest.mark.parametrize("form", ["float", "int8"])
 @pytest.mark.parametrize("K", [65, 200])
-def test_int8_takes_any_width(K):
-    weights = quantized("int8", 70, K)
+def test_any_width(form, K):
+    weights = quantized(form, 70, K)
     x = torch.randn(5, K)
     torch.testing.assert_close(run(x, weights), weights.reference(x), atol=2e-4, rtol=2e-5)
 
@@ -85,7 +86,7 @@ def test_splits_may_be_uneven(splits):
 
 
 @pytest.mark.parametrize("form,splits", [
-    ("int4-128", 1), ("int8", 3), ("int4-64-zeros", 3), *slow([("int8", 1), ("int4-64", 3), ("int4-32", 3)]),
+    ("float", 3), ("int4-128", 1), ("int8", 3), ("int4-64-zeros", 3), *slow([("int8", 1), ("int4-64", 3), ("int4-32", 3)]),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     weights = quantized(form, 70, 896)
@@ -97,7 +98,8 @@ def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
 
 
 @pytest.mark.parametrize(
-    "form,splits", [("int4-64", 3), ("int8", 1), *slow([("int4-64", 1), ("int8", 3)])]
+    "form,splits",
+    [("float", 3), ("int4-64", 3), ("int8", 1), *slow([("int4-64", 1), ("int8", 3)])],
 )
 def test_partial_sums_are_added_in_front_of_a_norm(form, splits):
     """135 outputs, which no block of threads divides."""
@@ -126,7 +128,7 @@ def test_a_norm_of_what_is_not_contiguous():
 
 
 @pytest.mark.parametrize("form,rows", [
-    ("int4-32", 70), ("int8", 26), ("int4-128", 1),
+    ("float", 26), ("int4-32", 70), ("int8", 26), ("int4-128", 1),
     *slow((form, rows) for form in ("int4-128", "int4-32", "int8") for rows in (26, 60)),
 ])  # fmt: skip
 def test_swiglu_behind_a_product(form, rows):
@@ -143,6 +145,41 @@ def test_the_whole_path():
         x = torch.randn(3, 1024)
         y = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE)
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
+
+
+# outputs and inputs of wqkv, w13 and w2: SmolLM2-135M, and a share of Qwen3's and Mixtral's
+MODELS = [(960, 576), (3072, 576), (576, 1536), *slow([(1024, 1024), (768, 1024), (8, 1024)])]
+
+
+@pytest.mark.parametrize("N,K", MODELS)
+def test_floats_of_small_models(N, K):
+    weights = quantized("float", N, K)
+    x = torch.randn(1, 3, K)
+    want = weights.reference(x)
+    close = {"atol": 2e-4, "rtol": 2e-5}
+    for epilogue in ("none", "fp32"):
+        y = ops.cuda.quantized.matmul(x, weights.packed, None, DEVICE, epilogue)
+        torch.testing.assert_close(y, want, **close)
+    parts = ops.cuda.quantized.matmul(x, weights.packed, None, DEVICE, "split_k")
+    torch.testing.assert_close(parts.sum(0), want, **close)
+    if N % 2 == 0:
+        y = ops.cuda.quantized.matmul(x, weights.packed, None, DEVICE, "swiglu")
+        torch.testing.assert_close(y, ops.norm.swiglu(want), atol=1e-2, rtol=2e-4)
+
+
+def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order):
+    """From 1 to 64, as trees and vanilla decoding have them; 16-bit weights, in tiles of every height."""
+    weights = quantized("float", 5, 130)
+    x = torch.randn(64, 130)
+
+    def product(rows):
+        cut = ProductPlan(ops.cuda.quantized.tile_height(len(rows), 16, 32), 64, 2, 3, 4)
+        return ops.cuda.quantized.run_product(rows, weights.packed, None, cut, DEVICE)
+
+    whole = product(x)
+    torch.testing.assert_close(whole, weights.reference(x), atol=2e-4, rtol=2e-5)
+    for rows in range(1, 64):
+        assert torch.equal(product(x[-rows:].clone()), whole[-rows:]), rows
 
 
 def test_negative_zero_is_zero():

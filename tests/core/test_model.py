@@ -713,16 +713,17 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_16_bits_are_not_rounded_on_a_gpu(dtype, gradients):
-    """The product itself gives fp32, with gradients enabled too, as decoding runs."""
+@pytest.mark.parametrize("rows,product", [(3, "gpt_eagle.linear_halves.default"), (65, "aten.mm.dtype")])
+def test_logits_of_16_bits_are_not_rounded_on_a_gpu(rows, product, dtype, gradients):
+    """The product itself gives fp32, with gradients enabled too, as decoding runs; also PyTorch's, of long prompts."""
     with FakeTensorMode(), torch.set_grad_enabled(gradients):
         head = LMHead(64, 97, bias=False, device="meta")
         weight = torch.empty(97, 64, dtype=dtype, device="cuda")
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         with Operations() as ran:
-            scores = head(torch.empty(2, 3, 64, dtype=dtype, device="cuda"))
-    assert "aten.mm.dtype" in ran.names and "aten.mm.default" not in ran.names
-    assert scores.dtype == torch.float32 and scores.shape == (2, 3, 97)
+            scores = head(torch.empty(2, rows, 64, dtype=dtype, device="cuda"))
+    assert product in ran.names and "aten.mm.default" not in ran.names
+    assert scores.dtype == torch.float32 and scores.shape == (2, rows, 97)
     weight = torch.ones(4, 4, requires_grad=True)
     assert needs_gradients(torch.ones(2, 4), weight) and not needs_gradients(torch.ones(2, 4))
 

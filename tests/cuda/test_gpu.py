@@ -19,6 +19,7 @@ import lost_device
 import ops.attention
 import ops.compact
 import ops.experts
+import ops.linear
 import ops.norm
 import ops.quantized
 import ops.rotary
@@ -86,6 +87,10 @@ test_quantized_product[int4-128-torch.bfloat16-4096-11008]
 test_quantized_product[int4-32-torch.bfloat16-4095-1024]
 test_quantized_product[int4-64-zeros-torch.bfloat16-4095-1024]
 test_quantized_product[int8-torch.bfloat16-4095-1024]
+test_quantized_product[float-torch.bfloat16-4096-11008]
+test_a_row_has_the_same_bits_beside_any_others[float-torch.bfloat16-4096-4096]
+test_a_row_has_the_same_bits_beside_any_others[float-torch.bfloat16-12288-4096]
+test_a_layers_kernels_one_after_the_other[float-26]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-4096]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-4096]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-11008]
@@ -355,7 +360,7 @@ def test_nodes_of_a_tree(poisoned, P, N):
     assert all(map(torch.equal, got, want))
 
 
-FORMATS = ["int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
+FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
 # relative error of a product's norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4
 ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 
@@ -388,7 +393,7 @@ def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
 
 
 @pytest.mark.parametrize("rows", [1, 26, 60])
-@pytest.mark.parametrize("form", ["int4-128", "int8"])
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 def test_a_captured_product_is_equal_100_times(form, rows):
     weights = quantized(
         form, 4096, 4096, "cuda"
@@ -404,7 +409,7 @@ def test_a_captured_product_is_equal_100_times(form, rows):
         assert torch.equal(y, want)
 
 
-@pytest.mark.parametrize("form", ["int4-128", "int8"])
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 def test_a_compiled_product(form):
     weights = quantized(form, 4096, 1024, "cuda")
     x = torch.randn(5, 1024, device="cuda").bfloat16()
@@ -413,7 +418,7 @@ def test_a_compiled_product(form):
 
 
 @pytest.mark.parametrize("rows", [1, 26, 60])
-@pytest.mark.parametrize("form", ["int4-128", "int8"])
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     """A product in partial sums, the norm that adds them, one with SwiGLU, scores in fp32: beside the references; and
     a hundred replays, in which a kernel may start before the one in front is over, give the bits of kernels in turn."""
@@ -424,7 +429,12 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
         torch.randn(rows, 4096, **options),
         torch.rand(4096, **options),
     )
-    w = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
+
+    def w(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor | None, epilogue: str):
+        if form == "float":
+            return ops.linear.halves_product(x, packed.bfloat16(), epilogue)
+        product = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
+        return product(x, packed, scale, epilogue=epilogue)
 
     def layer() -> tuple[torch.Tensor, ...]:
         total, y = ops.norm.add_norm(stream, w(x, *narrow[1:3], epilogue="split_k"), scale, 1e-5)

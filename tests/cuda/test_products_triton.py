@@ -55,8 +55,9 @@ def check(case: Case) -> None:
 
 # test_compiled_all takes every combination
 @pytest.mark.parametrize("target,form,M", [
-    ("80", "int8", 32), ("90", "int4-128", 32),
+    ("80", "int8", 32), ("90", "int4-128", 32), ("90", "float", 16),
     *slow([
+        ("80", "float", 16), ("89", "float", 32), ("90", "float", 32), ("90", "float", 64),
         ("80", "int4-128", 16), ("80", "int4-128", 64), ("86", "int8", 64), ("89", "int4-128", 32), ("90", "int8", 16),
         ("90", "int8", 64),
     ]),
@@ -66,6 +67,7 @@ def test_compiled(_fresh_cache, target, form, M):
 
 
 @pytest.mark.parametrize("case", [
+    Case("80", "float", "fp16", 64, gated=True),
     Case("80", "int4-32", "bf16", 64),  # the one that spilled with 64 tokens to a block
     Case("90", "int8", "fp16", 16),
     Case("86", "int4-64", "bf16", 32, 4095),  # N tells the compiler nothing
@@ -137,7 +139,7 @@ def test_every_split_has_a_block():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits,group", [(4, 128), (4, 64), (4, 32), (8, 0)])
+@pytest.mark.parametrize("bits,group", [(4, 128), (4, 64), (4, 32), (8, 0), (16, 0)])
 def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
     for dtype in (torch.bfloat16, torch.float32):
         cuts = [
