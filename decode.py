@@ -11,9 +11,9 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
 3. extend: the drafter reads the accepted tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
 drafter and each kind of sampling: sequences of one batch may be sampled differently, and where all
-are greedy no noise is made. With --compile on CUDA, draft, extend, `decide` and the target's blocks
-are compiled (`fullgraph=True`), and a cycle is captured as one graph. On a CPU the steps call C++
-operators.
+are greedy no noise is made. With --compile on CUDA, draft, extend, the target's blocks and the rest
+of verify (`place`, `decide`) are compiled (`fullgraph=True`), and a cycle is captured as one graph.
+On a CPU the steps call C++ operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
@@ -219,7 +219,7 @@ class Cycle:
         nothing in a captured cycle. The state of a captured cycle has to stay where it was, so the
         steps write it there.
         """
-        for name in ("draft", "decide", "extend"):
+        for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
         blocks = {}  # by kind: no guard would tell dense blocks and mixtures apart
@@ -274,13 +274,15 @@ class Cycle:
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
     ) -> tuple[DecodeState, Confirmed, Outcome]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
-        # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
-        slots, start, positions = place_tokens(
-            state.pos, tree.depths, tree.tokens.shape[1], done=state.done
-        )
+        slots, start, positions = self.place(state, tree)
         window = Window(slots, start, tree.mask)
         features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
         return self.decide(cache, state, tree, noise, features)
+
+    def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the slots, the window's first slot and the positions of `place_tokens`."""
+        # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
+        return place_tokens(state.pos, tree.depths, tree.tokens.shape[1], done=state.done)
 
     def decide(
         self,

@@ -168,10 +168,13 @@ class Linear(nn.Linear):
         """Return weight, scale and bias, as ops/cpu/layers.py takes them."""
         return self.weight, None, self.bias
 
-    def forward_split_k(self, x: Tensor) -> Tensor:
-        """Return outputs as `RMSNorm.add` takes them: [..., N], or split-K partial sums."""
+    def forward_split_k(self, x: Tensor, epilogue: str = "split_k") -> Tensor:
+        """Return outputs as `RMSNorm.add` takes them: [..., N], or split-K partial sums.
+
+        epilogue: "parts": as `rotary_cache` takes them
+        """
         if self.bias is None and has_cuda_product(x, self.weight):
-            return halves_product(x, self.weight, "split_k")
+            return halves_product(x, self.weight, epilogue)
         return self(x)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
@@ -215,8 +218,8 @@ class Attention(nn.Module):
         Writes: k and v at `window.slots`.
         Returns: [B, T, F] or its partial sums, as `RMSNorm.add` takes them.
         """
-        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
         if kv is None:
+            qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
             # [B, T, H, E], [B, T, Hkv, E]
             q, k = rotary(qkv, rope, self.heads, self.kv_heads, self.head_norms)
             y = F.scaled_dot_product_attention(
@@ -227,6 +230,8 @@ class Attention(nn.Module):
                 enable_gqa=True,
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).flatten(2))
+        # [B, T, H + 2 Hkv, E], or partial sums of it
+        qkv = self.wqkv.forward_split_k(x, "parts").unflatten(-1, (-1, self.head_dim))
         q = rotary_cache(qkv, rope, *kv, window.slots, self.head_norms)  # [B, T, H, E]
         return self.wo.forward_split_k(tree_attention(q, *kv, window.start, window.mask))
 

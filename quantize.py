@@ -147,15 +147,14 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
         if self.product.split_k and self.bias is not None and not self.fp32_out:
             # `add` sums the parts of the split-K product and adds the bias at once
-            return add(self.bias, self.product.split_k(x, self.packed, self.scale))
+            return add(self.bias, self.product.split_k(x, self.packed, self.scale, "split_k"))
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.fp32_out)
         return y if self.bias is None else y + self.bias
 
-    def forward_split_k(self, x: Tensor) -> Tensor:
-        """Return outputs as `RMSNorm.add` takes them: [..., N], or split-K partial sums."""
+    def forward_split_k(self, x: Tensor, epilogue: str = "split_k") -> Tensor:  # see model.Linear
         if self.product.split_k is None or self.bias is not None:
             return self(x)
-        return self.product.split_k(x, self.packed, self.scale)
+        return self.product.split_k(x, self.packed, self.scale, epilogue)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
         """Return the SwiGLU of the outputs, gate above up: [..., K] -> [..., N / 2]."""

@@ -75,7 +75,7 @@ def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     A row has the same bits for every number of rows.
 
     x: [..., K] bfloat16 or float16; weight: [N, K] in x's dtype
-    epilogue: "none", "fp32", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
+    epilogue: one of `ops.cuda.quantized.result_of`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     """
     return torch.ops.gpt_eagle.linear_halves(x, weight, epilogue)
@@ -93,14 +93,12 @@ def empty_product(x: Tensor, weight: Tensor, scale: Tensor | None, epilogue: str
 
     weight, scale: as for `ops.cuda.quantized.run_product`, or stacks of experts
     """
-    shape = [*x.shape[:-1], weight.shape[-2]]
-    dtype = torch.float32 if epilogue in ("fp32", "split_k") else x.dtype
-    if epilogue == "swiglu":
-        shape[-1] //= 2
-    if epilogue == "split_k":
-        products = triton_products()
+    products = triton_products()
+    splits = 1
+    if epilogue in products.PARTIAL:
         device = products.device_of(x.device.index)
-        shape.insert(0, products.plan_of(x, weight, scale, device, epilogue).splits)
+        splits = products.plan_of(x, weight, scale, device, epilogue).splits
+    shape, dtype = products.result_of(x, weight.shape[-2], splits, epilogue)
     return x.new_empty(shape, dtype=dtype)
 
 

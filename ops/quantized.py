@@ -54,7 +54,8 @@ class Product(NamedTuple):
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: in fp32
     multiply: Callable[..., Tensor]
-    # (x, packed, scale) -> the partial sums that `ops.norm.add` takes; None: not available
+    # (x, packed, scale, "split_k") -> the partial sums that `ops.norm.add` takes; with "parts"
+    # those of `ops.rotary.rotary_cache`; None: not available
     split_k: Callable[..., Tensor] | None = None
     # (x, packed, scale) -> SwiGLU of outputs with gate above up, [..., n / 2]; None: not available
     swiglu: Callable[..., Tensor] | None = None
@@ -223,7 +224,7 @@ def w4a16(
     packed, scale: from `pack_int4_planes` and `pack_scales`
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
     epilogue is "none"
-    epilogue: "none", "fp32", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
+    epilogue: one of `ops.cuda.quantized.result_of`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -243,7 +244,7 @@ def w8a16(
     packed: from `pack_int8_planes`; scale: [N] float32
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
     epilogue is "none"
-    epilogue: "none", "fp32", "split_k" or "swiglu", see `ops.cuda.quantized.run_product`
+    epilogue: one of `ops.cuda.quantized.result_of`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -299,7 +300,7 @@ def _on_cuda(product: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]
         "multiply": lambda x, packed, scale, n, fp32_out, lists=None: product(
             x, packed, scale, lists, "fp32" if fp32_out else "none"
         ),
-        "split_k": lambda x, packed, scale: product(x, packed, scale, epilogue="split_k"),
+        "split_k": lambda x, packed, scale, epilogue: product(x, packed, scale, epilogue=epilogue),
         "swiglu": lambda x, packed, scale: product(x, packed, scale, epilogue="swiglu"),
     }
 

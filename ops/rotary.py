@@ -86,6 +86,7 @@ def rotary_cache(
 ) -> Tensor:
     """Compute `rotary` for T tokens and write their keys and values to the cache.
 
+    qkv: [B, T, H + 2 Hkv, E], or on CUDA its partial sums (split-K), [splits, ...] before
     k, v: [B, Hkv, S, E]; slots: [B, T] int64
     Writes: k, v at the slots.
     Returns: the queries, [B, T, H, E].
@@ -118,6 +119,7 @@ def rotary_cache_plainly(
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     if not has_triton():
         given = None if norms[0] is None else norms
+        assert qkv.dim() == 4, qkv.shape  # products in parts are Triton's
         return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, given)
     import ops.cuda.rotary
 
@@ -131,4 +133,5 @@ lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")
 
 @torch.library.register_fake("gpt_eagle::rotary_cache", lib=lib)
 def _(qkv, cos, sin, k, v, slots, *norms):
-    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[1], qkv.shape[3])
+    B, T, heads, E = qkv.shape[-4:]
+    return k.new_empty(B, T, heads - 2 * k.shape[1], E)

@@ -75,16 +75,16 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     return AttentionPlan(tile, keys, 2, tile // 16)
 
 
-def splits_of(T: int, S: int, W: int) -> int:
+def splits_of(T: int, S: int, W: int, chunk: int = CHUNK) -> int:
     """Return the largest number of chunks of a cache of S slots, with W of them in the window."""
     if T > SPLIT_TOKENS:
         return 1
-    return min(triton.cdiv(S, CHUNK), SPLITS + triton.cdiv(W, CHUNK))
+    return min(triton.cdiv(S, chunk), SPLITS + triton.cdiv(W, chunk))
 
 
-def constants_of(E: int) -> dict[str, int]:
+def constants_of(E: int, chunk: int = CHUNK) -> dict[str, int]:
     """Return the kernel's constants that follow from E. WIDTH: E padded to a power of two."""
-    return {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": CHUNK, "SPLITS": SPLITS}
+    return {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": chunk, "SPLITS": SPLITS}
 
 
 # ------------------------------------------------------------------------------------------ kernels
@@ -288,13 +288,21 @@ def counters(index: int) -> Tensor:
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor, device: Device, done: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    mask: Tensor,
+    device: Device,
+    done: Tensor,
+    chunk: int = CHUNK,
 ) -> Tensor:
     """Compute `ops.attention.tree_attention`.
 
     Allocates its result and partial sums, and nothing else; never waits.
 
     done: from `counters`; launches that share it must follow each other, as those of one stream do
+    chunk: other sizes are for scripts/gpu/sweep.py
     """
     B, T, H, E = q.shape
     _, kv_heads, S, _ = k.shape
@@ -302,7 +310,7 @@ def tree_attention(
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
     cut = plan_attention(T * H // kv_heads, E, q.dtype, device)
-    splits = splits_of(T, S, W)
+    splits = splits_of(T, S, W, chunk)
     blocks = triton.cdiv(T * H // kv_heads, cut.rows)
     assert splits == 1 or blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
     y = torch.empty(B, T, H * E, dtype=q.dtype, device=q.device)
@@ -325,7 +333,7 @@ def tree_attention(
         S,
         W,
         *mask.stride(),
-        **constants_of(E),
+        **constants_of(E, chunk),
         H=H,
         KV_HEADS=kv_heads,
         SPLIT=splits > 1,

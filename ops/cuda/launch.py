@@ -30,6 +30,7 @@ class Device(NamedTuple):
     shared_bytes: int  # the most that one block may have; about as much as a multiprocessor has
     capability: int  # 10 * major + minor
     overlaps: bool = False  # a kernel may start before the one before it has finished
+    name: str = ""  # for plans that were measured on it (plans.py)
 
 
 @cache
@@ -42,6 +43,7 @@ def device_of(index: int) -> Device:
         properties.shared_memory_per_block_optin,
         10 * properties.major + properties.minor,
         overlaps,
+        properties.name,
     )
 
 

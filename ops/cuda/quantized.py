@@ -29,11 +29,12 @@ from torch import Tensor
 
 from ops.cuda.launch import Device, after_others, device_of, fetch, overlap
 from ops.cuda.layout import COLUMNS, group_of
+from ops.cuda.plans import MAX_SPLITS, key_of, measured_on
 
 __all__ = ["Device", "device_of"]  # for callers that import this module only
 
-MAX_SPLITS = 8
-EPILOGUES = ("none", "fp32", "split_k", "swiglu")  # see `run_product`
+PARTIAL = ("split_k", "parts")  # epilogues that leave the sum of the splits to another kernel
+EPILOGUES = ("none", "fp32", "swiglu", *PARTIAL)  # see `run_product`
 
 
 class ProductPlan(NamedTuple):
@@ -111,18 +112,25 @@ def plan_product(
     its 16 products in the same way for 16, 32 and 64 tokens, which is not documented; test_gpu.py
     tests it.
 
-    Trade-off: one fixed plan per shape instead of autotuning, so that the first call can be
-    captured. Prefill reads the weights once per 64 rows; from a few hundred rows on, unpacking them
-    for cuBLAS would be faster. fp32 has no tensor cores: for tests of identity.
+    Trade-off: one fixed plan per shape, measured (plans.py) or estimated, instead of autotuning, so
+    that the first call can be captured. Prefill reads the weights once per 64 rows; from a few
+    hundred rows on, unpacking them for cuBLAS would be faster. fp32 has no tensor cores: for tests
+    of identity.
 
     zeros: int4 weights have zero points
     """
+    tokens = tile_height(M, 16, 32)
+    if dtype != torch.float32 and not zeros:
+        measured = measured_on(device.name).get(key_of(N, K, bits, group, epilogue))
+        if measured:
+            tile = measured.tiles[tokens]
+            return ProductPlan(tokens, tile.rows, measured.splits, tile.stages, tile.rows // 16)
     if epilogue == "swiglu":
         splits = 1  # partial sums cannot be gated
     else:
         blocks = triton.cdiv(K, 16 // bits * COLUMNS)
         splits = choose_splits(N, blocks, device.processors, epilogue != "split_k")
-    return fit(tile_height(M, 16, 32), splits, bits, group, dtype, device, zeros)
+    return fit(tokens, splits, bits, group, dtype, device, zeros)
 
 
 def tile_height(rows: int, low: int, middle: int) -> int:
@@ -468,6 +476,22 @@ def sizes_of(packed: Tensor, bits: int) -> tuple[int, int]:
     return packed.shape[1], packed.shape[0] * COLUMNS * 16 // bits
 
 
+def result_of(x: Tensor, N: int, splits: int, epilogue: str) -> tuple[list[int], torch.dtype]:
+    """Return the shape and dtype of a product's result.
+
+    epilogue: "none", [..., N] in x's dtype; "fp32", in fp32; "swiglu", SwiGLU of outputs with gate
+    above up, [..., N / 2] in x's dtype; "split_k", fp32 sums of the splits, [splits, ..., N];
+    "parts", the same, but in x's dtype where there is one split
+    """
+    shape = [*x.shape[:-1], N]
+    if epilogue == "swiglu":
+        shape[-1] = N // 2
+    if epilogue in PARTIAL:
+        shape.insert(0, splits)
+    wide = epilogue in ("fp32", "split_k") or (epilogue == "parts" and splits > 1)
+    return shape, torch.float32 if wide else x.dtype
+
+
 def run_product(
     x: Tensor,
     packed: Tensor,
@@ -480,9 +504,7 @@ def run_product(
 
     Allocates its result and partial sums, and nothing else; never waits.
 
-    epilogue: "none", [..., N] in x's dtype; "fp32", in fp32; "split_k", fp32 sums of the splits,
-    [splits, ..., N]; "swiglu", SwiGLU of outputs with gate above up, [..., N / 2] in x's dtype,
-    where `cut` has one split
+    epilogue: as for `result_of`; "swiglu" where `cut` has one split
     """
     bits, group = bits_and_group(scale)
     N, K = sizes_of(packed, bits)
@@ -491,16 +513,9 @@ def run_product(
     M = x.numel() // K
     gated = epilogue == "swiglu"
     assert not gated or cut.splits == 1, cut
-    shape = [*x.shape[:-1], N]
-    if gated:
-        shape[-1] = N // 2
-    if epilogue == "split_k":
-        shape.insert(0, cut.splits)
-    dtype = x.dtype
-    if epilogue in ("fp32", "split_k"):
-        dtype = torch.float32
+    shape, dtype = result_of(x, N, cut.splits, epilogue)
     y = torch.empty(*shape, device=x.device, dtype=dtype)
-    summed = cut.splits > 1 and epilogue != "split_k"
+    summed = cut.splits > 1 and epilogue not in PARTIAL
     out = y
     if summed:
         out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)

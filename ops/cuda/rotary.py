@@ -1,8 +1,9 @@
 """CUDA kernel, in Triton: norm and rotate queries and keys, and write keys and values to the cache.
 
 One block of threads per token and eight heads of queries, keys or values. A norm is over one head,
-so blocks do not depend on each other. Results are rounded where `rms_norm` rounds them. Not run on
-a GPU yet.
+so blocks do not depend on each other. The input may come as the partial sums of a split-K product:
+they are added first, as `sum_kernel` adds them. Results are rounded where `rms_norm` rounds them.
+Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,17 +31,27 @@ def weigh(normed, q_norm_ptr, k_norm_ptr, e, inside, is_query):
     return y.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def add_splits(pointers, size, live, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """Add SPLITS values that lie `size` apart, first split first: fp32, rounded to dtype."""
+    total = tl.load(pointers, mask=live, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(pointers + split * tl.cast(size, tl.int64), mask=live, other=0.0)
+    return total.to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["T", "S"])
 def rotary_cache_kernel(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S,
-    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+    size, SPLITS: tl.constexpr, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
+    HALF: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store HEADS heads of a token. HALF: E / 2 padded to a power of two.
 
-    qkv: [B, T, H + 2 KV_HEADS, E]; cos, sin: [B, T, E] fp32; slots: [B, T] int64
+    qkv: [SPLITS, B, T, H + 2 KV_HEADS, E], with size values in a split
+    cos, sin: [B, T, E] fp32; slots: [B, T] int64
     q: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]
-    q_norm, k_norm: [E] in qkv's dtype; None: no norms
+    q_norm, k_norm: [E] in q's dtype; None: no norms
     Writes: q; k and v at the slots.
     """
     after_others(OVERLAPS)
@@ -49,8 +60,9 @@ def rotary_cache_kernel(
     e = tl.arange(0, HALF)
     live = (head < H + 2 * KV_HEADS)[:, None] & (e < E // 2)[None, :]
     at = qkv_ptr + row.to(tl.int64) * (H + 2 * KV_HEADS) * E + head[:, None] * E + e[None, :]
-    left = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    right = tl.load(at + E // 2, mask=live, other=0.0).to(tl.float32)
+    dtype = q_ptr.dtype.element_ty
+    left = add_splits(at, size, live, SPLITS, dtype)
+    right = add_splits(at + E // 2, size, live, SPLITS, dtype)
     turned = (head < H + KV_HEADS)[:, None]
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / E + eps)[:, None]
@@ -61,8 +73,8 @@ def rotary_cache_kernel(
         right = tl.where(turned, second, right)
     cos = tl.load(cos_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
-    first = tl.where(turned, left * cos - right * sin, left).to(q_ptr.dtype.element_ty)
-    second = tl.where(turned, right * cos + left * sin, right).to(q_ptr.dtype.element_ty)
+    first = tl.where(turned, left * cos - right * sin, left).to(dtype)
+    second = tl.where(turned, right * cos + left * sin, right).to(dtype)
     is_q = (head < H)[:, None] & live
     to = q_ptr + row.to(tl.int64) * H * E + head[:, None] * E + e[None, :]
     tl.store(to, first, mask=is_q)
@@ -104,14 +116,14 @@ def rotary_cache(
 
     norms: two weights and epsilon, or (None, None, 0.0)
     """
-    B, T, heads, E = qkv.shape
+    *splits, B, T, heads, E = qkv.shape
     _, kv_heads, S, _ = k.shape
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
     for weight in norms[:2]:
         if weight is not None:
-            assert weight.dtype == qkv.dtype and weight.is_contiguous(), (qkv.dtype, norms)
-    q = torch.empty(B, T, heads - 2 * kv_heads, E, dtype=qkv.dtype, device=qkv.device)
+            assert weight.dtype == k.dtype and weight.is_contiguous(), (k.dtype, norms)
+    q = torch.empty(B, T, heads - 2 * kv_heads, E, dtype=k.dtype, device=qkv.device)
     cos, sin = rope
     rotary_cache_kernel[B * T, triton.cdiv(heads, HEADS)](
         qkv.contiguous(),
@@ -124,6 +136,8 @@ def rotary_cache(
         *norms,
         T,
         S,
+        B * T * heads * E,
+        SPLITS=splits[0] if splits else 1,
         **constants_of(heads - 2 * kv_heads, kv_heads, E),
         num_warps=4,
         **overlap(device),

@@ -12,10 +12,11 @@ int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, 
 profile      Every kernel of one cycle of these in int4, with its time and the gap before it;
              without dependent launch, with which kernels overlap.
 smoke        37 of the tests marked `gpu`, in 8 processes; captured cycles first.
-kernels      Our int4 products, the vendor's bf16 products, tree attention (kernels.py).
+kernels      Our int4 products (kernels.py).
+sweep        The plans of our products, timed: a table that decoding loads (sweep.py).
 sanitizers   Our kernels under compute-sanitizer.
 tests        The other tests marked `gpu`.
-formats      The other formats and kernels of kernels.py.
+formats      The other formats and kernels of kernels.py, and the vendor's product in bf16.
 models       Several trees with 1,000 replays of each, and auto; 8B, random twins, int8, Mixtral
              where its demo is, 7B in int4 with batches of 1, 4 and 16 (scripts/bench/peers.py).
 demo         The bundled demo, with every tree, format and lookup.
@@ -146,6 +147,7 @@ ROWS = (
 FEW_ROWS = (
     "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
 )
+SWEEP = "python scripts/gpu/sweep.py --out {out} --json {out}/results.jsonl"
 EAGLE3 = (
     "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda "
     "--dtype bfloat16 --eagle tests/golden/models/head_eagle3"
@@ -170,9 +172,11 @@ TREES = f"none,eagle:auto,eagle:static,eagle:chain:tree_depth=5,{TREE}"
 REST = {
     # behind plain runs, which have filled Triton's cache
     "sanitizers": (sanitized("memcheck", 60), sanitized("racecheck", 60)),
+    "sweep": (Step("sweep", SWEEP, 300, "--dry_run"),),
     "tests": (tests("gpu and not smoke", 300),),
     "formats": (
         kernels("bf16", "--rows 1,16,32,64", 25),
+        kernels("cublas", "--rows 1,16,32,64", 25),
         kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
         kernels("int8", "", 40),
         kernels("tinygemm", "", 40),

@@ -3,16 +3,16 @@
     python scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
     python scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
 
-int4 and int8 are ours, bf16 is the vendor's product (cuBLAS), tinygemm torch._weight_int4pack_mm.
-`correct`: the product of random data against the fp32 reference, written into memory that holds
-NaN. `same_bits`: a row comes out the same alone and among others. The time is that of a product in
-a captured graph that goes through at least 200 MB of different weights, so that no cache holds
-them: median and spread over replays, and the share of the ceiling, which is a copy within the GPU's
-memory, bytes read and written. `attention`, `compact`, `topk` and `experts` are the other kernels
-of a decode cycle, measured in the same way (`*_contest`). One JSON line is appended after every
-row; the table is printed at the end. A row that fails is recorded with its error, and the rest goes
-on unless the device is lost; the exit status is then 1, as for a wrong row. scripts/gpu/check.py
-runs this for all formats.
+int4, int8 and bf16 are ours, cublas is the vendor's product in bf16, tinygemm
+torch._weight_int4pack_mm. `correct`: the product of random data against the fp32 reference, written
+into memory that holds NaN. `same_bits`: a row comes out the same alone and among others. The time
+is that of a product in a captured graph that goes through at least 200 MB of different weights, so
+that no cache holds them: median and spread over replays, and the share of the ceiling, which is a
+copy within the GPU's memory, bytes read and written. `attention`, `compact`, `topk` and `experts`
+are the other kernels of a decode cycle, measured in the same way (`*_contest`). One JSON line is
+appended after every row; the table is printed at the end. A row that fails is recorded with its
+error, and the rest goes on unless the device is lost; the exit status is then 1, as for a wrong
+row. scripts/gpu/check.py runs this for all formats.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ import ops.topk
 from command_line import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
+from ops.linear import halves_product
 
-FORMATS = ("bf16", "tinygemm", "int8", "int4")
+FORMATS = ("bf16", "cublas", "tinygemm", "int8", "int4")
 LAYERS = {
     "wqkv": (12288, 4096),
     "wo": (4096, 4096),
@@ -111,9 +112,13 @@ def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
     """Make random weights on the GPU. Every word is a valid one, in all of the packed formats."""
-    if form == "bf16":
+    if form in ("bf16", "cublas"):
         w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
-        return Layer(lambda x: F.linear(x, w), None, w.nbytes)
+        if form == "cublas":
+            return Layer(lambda x: F.linear(x, w), None, w.nbytes)
+        return Layer(
+            lambda x: halves_product(x, w, "none"), lambda x: x.float() @ w.float().T, w.nbytes
+        )
     if form == "tinygemm":
         scale = torch.rand(N, K // group, device="cuda") * 0.01
         w = words(N // 8, K // 128, 32, 4, dtype=torch.int32)  # inner_k_tiles = 8

@@ -37,6 +37,7 @@ from model import ModelConfig
 from scripts.gpu.waves import GPUS, Constants, Gpu, attention_us, product_us
 from tp import check_parts
 
+BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of a weight
 BYTES = {"bf16": 2, "int8": 1, "int4": 0.5 + 2 / 128}  # of a weight
 FORMATS = {
     "bf16": ("bf16", "bf16"),
@@ -170,17 +171,16 @@ def product(
     N, K = matrices(case.shape)[name]
     c = case.gpu.constants
     label = f"{name} {form} {padded(rows)}"
-    if form == "bf16":
-        us = max(2 * N * K / c.vendor_tb_s, 2 * N * K * rows / c.tensor_tflops) / 1e6
-        return [Kernel(label, us + c.vendor_ramp_us, count)]
     epilogue = "none"
     if name == "w13":
         epilogue = "swiglu"
+    if name == "wqkv":
+        epilogue = "parts"
     if case.ranks == 1 and name in ("wo", "w2", "fc"):
         epilogue = "split_k"  # NCCL takes one sum, so not with ranks
-    us, splits = product_us(rows, N, K, {"int8": 8, "int4": 4}[form], case.gpu, epilogue)
+    us, splits = product_us(rows, N, K, BITS[form], case.gpu, epilogue)
     kernels = [Kernel(label, us, count, early)]
-    if splits > 1 and epilogue != "split_k":
+    if splits > 1 and epilogue not in ("parts", "split_k"):
         sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
         kernels.append(Kernel(f"sum {label}", sum_us, count, early=True))
     return kernels
@@ -234,11 +234,9 @@ def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> lis
     # there and back in a ring, 2 bytes each
     received = 2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks
     found += collective(case, f"all-reduce {padded(rows)}", received, 2 * count)
-    behind_ours = form != "bf16"  # and not behind cuBLAS
-    found.append(Kernel("add+sum+norm", c.norm_us + c.sum_in_norm_us, 2 * count, behind_ours))
-    found.append(Kernel("rope+cache", c.small_us, count, behind_ours))
-    if form == "bf16":
-        found.append(Kernel("silu", c.small_us, count))
+    norm_us = c.norm_us + c.sum_in_norm_us
+    found.append(Kernel("add+sum+norm", norm_us, 2 * count, early=True))
+    found.append(Kernel("rope+cache", c.small_us, count, early=True))
     return found
 
 
@@ -249,7 +247,7 @@ def verify(case: Case) -> list[Kernel]:
     rows = case.tree.nodes
     found = layer(case.share, rows, form, case.shape.n_layers)
     found += lm_head(case.share, form, rows, 1, best=True)
-    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, 14)]
+    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, 11)]
     if case.tree.depth:
         found.append(Kernel("accept", c.accept_us, 1))
     return found
@@ -263,7 +261,7 @@ def draft(case: Case) -> list[Kernel]:
     form = FORMATS[case.form][1]
     found = lm_head(case.drafts_with, form, rows, depth, best=False)
     found += layer(replace(case, ranks=1), rows, form, depth - 1, fc=True)
-    found.append(Kernel("candidates", c.candidates_us, depth, early=form != "bf16"))
+    found.append(Kernel("candidates", c.candidates_us, depth, early=True))
     found.append(Kernel("level", c.level_us, depth, early=True))
     found.append(Kernel("small", c.small_us, 4 * depth + 3))
     if rows > 1:

@@ -49,7 +49,6 @@ class Constants:
     """
 
     bandwidth_tb_s: float  # of DRAM, read by our kernels
-    vendor_tb_s: float  # the same by cuBLAS
     l2_tb_s: float  # from L2 to the multiprocessors
     clock_ghz: float
     tensor_tflops: float  # bf16, dense, adding in fp32
@@ -62,7 +61,6 @@ class Constants:
     # for an instruction of one warp, with the waits for its tensor-core products: 0.65 us for a
     # step of an int4 product
     warp_clocks: float = 3.1
-    vendor_ramp_us: float = 2.0  # both, of a bf16 product by cuBLAS
     partials_tb_s: float = 2.4  # writing or reading fp32 partial sums (fitted to the study's times)
     small_us: float = 1.4  # an elementwise kernel
     norm_us: float = 2.6  # RMSNorm
@@ -100,16 +98,15 @@ class Gpu(NamedTuple):
     def doubted(self) -> Gpu:
         """Return it with the constants of `DOUBTS`, and 2.7 of an H100's 3.35 TB/s."""
         c = self.constants
-        bandwidth = {"bandwidth_tb_s": 0.9 * c.bandwidth_tb_s, "vendor_tb_s": 0.93 * c.vendor_tb_s}
-        return Gpu(self.device, replace(c, **DOUBTS, **bandwidth))
+        return Gpu(self.device, replace(c, bandwidth_tb_s=0.9 * c.bandwidth_tb_s, **DOUBTS))
 
 
 def data_sheet(device: Device, dram_tb_s: float, *rest: float) -> Gpu:
     """Make a GPU from a data sheet.
 
-    Attainable shares of DRAM's bandwidth, from the study: 3.0 and 2.9 of an H100's 3.35 TB/s.
+    Attainable share of DRAM's bandwidth, from the study: 3.0 of an H100's 3.35 TB/s.
     """
-    return Gpu(device, Constants(3.0 / 3.35 * dram_tb_s, 2.9 / 3.35 * dram_tb_s, *rest))
+    return Gpu(device, Constants(3.0 / 3.35 * dram_tb_s, *rest))
 
 
 # DRAM, clock, tensor cores: NVIDIA's data sheets; an H100's clock, and the L2 of H100 and H200:
@@ -121,10 +118,18 @@ GPUS = {
     "rtx3090": data_sheet(TARGETS["86"], 0.936, 2.0, 1.70, 71),
     "rtx4090": data_sheet(TARGETS["89"], 1.008, 4.0, 2.52, 165),
 }
-# of a thread, by tokens of a block: compiled for sm_90 (study)
-REGISTERS = {16: 77, 32: 128, 64: 168}
-# for a weight, by its bits and by tokens of a block (study)
-INSTRUCTIONS = {4: {16: 2.8, 32: 2.95, 64: 3.13}, 8: {16: 3.5, 32: 3.7, 64: 4.0}}
+# of a thread, by bits of a weight and tokens of a block: compiled for sm_90 (4 and 8: study)
+REGISTERS = {
+    4: {16: 77, 32: 128, 64: 168},
+    8: {16: 77, 32: 128, 64: 168},
+    16: {16: 48, 32: 58, 64: 75},
+}
+# for a weight, likewise
+INSTRUCTIONS = {
+    4: {16: 2.8, 32: 2.95, 64: 3.13},
+    8: {16: 3.5, 32: 3.7, 64: 4.0},
+    16: {16: 2.5, 32: 2.5, 64: 2.6},
+}
 
 
 @cache
@@ -164,7 +169,7 @@ def fluid(
 def product_us(
     rows: int, N: int, K: int, bits: int, gpu: Gpu, epilogue: str = "none"
 ) -> tuple[float, int]:
-    """Estimate an int4 (groups of 128) or int8 product, without the sum of its splits.
+    """Estimate an int4 (groups of 128), int8 or bf16 product, without the sum of its splits.
 
     epilogue: of the result, see `ops.cuda.quantized.run_product`
     Returns: microseconds, splits.
@@ -183,7 +188,7 @@ def product_us(
     tensor_us = 2 * plan.tokens * plan.rows * step * device.processors / c.tensor_tflops / 1e6
     alone_us = max(clocks / c.clock_ghz / 1e3, tensor_us)
     shared = shared_bytes(plan.tokens, plan.rows, plan.stages, bits, device) + 1024
-    registers = REGISTERS[plan.tokens] * plan.warps * 32
+    registers = REGISTERS[bits][plan.tokens] * plan.warps * 32
     fit = max(1, min(65536 // registers, device.shared_bytes // shared))
     blocks = math.ceil(K / step)
     tiles = math.ceil(N / plan.rows) * math.ceil(rows / plan.tokens)

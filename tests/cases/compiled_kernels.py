@@ -53,8 +53,8 @@ class Case(NamedTuple):
 class CycleCase(NamedTuple):
     """One of the other kernels to compile (`CYCLE_SOURCES`).
 
-    normed_rotary has norms of queries and keys. block and row are top-k; level, best_nodes and
-    relate grow and choose trees.
+    normed_rotary has norms of queries and keys, summed_rotary partial sums. block and row are
+    top-k; level, best_nodes and relate grow and choose trees.
     """
 
     target: str
@@ -136,7 +136,8 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
         constants |= {"GATED": case.gated} | overlaps(case.target)
         kernel = ops.cuda.quantized.matmul_kernel
         return Source(kernel, types, constants, plan.warps, multiples), plan
-    types = x | {"weight_ptr": weight_type} | scale | {"lists_ptr": "*i32"} | y | {"P": "i32"} | sizes
+    weight = {"weight_ptr": weight_type}
+    types = x | weight | scale | {"lists_ptr": "*i32"} | y | {"P": "i32"} | sizes
     constants["EXPERTS"] = case.experts
     return Source(ops.cuda.experts.experts_kernel, types, constants, plan.warps, multiples), plan
 
@@ -179,8 +180,12 @@ def _rotary(case: CycleCase) -> Source:
     x = f"*{case.dtype}"
     types = {"qkv_ptr": x, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x)
-    types |= {"eps": "fp32", "T": "i32", "S": "i32"}
+    types |= {"eps": "fp32", "T": "i32", "S": "i32", "size": "i32"}
     constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E)
+    constants["SPLITS"] = 1
+    if case.kernel == "summed_rotary":
+        types["qkv_ptr"] = "*fp32"
+        constants["SPLITS"] = ops.cuda.quantized.MAX_SPLITS
     constants |= overlaps(case.target)
     weights = ("q_norm_ptr", "k_norm_ptr")
     if case.kernel == "normed_rotary":
@@ -249,6 +254,7 @@ CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "add_norm": _add_norm,
     "rotary": _rotary,
     "normed_rotary": _rotary,
+    "summed_rotary": _rotary,
     "compact": _compact,
     "lists": _lists,
     "block": _block,
@@ -371,6 +377,7 @@ def cycle_cases() -> list[CycleCase]:
             found.append(CycleCase(target, "add_norm", dtype))
             found.append(CycleCase(target, "rotary", dtype))
             found.append(CycleCase(target, "normed_rotary", dtype, kv_heads=8))
+            found.append(CycleCase(target, "summed_rotary", dtype, kv_heads=8))
             for E, T in product((128, 64), (7, 64)):
                 found.append(CycleCase(target, "compact", dtype, E, T=T))
         for kernel in ("block", "row", "level", "lists"):

@@ -713,9 +713,11 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows,product", [(3, "gpt_eagle.linear_halves.default"), (65, "aten.mm.dtype")])
+@pytest.mark.parametrize(
+    "rows,product", [(3, "gpt_eagle.linear_halves.default"), (65, "aten.mm.dtype")]
+)
 def test_logits_of_16_bits_are_not_rounded_on_a_gpu(rows, product, dtype, gradients):
-    """The product itself gives fp32, with gradients enabled too, as decoding runs; also PyTorch's, of long prompts."""
+    """The product itself gives fp32, with gradients enabled too, as decoding runs; also PyTorch's."""
     with FakeTensorMode(), torch.set_grad_enabled(gradients):
         head = LMHead(64, 97, bias=False, device="meta")
         weight = torch.empty(97, 64, dtype=dtype, device="cuda")

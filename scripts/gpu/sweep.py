@@ -1,0 +1,324 @@
+"""Time plans of our products and of attention on a GPU; write the fastest, which decoding loads.
+
+    python scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
+    python scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
+
+1. Each product of a layer, with its own epilogue and the kernel that adds its parts: the splits
+   first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`).
+2. The fastest and the estimated plan of each once more, without dependent launch.
+3. Attention in chunks of several sizes, for the record: the runtime keeps its own.
+The table goes to --out, under the name that plans.py reads; it holds the products whose turn came
+before --seconds were over. Copied to ops/cuda/measured/ it holds for all later runs on such a GPU.
+Times are medians in captured graphs over 200 MB of different weights, as in kernels.py. Not run on
+a GPU yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from command_line import one_line_errors, option, parse
+from files import write_text
+from ops.cuda.attention import counters, tree_attention
+from ops.cuda.launch import Device, device_of
+from ops.cuda.norm import add_norm
+from ops.cuda.plans import (
+    FOLDER,
+    HEIGHTS,
+    MAX_SPLITS,
+    MeasuredProduct,
+    Tile,
+    file_name,
+    key_of,
+    to_json,
+)
+from ops.cuda.quantized import (
+    PARTIAL,
+    ProductPlan,
+    plan_product,
+    run_product,
+    shared_bytes,
+)
+from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
+from scripts.gpu.waves import TARGETS
+
+EPILOGUES = {"wqkv": "parts", "wo": "split_k", "w13": "swiglu", "w2": "split_k", "head": "fp32"}
+FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
+ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
+TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
+CHUNKS = (64, 128, 256)  # slots
+LENGTHS = (512, 2048, 4096)
+ROTATE_BYTES = 200 * 10**6
+REPLAYS = 10
+
+
+@dataclass
+class SweepConfig:
+    formats: str = option("int4,bf16", "weights")
+    seconds: float = option(240.0, "after which no further product is begun")
+    out: str = option(str(FOLDER), "folder of the table")
+    json: str = option("", "file to append to: a row for each plan that was timed")
+    dry_run: bool = option(False, "list what would be timed on an H100, and end")
+
+
+class Shape(NamedTuple):
+    """A product of a layer."""
+
+    form: str  # of FORMATS
+    layer: str
+    N: int
+    K: int
+
+    @property
+    def epilogue(self) -> str:
+        return EPILOGUES[self.layer]
+
+    @property
+    def key(self) -> str:
+        """The name in the table."""
+        return key_of(self.N, self.K, *FORMATS[self.form], self.epilogue)
+
+    def estimate(self, height: int, device: Device) -> ProductPlan:
+        """Return the plan that holds without a table."""
+        bits, group = FORMATS[self.form]
+        sizes = (ROWS_OF[height], self.N, self.K, bits, group)
+        return plan_product(*sizes, torch.bfloat16, device._replace(name=""), self.epilogue)
+
+    def tiles(self, height: int, device: Device) -> list[Tile]:
+        """List the tiles that fit, the estimated one first."""
+        estimate = self.estimate(height, device)
+        found = [Tile(estimate.rows, estimate.stages)]
+        for tile in TILES:
+            needed = shared_bytes(height, *tile, FORMATS[self.form][0], device)
+            if needed <= device.shared_bytes and tile not in found:
+                found.append(tile)
+        return found
+
+    def splits(self, device: Device) -> list[int]:
+        """List the numbers of splits, the estimated one first."""
+        estimate = self.estimate(16, device).splits
+        if self.epilogue == "swiglu":
+            return [1]
+        return [estimate, *(n for n in (1, 2, 3, 4, 6, MAX_SPLITS) if n != estimate)]
+
+
+# microseconds of a product of some rows by a plan; infinite for one that fails
+TimeOf = Callable[[Shape, ProductPlan, int], float]
+
+
+def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
+    """Return the plan that plans.py makes of an entry of the table."""
+    return ProductPlan(height, tile.rows, splits, tile.stages, tile.rows // 16)
+
+
+def choose(shape: Shape, device: Device, time_of: TimeOf) -> MeasuredProduct:
+    """Choose the splits by the times of 1 and 32 rows together, then each tile by its own time."""
+
+    def split_us(splits: int) -> float:
+        times = []
+        for height in (16, 32):
+            plan = shape.estimate(height, device)._replace(splits=splits)
+            times.append(time_of(shape, plan, ROWS_OF[height]))
+        return sum(times)
+
+    splits = min(shape.splits(device), key=split_us)
+    tiles = {}
+    for height in HEIGHTS:
+
+        def tile_us(tile: Tile, height: int = height) -> float:
+            return time_of(shape, plan_of(height, tile, splits), ROWS_OF[height])
+
+        tiles[height] = min(shape.tiles(height, device), key=tile_us)
+    return MeasuredProduct(splits, tiles)
+
+
+def shapes_of(formats: list[str]) -> list[Shape]:
+    """List the products, format by format."""
+    return [Shape(form, layer, *LAYERS[layer]) for form in formats for layer in LAYERS]
+
+
+# ------------------------------------------------------------------------------------- on a device
+
+
+class Timer:
+    """Times products on this GPU; each plan once."""
+
+    def __init__(self, device: Device, note: Callable[[dict[str, Any]], None]):
+        """note: takes a row for the record"""
+        self.device = device
+        self.note = note
+        self.shape: Shape | None = None  # of the weights
+        self.weights: list[tuple[Tensor, Tensor | None]] = []
+        self.known: dict[tuple, float] = {}
+
+    def __call__(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
+        found = self.known.get((shape, plan, rows, self.device.overlaps))
+        if found is None:
+            found = self._time(shape, plan, rows)
+            self.known[shape, plan, rows, self.device.overlaps] = found
+        return found
+
+    def _time(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
+        """Time a plan. Writes: the weights, for a new shape; a row."""
+        if shape != self.shape:
+            self.weights.clear()  # gigabytes
+            first = random_weights(shape)
+            size = sum(part.nbytes for part in first if part is not None)
+            further = range(1, copies_of(size, ROTATE_BYTES))
+            self.weights = [first, *(random_weights(shape) for _ in further)]
+            self.shape = shape
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        x = torch.randn(rows, shape.K, **options)
+        stream = torch.randn(rows, shape.N, **options)
+        norm = torch.ones(shape.N, **options)
+
+        def call(weight: Tensor, scale: Tensor | None) -> None:
+            y = run_product(x, weight, scale, plan, self.device, shape.epilogue)
+            if shape.epilogue in PARTIAL:  # more splits take longer to add, too
+                add_norm(stream, y, norm, 1e-5, self.device)
+
+        row = {"part": "sweep", "product": shape.key, "M": rows, "plan": plan._asdict()}
+        row["overlaps"] = self.device.overlaps
+        try:
+            calls = [partial(call, *weights) for weights in self.weights]
+            us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
+        except Exception as error:  # a plan that does not compile or launch is a result
+            self.note(row | failure(error))
+            torch.cuda.synchronize()  # raises where the device is lost
+            return float("inf")
+        self.note(row | {"time_us": us})
+        return us
+
+
+def random_weights(shape: Shape) -> tuple[Tensor, Tensor | None]:
+    """Make weights on the GPU, as `run_product` takes them."""
+    if shape.form == "bf16":
+        weight = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device="cuda")
+        return weight, None
+    return random_packed(shape.form, shape.N, shape.K, FORMATS[shape.form][1])
+
+
+def attention_rows(device: Device) -> Iterator[dict[str, Any]]:
+    """Time attention in chunks of several sizes. Yields: a row for each."""
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    done = counters(torch.cuda.current_device())
+    for name, (heads, kv_heads) in HEADS.items():
+        for rows in (1, 32):
+            q = torch.randn(1, rows, heads, 128, **options)
+            mask = torch.ones(1, rows, rows, device="cuda").tril().bool()
+            for length in LENGTHS:
+                start = torch.tensor([length], device="cuda")
+                read_bytes = 2 * 2 * kv_heads * (length + rows) * 128
+                caches = [
+                    torch.randn(2, 1, kv_heads, max(LENGTHS) + 64, 128, **options)
+                    for _ in range(copies_of(read_bytes, ROTATE_BYTES))
+                ]
+                for chunk in CHUNKS:
+                    calls = [
+                        partial(tree_attention, q, *cache, start, mask, device, done, chunk)
+                        for cache in caches
+                    ]
+                    us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
+                    row = {"part": "sweep", "kernel": f"attention {name}", "length": length}
+                    yield row | {"M": rows, "chunk": chunk, "time_us": us}
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def told(shape: Shape, chosen: MeasuredProduct, time_of: Timer) -> str:
+    """Describe a choice beside the estimate: with dependent launch, and without it."""
+    device = time_of.device
+    alone = Timer(device._replace(overlaps=False), time_of.note)
+    alone.shape = shape
+    alone.weights = time_of.weights
+    cells = []
+    for height, tile in chosen.tiles.items():
+        rows = ROWS_OF[height]
+        plan = plan_of(height, tile, chosen.splits)
+        estimate_us = time_of(shape, shape.estimate(height, device), rows)
+        cell = f"{rows} rows {time_of(shape, plan, rows):.1f} us by {tile.rows} x {tile.stages}"
+        cell += f" (estimate {estimate_us:.1f}"
+        if device.overlaps:
+            cell += f", without dependent launch {alone(shape, plan, rows):.1f}"
+        cells.append(f"{cell})")
+    return f"{shape.key}: {chosen.splits} splits; {'; '.join(cells)}"
+
+
+def dry_run(shapes: list[Shape]) -> None:
+    """Print the plans that would be timed."""
+    device = TARGETS["90"]
+    for shape in shapes:
+        timed = set()
+
+        def time_of(shape: Shape, plan: ProductPlan, rows: int, timed: set = timed) -> float:
+            timed.add((plan, rows))
+            return 0.0
+
+        choose(shape, device, time_of)
+        print(f"{shape.key}: {len(timed)} plans; splits {shape.splits(device)}")
+
+
+def sweep(config: SweepConfig) -> None:
+    """Time, print, write the table."""
+    formats = config.formats.split(",")
+    for form in formats:
+        if form not in FORMATS:
+            raise ValueError(f"--formats: there is no {form}; use {', '.join(FORMATS)}")
+    shapes = shapes_of(formats)
+    if config.dry_run:
+        dry_run(shapes)
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "this machine or this torch has no CUDA device; run it on one that has, "
+            "or add --dry_run"
+        )
+    device = device_of(torch.cuda.current_device())
+
+    def note(row: dict[str, Any]) -> None:
+        if config.json:
+            with open(config.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    time_of = Timer(device, note)
+    file = Path(config.out) / file_name(device.name)
+    products = {}
+    deadline = time.monotonic() + config.seconds
+    for shape in shapes:
+        if time.monotonic() > deadline:
+            print(f"{shape.key}: not begun, since {config.seconds:g} s are over", flush=True)
+            continue
+        chosen = choose(shape, device, time_of)
+        print(told(shape, chosen, time_of), flush=True)
+        if math.isfinite(time_of(shape, plan_of(16, chosen.tiles[16], chosen.splits), ROWS_OF[16])):
+            products[shape.key] = chosen
+            write_text(str(file), to_json(device.name, products))
+    if time.monotonic() < deadline:
+        for row in attention_rows(device):
+            note(row)
+    print(f"{file}: {len(products)} products; copied to {FOLDER} they hold on every {device.name}")
+
+
+def main() -> None:
+    config = parse(SweepConfig, "sweep.py", __doc__)
+    with one_line_errors("sweep.py"):
+        sweep(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The sweep over plans: the choice, the table, and that it is loaded by the device's name."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="plans need Triton, which is to be had for Linux")
+
+import ops.cuda.plans  # noqa: E402
+from command_line import one_line_errors  # noqa: E402
+from ops.cuda.plans import HEIGHTS, file_name, measured_on, to_json  # noqa: E402
+from ops.cuda.quantized import plan_product, shared_bytes, tile_height  # noqa: E402
+from scripts.gpu import sweep  # noqa: E402
+from scripts.gpu.waves import TARGETS  # noqa: E402
+
+DEVICE = TARGETS["90"]._replace(name="NVIDIA H100 80GB HBM3")
+SHAPES = sweep.shapes_of(["int4", "bf16"])
+
+
+def time_of(shape, plan, rows):
+    """Fastest where nothing is as estimated: 3 splits, narrow blocks for few rows, most stages."""
+    return abs(plan.splits - 3) * 100 + (plan.rows if rows < 64 else -plan.rows) - plan.stages
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of tables."""
+    monkeypatch.setattr(ops.cuda.plans, "FOLDER", tmp_path)
+    measured_on.cache_clear()
+    plan_product.cache_clear()
+    yield tmp_path
+    measured_on.cache_clear()
+    plan_product.cache_clear()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_fastest_is_chosen_among_those_that_fit(target):
+    device = TARGETS[target]
+    for shape in SHAPES:
+        chosen = sweep.choose(shape, device, time_of)
+        assert chosen.splits == (1 if shape.epilogue == "swiglu" else 3)
+        for height in HEIGHTS:
+            tile = chosen.tiles[height]
+            tiles = shape.tiles(height, device)
+            bits, _ = sweep.FORMATS[shape.form]
+            assert len(tiles) > 1 and tile in tiles
+            assert shared_bytes(height, *tile, bits, device) <= device.shared_bytes
+            assert tile.rows == (64 if height < 64 else max(each.rows for each in tiles))
+
+
+def test_an_estimate_stays_where_nothing_is_faster_or_nothing_runs():
+    for us in (1.0, float("inf")):
+        for shape in SHAPES:
+            chosen = sweep.choose(shape, DEVICE, lambda *_, us=us: us)
+            plans = [sweep.plan_of(h, chosen.tiles[h], chosen.splits) for h in HEIGHTS]
+            assert plans == [shape.estimate(h, DEVICE) for h in HEIGHTS]
+
+
+def test_a_table_holds_for_devices_of_its_name(folder):
+    """At every number of rows, on which the splits do not depend."""
+    chosen = {shape.key: sweep.choose(shape, DEVICE, time_of) for shape in SHAPES}
+    (folder / file_name(DEVICE.name)).write_text(to_json(DEVICE.name, chosen))
+    for shape in SHAPES:
+        bits, group = sweep.FORMATS[shape.form]
+        sizes = (shape.N, shape.K, bits, group)
+        for M in (1, 16, 17, 32, 33, 64, 65, 256):
+            height = tile_height(M, 16, 32)
+            got = plan_product(M, *sizes, torch.bfloat16, DEVICE, shape.epilogue)
+            entry = chosen[shape.key]
+            assert got == sweep.plan_of(height, entry.tiles[height], entry.splits)
+            other = plan_product(M, *sizes, torch.bfloat16, TARGETS["90"], shape.epilogue)
+            assert other == shape.estimate(height, DEVICE)
+            assert other.splits != got.splits or shape.epilogue == "swiglu"
+            wide = plan_product(M, *sizes, torch.float32, DEVICE, shape.epilogue)
+            assert wide == plan_product(M, *sizes, torch.float32, TARGETS["90"], shape.epilogue)
+    zeros = plan_product(1, 4096, 4096, 4, 128, torch.bfloat16, DEVICE, "split_k", True)
+    assert zeros.splits == 4, "weights with zero points were not measured"
+    small = plan_product(1, 960, 576, 16, 0, torch.bfloat16, DEVICE, "none")
+    assert small == plan_product(1, 960, 576, 16, 0, torch.bfloat16, TARGETS["90"], "none")
+
+
+@pytest.mark.parametrize("change", [
+    {"splits": 9}, {"splits": "3"}, {"tiles": {"16": [64, 3]}}, {"tiles": None},
+    {"tiles": dict.fromkeys(("16", "32", "64"), [96, 3])},
+    {"tiles": dict.fromkeys(("16", "32", "64"), [64, 9])},
+])  # fmt: skip
+def test_a_table_that_cannot_be_used(folder, capsys, change):
+    shape = SHAPES[0]
+    rows = json.loads(to_json("x", {shape.key: sweep.choose(shape, DEVICE, time_of)}))
+    rows["products"][shape.key].update(change)
+    (folder / "x.json").write_text(json.dumps(rows))
+    with pytest.raises(SystemExit) as raised, one_line_errors("generate.py"):
+        measured_on("x")
+    error = capsys.readouterr().err
+    assert raised.value.code == 2 and error.count("\n") == 1
+    assert "x.json has no plans of products" in error and "scripts/gpu/sweep.py" in error
+
+
+def test_tables_of_the_checkout_can_be_used():
+    for file in ops.cuda.plans.FOLDER.glob("*.json"):
+        name = json.loads(file.read_text())["device"]
+        assert file_name(name) == file.name and measured_on(name)
+
+
+def test_a_dry_run_lists_every_product(capsys):
+    sweep.sweep(sweep.SweepConfig(dry_run=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [shape.key for shape in SHAPES]
+    assert all(10 < int(line.split()[3]) < 50 for line in lines)
+
+
+def test_a_format_that_is_not_swept():
+    with pytest.raises(ValueError, match="--formats: there is no int8; use bf16, int4"):
+        sweep.sweep(sweep.SweepConfig(formats="int8", dry_run=True))
