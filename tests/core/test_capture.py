@@ -229,7 +229,11 @@ def test_a_capture_that_fails_is_tried_again_and_others_go_on(
     launch = pytest.importorskip("ops.cuda.launch", reason="dependent launch needs Triton")
     monkeypatch.setenv("EAGLE_PDL", "1")
     hopper = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10
+        major=9,
+        minor=0,
+        name="",
+        multi_processor_count=132,
+        shared_memory_per_block_optin=227 << 10,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: hopper)
     launch.device_of.cache_clear()
@@ -272,7 +276,7 @@ def test_a_capture_that_fails_is_tried_again_and_others_go_on(
 def test_dependent_launch_by_device(monkeypatch, major, overlaps):
     launch = pytest.importorskip("ops.cuda.launch", reason="dependent launch needs Triton")
     properties = SimpleNamespace(
-        major=major, minor=0, multi_processor_count=1, shared_memory_per_block_optin=1
+        major=major, minor=0, name="", multi_processor_count=1, shared_memory_per_block_optin=1
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert launch.device_of.__wrapped__(0).overlaps == overlaps
