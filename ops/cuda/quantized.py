@@ -149,6 +149,8 @@ def fit(
     if dtype == torch.float32:  # slow in any case
         return ProductPlan(16, 64, splits, 2, 8)
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
+    if bits == 16 and device.capability < 90:
+        rows = 64  # ptxas spills words of wide ones
     if group == 32 and device.capability < 90:
         # more accumulators than these spill to memory
         tokens = min(tokens, 32)

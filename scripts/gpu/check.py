@@ -11,7 +11,7 @@ int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, 
              compared (scripts/bench/papers.py).
 profile      Every kernel of one cycle of these in int4, with its time and the gap before it;
              without dependent launch, with which kernels overlap.
-smoke        37 of the tests marked `gpu`, in 8 processes; captured cycles first.
+smoke        40 of the tests marked `gpu`, in 8 processes; captured cycles first.
 kernels      Our int4 products (kernels.py).
 sweep        The plans of our products, timed: a table that decoding loads (sweep.py).
 sanitizers   Our kernels under compute-sanitizer.

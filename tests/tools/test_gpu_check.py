@@ -22,6 +22,7 @@ from scripts.bench import peers as bench_peers
 from scripts.gpu import check as gpu_check
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu import probe as gpu_probe
+from scripts.gpu import sweep as gpu_sweep
 
 
 def timed(form, layer, M, time_us, share):
@@ -50,7 +51,7 @@ def test_the_table_shows_what_was_measured_and_what_failed(monkeypatch):
 
 
 @pytest.mark.parametrize("options,message", [
-    ({"only": "tests,speed"}, "--only: there is no part speed; use environment, int4, profile, bf16, smoke, kernels, sanitizers, tests, formats"),
+    ({"only": "tests,speed"}, "--only: there is no part speed; use environment, int4, profile, bf16, smoke, kernels, sanitizers, sweep, tests, formats"),
     ({"out": __file__, "dry_run": True}, f"--out: cannot write {__file__}: File exists; name a folder"),
     ({"minutes": 0}, "--minutes must be above 0; it is 0"),
     ({}, "this machine or this torch has no CUDA device; run it on one that has, or add --dry_run"),
@@ -178,7 +179,7 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
 def test_layers_of_every_format_report_their_bytes(on_cpu):
     """On the CPU, which has no such operators: only what is made, not what it does."""
     N, K = 64, 512
-    expected = {"bf16": 2 * N * K, "int8": N * K + 4 * N, "int4": N * K // 2 + N * K // 128 * 2,
+    expected = {"bf16": 2 * N * K, "cublas": 2 * N * K, "int8": N * K + 4 * N, "int4": N * K // 2 + N * K // 128 * 2,
                 "tinygemm": N * K // 2 + N * K // 128 * 4}  # fmt: skip
     got = {
         form: kernel_bench.make_layer(form, N, K, 128).weight_bytes for form in kernel_bench.FORMATS
@@ -291,7 +292,7 @@ def test_what_comes_too_late_is_named(monkeypatch, tmp_path):
 CONFIGS = {
     "papers.py": bench.BenchConfig, "kernels.py": kernel_bench.BenchConfig,
     "probe.py": gpu_probe.ProbeConfig, "generate.py": options.GenerateConfig,
-    "peers.py": bench_peers.PeersConfig,
+    "peers.py": bench_peers.PeersConfig, "sweep.py": gpu_sweep.SweepConfig,
 }  # fmt: skip
 
 
@@ -341,7 +342,7 @@ def test_the_dry_run_walks_every_part(monkeypatch, tmp_path, capsys):
         if program.endswith("papers.py"):
             check_methods(config)
         assert config.json == own.get(program, str(tmp_path / "results.jsonl"))
-        assert "cuda" in flags or program.endswith("kernels.py")
+        assert "cuda" in flags or program.endswith(("kernels.py", "sweep.py"))
 
 
 def test_few_files_come_back(monkeypatch, tmp_path):
@@ -403,7 +404,7 @@ def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path):
                 assert (folder / word).exists(), word
     flags = ("-q", "-n0", "--collect-only", "-m", "smoke", "tests/cuda/test_gpu.py")
     collected = run(sys.executable, "-m", "pytest", *flags, cwd=folder)
-    assert collected.returncode == 0 and "37/" in collected.stdout, collected.stdout
+    assert collected.returncode == 0 and "40/" in collected.stdout, collected.stdout
     again = run(*command, cwd=gpu_check.ROOT)
     assert (
         again.returncode == 2
