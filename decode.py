@@ -143,7 +143,7 @@ class Engine:
     cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     tree_policy: Any = field(default_factory=LargestTree)
-    pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
+    pool: list[Any] = field(default_factory=list)  # buffers.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     grammar: Any = None  # extras.grammar.Grammar of --grammar, where a turn names no other
@@ -154,6 +154,12 @@ class Engine:
     def slots(self) -> int:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
+
+    def finish_reason(self, new: list[int]) -> str:
+        """Return the reason why a sequence ended: "stop", "length" or "context"."""
+        if new[-1] in self.eos_ids and not self.config.ignore_eos:
+            return "stop"
+        return "length" if len(new) >= self.config.max_new_tokens else "context"
 
 
 def with_cycles(engine: Engine) -> Engine:

@@ -232,7 +232,7 @@ def turn_fields(engine: Engine, turn: Turn) -> dict[str, Any]:
         "index": turn.index,
         "tokens": turn.new,
         "text": text_of(engine, turn.new),
-        "finish_reason": finish_reason(engine, turn.new),
+        "finish_reason": engine.finish_reason(turn.new),
         "prompt_tokens": len(turn.prompt),
     }
 
@@ -300,15 +300,6 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     if engine.config.accept == "exact":
         identical = share_of_equal(expected, result)
     return result, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
-
-
-def finish_reason(engine: Engine, new: list[int]) -> str:
-    """Return the reason why a sequence ended: "stop", "length" or "context"."""
-    if new[-1] in engine.eos_ids and not engine.config.ignore_eos:
-        return "stop"
-    if len(new) >= engine.config.max_new_tokens:
-        return "length"
-    return "context"
 
 
 def stream(engine: Engine, prompt: str | list[int], **options: Any) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import eagle_draft
 import ranks
 import tp
+from buffers import PREFILL_WIDTHS
 from checkpoint import BLOCKS, Quantization, saved_quantization
 from command_line import require
 from decode import Engine, pick_tokens, with_cycles
@@ -31,7 +32,7 @@ from model import DTYPES, Transformer
 from options import GenerateConfig, pick_device
 from prompts import read_grammar
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
-from session import PREFILL_WIDTHS, Session
+from session import Session
 from stats import sequence_memory
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do

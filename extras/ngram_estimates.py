@@ -31,7 +31,7 @@ class Lookup(NamedTuple):
     """The continuations of the text so far, as candidates, and what became of earlier ones."""
 
     tokens: Tensor  # [B, K L] int64
-    values: Tensor  # [B, K L] fp32, probability that the path is accepted; -inf: no candidate
+    values: Tensor  # [B, K L] fp32, log of the probability of the path; -inf: no candidate
     parents: Tensor  # [B, K L] int64, as in `Candidates`
     lengths: Tensor  # [B, K] int64, tokens that match; 0: no continuation
     root: Tensor  # [B] int64, index in the text of the token before them; -1: none were looked up
@@ -101,8 +101,8 @@ def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[
         path = above * rate[:, :, depth]
         above = path.gather(1, owner[:, :, depth])
         levels.append(path)
-    values = torch.stack(levels, 2).masked_fill(~own, float("-inf")).flatten(1)
-    best = values.sort(1, descending=True).values.clamp(min=0).cumsum(1)
+    paths = torch.stack(levels, 2).masked_fill(~own, 0.0).flatten(1)
+    best = paths.sort(1, descending=True).values.cumsum(1)
     best = torch.cat((best.new_zeros(B, 1), best), 1)
     expected = [best[:, min(size - 1, K * L)] for size in sizes]
-    return values, parents.flatten(1), torch.stack(expected, 1)
+    return paths.log(), parents.flatten(1), torch.stack(expected, 1)

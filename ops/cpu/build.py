@@ -196,9 +196,7 @@ OPERATORS: dict[str, Callable | None] = {
         )
     ),
     "learn(Tensor text, Tensor pos, Tensor tokens, Tensor values, Tensor lengths, Tensor root, "
-    "Tensor(a!) outcomes) -> ()": (
-        lambda text, pos, tokens, values, lengths, root, outcomes: None
-    ),
+    "Tensor(a!) outcomes) -> ()": (lambda text, pos, tokens, values, lengths, root, outcomes: None),
     "estimate(Tensor tokens, Tensor lengths, Tensor outcomes, int[] sizes) "
     "-> (Tensor, Tensor, Tensor)": (
         lambda tokens, lengths, outcomes, sizes: (

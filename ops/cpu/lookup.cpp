@@ -144,8 +144,8 @@ void learn(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& toke
 }
 
 // Estimates how probable continuations are. tokens: [B, K L]; lengths: [B, K]; outcomes: [B, M, K, D, 2]; sizes: of trees.
-// Returns: the probability of every path, -inf where a chain before has its node, [B, K L]; the parents [B, K L]; the sums
-// of the largest `size - 1` probabilities, [B, sizes].
+// Returns: the log of the probability of every path, -inf where a chain before has its node, [B, K L]; the parents
+// [B, K L]; the sums of the largest `size - 1` probabilities, [B, sizes].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens, const at::Tensor& lengths,
                                                         const at::Tensor& outcomes, at::IntArrayRef sizes) {
   TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2, "outcomes must be [B, M, K, D, 2]");
@@ -155,7 +155,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens
   const Operand<float> counted(outcomes, {B, M, K, D, 2}, "outcomes");
   const at::Tensor values = at::empty({B, P}, outcomes.options()), parents = at::empty_like(tokens);
   const at::Tensor expected = at::empty({B, int64_t(sizes.size())}, outcomes.options());
-  std::vector<float> sorted;
+  std::vector<float> path(P);  // probabilities
   for (int64_t b = 0; b < B; b++) {
     float* const value = values.mutable_data_ptr<float>() + b * P;
     int64_t* const parent = parents.mutable_data_ptr<int64_t>() + b * P;
@@ -171,20 +171,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens
           owner++;
         const int64_t node = k * L + d;
         parent[node] = above;
-        value[node] = -INFINITY;
+        path[node] = 0;
         if (owner == k && match > 0) {
           const float* const key = &counted.data[(((b * M + std::min(match, M) - 1) * K + k) * D + std::min(d, D - 1)) * 2];
           const float rate = std::min((key[0] + PRIOR * prior) / (key[1] + PRIOR), MOST);
-          value[node] = (above < 0 ? 1.f : value[above]) * rate;
+          path[node] = (above < 0 ? 1.f : path[above]) * rate;
         }
+        value[node] = std::log(path[node]);
         above = owner * L + d;
       }
     }
-    sorted.assign(value, value + P);
-    std::sort(sorted.begin(), sorted.end(), std::greater<float>());
+    std::sort(path.begin(), path.end(), std::greater<float>());
     for (size_t s = 0; s < sizes.size(); s++) {
       float sum = 0;
-      for (int64_t i = 0; i < std::min(sizes[s] - 1, P) && sorted[i] > 0; i++) sum += sorted[i];
+      for (int64_t i = 0; i < std::min(sizes[s] - 1, P); i++) sum += path[i];
       expected.mutable_data_ptr<float>()[b * int64_t(sizes.size()) + int64_t(s)] = sum;
     }
   }

@@ -379,8 +379,8 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
     the smallest is written too.
     """
     import ops.cuda.attention
+    from buffers import PREFILL_WIDTHS, Buffers
     from sampling import Kind
-    from session import PREFILL_WIDTHS, Buffers
 
     recorder.steps.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):

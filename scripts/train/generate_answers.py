@@ -34,7 +34,7 @@ from tqdm import tqdm
 from checkpoint import saved_quantization
 from decode import Engine, with_cycles
 from files import is_gguf, read_jsonl
-from generate import finish_reason, load, text_of
+from generate import load, text_of
 from hf.chat import PROBE
 from hf.config import read_raw
 from load import warm_up
@@ -340,7 +340,7 @@ class Run:
         streams = [(self.attempts + i, 1) for i in range(size)]
         found = []
         for new in decoded(engine, streams, [ids] * size, OWN_TOKENS):
-            found.append((text_of(engine, new).strip(), finish_reason(engine, new) == "stop"))
+            found.append((text_of(engine, new).strip(), engine.finish_reason(new) == "stop"))
         self._append("prompts.jsonl", [{"turns": [text], "ended": ended} for text, ended in found])
         self.attempts += size
         self.writes = self._add(OWN, [([text], ended) for text, ended in found], size) > 0
@@ -392,7 +392,7 @@ class Run:
             row["turns"] = row["turns"][:-1]
             return False
         row["answer_ids"] = row["answer_ids"] + new
-        row["ended"] = finish_reason(engine, new) == "stop"
+        row["ended"] = engine.finish_reason(new) == "stop"
         return bool(good and row["ended"])
 
     def _next_ids(self, p: Prompt, row: dict) -> list[int]:

@@ -117,7 +117,7 @@ def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_la
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     vanilla, want = alone()
     monkeypatch.setattr("session.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("buffers.PREFILL_WIDTHS", (8, 16))
     monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
     target, tree = golden_target(), DynamicTree(depth=3, topk=4, size=12)
     made = {
@@ -214,7 +214,7 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
     vanilla, want = alone()
     monkeypatch.setattr("session.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("buffers.PREFILL_WIDTHS", (8, 16))
     target = golden_target()
     made = (
         RootOnly()

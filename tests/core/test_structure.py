@@ -36,6 +36,7 @@ FLOORS = (
     ("drafters", "quantize", "logprobs"),
     ("hf",),
     ("decode", "eagle_draft", "tp"),
+    ("buffers",),
     ("session",),
     ("extras",),
     ("load", "before_torch"),

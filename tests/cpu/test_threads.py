@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from buffers import Buffers
 from ops.library import has_cpu_operators, single_torch_thread
-from session import Buffers
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
