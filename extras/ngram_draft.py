@@ -214,7 +214,8 @@ class NgramDrafter(Drafter):
         expected = outcomes.new_zeros(batch, 1 + len(self.sizes))
         values = torch.full_like(tokens, float("-inf"), dtype=torch.float32)
         root = torch.full_like(tokens[:, 0], -1)
-        return Lookup(tokens, values, tokens.clone(), lengths, root, outcomes, expected)
+        parents = torch.full_like(tokens, -1)
+        return Lookup(tokens, values, parents, lengths, root, outcomes, expected)
 
     def extend(self, state: Lookup, confirmed: Confirmed) -> Lookup:
         """Learn from the decided tokens, and look up what may follow. Writes: the outcomes."""

@@ -339,7 +339,7 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     if kind == "vanilla":
         return RootOnly()
     if kind == "ngram":
-        return NgramDrafter(Ngram())
+        return NgramDrafter(Ngram(), target.norm.weight.device)
     make = StaticTree.chain if kind == "chain" else DynamicTree
     drafter = EagleDrafter(head, target, make(*map(int, sizes)), lm_head)
     return with_smaller_trees(drafter, target) if kind == "auto" else drafter

@@ -62,14 +62,14 @@ TARGETS = (
 )  # of heads of versions 1 and 2, and of version 3
 
 
-def drafter_of(kind: str, largest: DynamicTree = LARGEST, noise: float = 0.02):
+def drafter_of(kind: str, largest: DynamicTree = LARGEST, noise: float = 0.02, lookup=None):
     target = golden_target(TARGETS[kind == "eagle 3"])
     if kind == "model":
         return with_smaller_trees(ModelDrafter(noisy_copy(target, noise), target, largest), target)
     head = golden_head(
         "models/head_eagle3" if kind == "eagle 3" else "models/head_eagle12_mha", target
     )
-    return with_smaller_trees(EagleDrafter(head, target, largest), target)
+    return with_smaller_trees(EagleDrafter(head, target, largest), target, lookup)
 
 
 # ------------------------------------------------------------------------------- simulated machines
@@ -655,10 +655,11 @@ class Script:
     prefill_tree = -1
 
     def __init__(self, order: list[int]):
-        self.order, self.ran = itertools.cycle(order), []
+        self.order, self.ran, self.expected = itertools.cycle(order), [], []
 
     def next(self, limit: int, expected=None) -> int:
         self.ran.append(min(next(self.order), limit))
+        self.expected.append(expected)
         return self.ran[-1]
 
     def observe(self, *args) -> None:
@@ -700,6 +701,28 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
         again = [h[:20] for h in session.history]  # a second turn over the same buffers
         list(session.run(again))
         assert [h[:20] for h in session.history] == again
+
+
+@pairwise(kind=["eagle", "eagle 3"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True])
+def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, captured):
+    """Every preset in turn, the lookup's trees among them, over prompts that repeat themselves."""
+    target = golden_target(TARGETS[kind == "eagle 3"])
+    options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    prompts = [prompt * 3 for prompt in PROMPTS[:batch]]
+    plain = decode(engine_for(target, RootOnly(), batch_size=batch, **options), *prompts)
+    drafter = drafter_of(kind, lookup=NgramDrafter(Ngram(4, 2)))
+    names = ["none", "tree of 2", "tree of 4", "tree of 8", "tree of 9", "chain 1", "chain 3"]
+    assert [p.name for p in drafter.presets] == [*names, "dynamic 4/5/20"]
+    engine = engine_for(target, drafter, batch_size=batch, **options)
+    script = Script([5, 1, 2, 0, 3, 4, 7, 2, 6, 1])
+    session = Session(
+        replace(engine, tree_policy=script, captured=captured), [(i, 0) for i in range(batch)]
+    )
+    list(session.run(prompts))
+    assert session.history == plain.history
+    assert {1, 2, 3, 5, 7} <= set(script.ran)
+    assert max(script.expected[-1]) > 0 and len(script.expected[-1]) == 5
+    assert min(session.state.drafter_state.own.length) > 0, "the head has read"
 
 
 def test_cycles_are_timed_with_rows_that_decode(monkeypatch):

@@ -238,7 +238,7 @@ def test_other_drafters(capsys, tmp_path, argv):
     assert drafted["tokens"] == json.loads(Path(file).read_text())["tokens"]
     config = drafted["config"]
     assert config["draft"] == argv[1]
-    assert config["ngram_branches"] == {"ngram": 2, "eagle+ngram": 1}.get(argv[1], 0)
+    assert config["ngram_branches"] == {"ngram": 4, "eagle+ngram": 1}.get(argv[1], 0)
     if argv[1] == "model":
         assert (
             config["tree"] == ("dynamic" if "--tree" in argv else "chain")
@@ -614,7 +614,7 @@ def test_mistakes_are_one_line(capsys, argv, message):
         ({"random_twin": True}, "--random_twin needs a shape"),
         ({"ngram_max": 2}, "--ngram_max belongs to --draft ngram"),
         ({"draft": "none", "eagle": "", "ngram_max": 2}, "--ngram_max needs a draft"),
-        ({"draft": "ngram", "eagle": "", "ngram_min": 4}, "--ngram_min 4 is above --ngram_max 3"),
+        ({"draft": "ngram", "eagle": "", "ngram_min": 7}, "--ngram_min 7 is above --ngram_max 6"),
         ({"draft": "ngram", "eagle": "", "ngram_tokens": 32}, "must be below 64"),
         (
             {"draft": "ngram", "eagle": "", "ngram_branches": -1},

@@ -65,7 +65,7 @@ class InTurn(LargestTree):
 
     turn = 0
 
-    def next(self, limit):
+    def next(self, limit, expected=None):
         self.turn += 1
         return self.turn % (min(limit, 5) + 1)
 
@@ -301,7 +301,7 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
         generate(engine, [PROMPT], grammar=DEAD)
     session = Session(engine, [(0, 0), (1, 0)])
     ids = [engine.tokenizer.encode(text) for text in (PROMPT, OTHER)]
-    session.admit(0, ids[0], (0, 0), 60, Grammar(engine, DEAD))
+    session.admit(0, ids[0], (0, 0), 60, grammar=Grammar(engine, DEAD))
     session.admit(1, ids[1], (1, 0), 60)
     new = [[], []]
     while session.busy(0) or session.busy(1):

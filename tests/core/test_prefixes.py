@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_lossless import assert_same, make, needs_operators
 
-import session as host
+import buffers
 from decode import Engine
 from generate import load
 from helpers import compiled_as_on_cuda, engine_for, golden_target, record, slow
@@ -116,13 +116,13 @@ def test_the_drafters_state_is_copied_too(drafter):
 
 def test_the_shared_part_is_read_once(monkeypatch):
     session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    chunks = record(monkeypatch, host, "prefill_chunk")
+    chunks = record(monkeypatch, buffers, "prefill_chunk")
     decode(session, 0, FIRST, Sampling())
-    assert [call.args[-1] for call in chunks] == [256, len(FIRST) - 256]
+    assert [call.args[5] for call in chunks] == [256, len(FIRST) - 256]
     del chunks[:]
     decode(session, 1, SECOND, Sampling(), source=0)
     # the last shared token is run again, because the head pairs it with the next
-    assert [call.args[-1] for call in chunks] == [len(SECOND) - len(SHARED) + 1]
+    assert [call.args[5] for call in chunks] == [len(SECOND) - len(SHARED) + 1]
     assert session.cached(0, FIRST) == len(FIRST), "the source stays"
 
 

@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 from test_serve import PROMPT, Running  # noqa: E402
 
 from extras.grammar import Grammar  # noqa: E402
-from scripts import serve  # noqa: E402
+from scripts import parameters  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -99,7 +99,7 @@ def test_refused_formats(running, form, message):
 def test_a_grammar_that_ends_in_nothing_ends_one_request(running, monkeypatch):
     dead = Grammar(running.engine, 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/')
     with monkeypatch.context() as patch:
-        patch.setattr(serve, "compile_grammars", lambda *inputs: [dead])
+        patch.setattr(parameters, "compile_grammars", lambda *inputs: [dead])
         with ThreadPoolExecutor(2) as pool:
             bad = pool.submit(chat, running, response_format=of_schema({"type": "null"}))
             good = pool.submit(running.complete, seed=3)
