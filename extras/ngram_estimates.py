@@ -91,12 +91,14 @@ def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[
     first = lengths.clamp(1, M)[:, None, :, None, None] - 1
     counted = outcomes.gather(1, first.expand(-1, -1, -1, D, 2))[:, 0]  # [B, K, D, 2]
     counted = counted[:, :, step.clamp(max=D - 1)]  # [B, K, L, 2]
-    prior = (0.3 + 0.15 * lengths.clamp(max=3)) / (1 + rank)  # [B, K]
-    rate = (counted[..., 0] + PRIOR * prior[..., None]) / (counted[..., 1] + PRIOR)
+    # the first token is learnt from every cycle, so that little has to be hoped for
+    hope = torch.where(step == 0, 0.1 * lengths.clamp(max=6)[..., None], 0.6)  # [B, K, L]
+    prior = hope / (1 + rank[:, None])
+    rate = (counted[..., 0] + PRIOR * prior) / (counted[..., 1] + PRIOR)
     own = (owner == rank[:, None]) & there[..., None]
     rate = rate.clamp(max=MOST)
     levels = []  # probability of the paths to a depth, [B, K]
-    above = torch.ones_like(prior)
+    above = torch.ones_like(rate[:, :, 0])
     for depth in range(L):
         path = above * rate[:, :, depth]
         above = path.gather(1, owner[:, :, depth])

@@ -162,7 +162,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens
     const int64_t* const drafted = token.data + b * P;
     for (int64_t k = 0; k < K; k++) {
       const int64_t match = length[b * K + k];
-      const float prior = (.3f + .15f * float(std::min<int64_t>(match, 3))) / float(1 + k);
       int64_t above = -1;
       for (int64_t d = 0; d < L; d++) {
         int64_t owner = 0;  // the first chain that begins so
@@ -174,7 +173,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens
         path[node] = 0;
         if (owner == k && match > 0) {
           const float* const key = &counted.data[(((b * M + std::min(match, M) - 1) * K + k) * D + std::min(d, D - 1)) * 2];
-          const float rate = std::min((key[0] + PRIOR * prior) / (key[1] + PRIOR), MOST);
+          // the first token is learnt from every cycle, so that little has to be hoped for
+          const float hope = d == 0 ? .1f * float(std::min<int64_t>(match, 6)) : .6f;
+          const float rate = std::min((key[0] + PRIOR * hope / float(1 + k)) / (key[1] + PRIOR), MOST);
           path[node] = (above < 0 ? 1.f : path[above]) * rate;
         }
         value[node] = std::log(path[node]);

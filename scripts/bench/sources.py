@@ -117,7 +117,8 @@ class Lookup(Source):
         for token, those in found.items():
             _, rank, match = those[0]  # the best of them
             key = ("lookup", match, min(rank, 3), min(depth, 3))
-            prior = (0.3 + 0.15 * match) / (1 + rank)
+            hope = 0.6 if depth else 0.1 * min(match, 6)
+            prior = hope / (1 + rank)
             out.append(Candidate(token, key, prior, (depth + 1, those)))
         return out
 
