@@ -952,6 +952,8 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
     sizer = Steady(shapes, unknown(shapes), 0.3, lookups=len(shapes) - 1)
     session = Session(replace(engine, tree_policy=sizer), [(0, 0)])
     list(session.run([PROMPTS[1] * 6]))
-    assert max(sizer.accepted) < 0.5, "the case is what it is meant to be"
+    state = session.state.drafter_state
+    tried = state.outcomes[..., 1].sum()
+    assert state.outcomes[..., 0].sum() < 0.3 * tried > 10, "the case is what it is meant to be"
     ran = [preset for preset, _ in session.stats.presets]
-    assert len(ran) > 5 * sum(preset > 0 for preset in ran) > 0
+    assert len(ran) > 5 * sum(preset > 0 for preset in ran)
