@@ -9,7 +9,10 @@
    Probes are the preset without a tree and the next larger and smaller ones. They follow drift: a
    pass without a tree is bound by reading weights and large trees by arithmetic, so a drifting
    machine changes the ratio of their times.
-3. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
+3. Presets behind the smallest may have trees from a lookup, whose expected tokens are known before
+   they run (`Drafter.expected`). Such a tree runs instead where its tokens are worth more, over its
+   time at the average rate.
+4. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
    of thumb and the acceptance measured in the head's training; cycles without a tree set its pace.
 
 Trade-off: one preset for the whole batch, chosen on the host. The choice never changes a token.

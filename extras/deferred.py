@@ -2,7 +2,7 @@
 
 A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a
 tree, `Idle`, only keeps the target's features of the last tokens, beside the drafter's own state.
-`catch_up` reads them before the next tree.
+`catch_up` reads them before the next tree. Presets that propose what a lookup finds are idle, too.
 - An EAGLE head may skip older tokens, and prompts that come meanwhile: its cache then has a gap,
   and it attends to the text around it. (With captured prompts, on CUDA, it reads them.)
 - A draft model needs no features and has no gaps: it catches up before a prompt, and when the kept
