@@ -52,7 +52,7 @@ LOOKUP = Need(
     "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
 )
 TREE = Need(
-    "does nothing with --draft ngram, which has a tree of its own; drop it",
+    "does nothing with --draft ngram, which has trees of its own; drop it",
     lambda o: o.draft != "ngram",
 )
 GROWN = Need(

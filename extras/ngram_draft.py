@@ -6,7 +6,6 @@
    several different continuations side by side. A copy that reaches the end of the text continues
    into itself, as in LZ77, so that a loop is drafted completely.
 3. The continuations become a tree in which equal prefixes share nodes.
-
 4. How probable its nodes are is learnt from the tokens that the target decides
    (ngram_estimates.py). `NgramDrafter` has trees of several sizes, with expected tokens before they
    run, so that the tree policy picks a size, or none, for every pass (autosize.py).

@@ -139,7 +139,8 @@ void learn(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& toke
         if (!hit) break;
       }
     float* const sums = outcomes.mutable_data_ptr<float>() + b * M * K * D * 2;
-    for (int64_t i = 0; i < M * K * D * 2; i++) sums[i] = sums[i] * std::pow(FADING, seen[i | 1]) + seen[i];
+    for (int64_t i = 0; i < M * K * D * 2; i++)
+      if (seen[i | 1] > 0) sums[i] = sums[i] * std::pow(FADING, seen[i | 1]) + seen[i];
   }
 }
 
