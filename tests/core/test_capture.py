@@ -125,6 +125,7 @@ def test_prompts_run_in_passes_of_two_widths():
     }, "width, row, reader, kind"
 
 
+@pytest.mark.slow  # 20 seconds in the compiler
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
 )

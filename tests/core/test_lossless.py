@@ -384,15 +384,16 @@ TRACED = [  # model, drafter, temperature, rows, rule, C++ operators; --tree aut
 def test_traced_steps_are_the_eager_ones_and_never_recompile(
     monkeypatch, model, name, temperature, batch, accept, operators
 ):
-    """Of every drafter and shape of tree; the next test compiles a few, and slow ones compile many."""
+    """Of every drafter and shape of tree; slow tests compile some."""
     if not operators:
         monkeypatch.setattr("ops.library._cpp_available", [False])
     check_compiled(model, name, temperature, batch, accept)
 
 
+@pytest.mark.slow  # half a minute each in the compiler
 @pytest.mark.parametrize(
     "model, name, batch",
-    [("llama", "model:short chain", 1), *slow([("mixtral", "eagle+ngram:trimmed:tiny", 2)])],
+    [("llama", "model:short chain", 1), ("mixtral", "eagle+ngram:trimmed:tiny", 2)],
 )
 def test_compiled_steps_are_the_eager_ones_and_never_recompile(monkeypatch, model, name, batch):
     monkeypatch.setattr("ops.library._cpp_available", [False])
@@ -715,6 +716,7 @@ def test_residual_rule_in_the_loop_follows_p(name, children):
     assert chi_square(counts, first_two(repeats, 1.0)[1]) < 1e-9
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.usefixtures("traced")
 def test_many_compiled_engines_in_one_process():
     """Dynamo stops after some compilations of the same code; every engine has code of its own."""

@@ -18,7 +18,7 @@ from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import generate
-from helpers import decode, engine_for
+from helpers import decode, engine_for, slow
 from model import Transformer
 from ops.library import has_cpu_operators
 from sampling import Sampling
@@ -190,7 +190,7 @@ def test_every_cycle_is_the_modules(rule, batch):
         ], name
 
 
-@pytest.mark.parametrize("batch", [2, 3, 4])
+@pytest.mark.parametrize("batch", [3, *slow([2, 4])])
 def test_a_mixed_batch_is_each_alone(batch):
     """In bf16, where all is bit for bit, with and without the modules."""
     prompts = [LOOP, [3, 1, 4], [0], [9, 9, 2], LOOP[:7], [5]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -121,17 +122,33 @@ def test_a_reader_that_leaves_makes_way(engine):
 
 
 DRAFTS = [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}]
+IN_INT8 = {"compile": True, "quant": "int8"}
 
 
-def check_conversations(engine: Engine, rule: Sampling) -> None:
-    """Three turns of six conversations with one system prompt, side by side in four places."""
+@cache
+def vanilla_text(prompt: tuple[int, ...], rule: Sampling, **options) -> str:
+    return own(loaded(draft="none", **options), list(prompt), rule)
+
+
+@cache
+def loaded(**options) -> Engine:
+    return load(**OPTIONS, **options)
+
+
+def check_conversations(rule: Sampling, draft: dict, **options) -> None:
+    """Three turns of six conversations with one system prompt, side by side in four places.
+
+    Every text is the one without a draft, in buffers that hold nothing.
+    """
+    engine = loaded(**draft, **options)
     client = Client(engine)
     prompts = [[*SYSTEM[:120], number, 9] for number in range(10, 16)]
     for turn in range(3):
         jobs = [client.ask(prompt, rule) for prompt in prompts]
         client.finish()
         for number, job in enumerate(jobs):
-            assert client.text(job) == own(engine, job.prompt, rule), (turn, number)
+            want = vanilla_text(tuple(job.prompt), rule, **options)
+            assert client.text(job) == want, (turn, number)
             answer = engine.tokenizer.encode(client.text(job), bos=False)
             prompts[number] = [*job.prompt, *answer, 40 + turn, 9]
     counters = client.batcher.counters
@@ -141,11 +158,11 @@ def check_conversations(engine: Engine, rule: Sampling) -> None:
 @pytest.mark.parametrize("rule", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_texts_do_not_change(draft, rule):
-    check_conversations(load(**OPTIONS, **draft), rule)
+    check_conversations(rule, draft)
 
 
 @needs_operators
 @pytest.mark.parametrize("rule", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_texts_do_not_change_in_int8(draft, rule):
-    check_conversations(load(**OPTIONS, **draft, compile=True, quant="int8"), rule)
+    check_conversations(rule, draft, **IN_INT8)

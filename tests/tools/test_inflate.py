@@ -134,12 +134,14 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("sizes, pair", [
     ("dim=512,n_layers=3,n_heads=8,n_kv_heads=4,head_dim=128", "demo"),
-    ("dim=512,n_layers=2,n_heads=8,n_kv_heads=8,head_dim=64", "demo"),  # multi-head: KV heads twice
-    ("dim=300,n_layers=5,n_heads=9,n_kv_heads=9,head_dim=96", "demo"),  # nothing divides anything
-    ("dim=640,n_layers=3,n_heads=24,n_kv_heads=8,head_dim=32", "demo"),  # groups of 2 in groups of 3
     ("dim=257,n_layers=2,n_heads=20,n_kv_heads=4,head_dim=32,vocab_size=4096", "demo"),  # the least width
-    ("dim=512,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=64,vocab_size=1000", "golden"),
     ("dim=300,n_layers=5,n_heads=12,n_kv_heads=4,head_dim=48,n_experts=4,experts_per_token=2", "mixtral"),
+    *slow([
+        ("dim=512,n_layers=2,n_heads=8,n_kv_heads=8,head_dim=64", "demo"),  # multi-head: KV heads twice
+        ("dim=300,n_layers=5,n_heads=9,n_kv_heads=9,head_dim=96", "demo"),  # nothing divides anything
+        ("dim=640,n_layers=3,n_heads=24,n_kv_heads=8,head_dim=32", "demo"),  # groups of 2 in groups of 3
+        ("dim=512,n_layers=9,n_heads=24,n_kv_heads=8,head_dim=64,vocab_size=1000", "golden"),
+    ]),
 ])  # fmt: skip
 def test_fp64_outputs_are_the_small_models(monkeypatch, pairs, sizes, pair):
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # norms and RoPE compute in fp32 otherwise
@@ -151,7 +153,7 @@ def test_fp64_outputs_are_the_small_models(monkeypatch, pairs, sizes, pair):
         assert padding.numel() == 0 or padding.max() < -400
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize("kind", ["llama3", *slow(["linear"])])
 def test_scaled_rope_commutes(monkeypatch, pairs, tmp_path, kind):
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     target, head = pairs["demo"]
@@ -218,11 +220,9 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
 @pytest.fixture(
     scope="module",
     params=[
-        "width x4, heads x4",
         "width x2.5",
-        "heads x2",
         "mixture",
-        *slow(["width x16, heads x4"]),
+        *slow(["width x4, heads x4", "width x16, heads x4", "heads x2"]),
     ],
 )
 def in_bf16(request, pairs) -> InBf16:
@@ -259,10 +259,9 @@ def fp64_outputs(dtype: torch.dtype, pair: tuple[Path, Path], ids: Tensor) -> li
 @pytest.mark.parametrize(
     ("dtype", "most", "sizes", "pair"),
     [
-        ("float32", 1e-5, EXACT, "whole demo"),
         ("bfloat16", 0.05, EXACT_SHORT, "demo"),
-        ("float16", 0.01, EXACT_SHORT, "demo"),
         ("float32", 1e-5, EXACT_MIXTRAL, "mixtral"),  # in 16 bits, a rounding may change the route
+        *slow([("float32", 1e-5, EXACT, "whole demo"), ("float16", 0.01, EXACT_SHORT, "demo")]),
     ],
 )
 def test_within_rounding_by_the_machines_products(pairs, dtype, most, sizes, pair):
@@ -308,7 +307,9 @@ def same_codes(small: Tensor, large: Tensor, place: Placement, part: str, bits: 
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("sizes", ["dim=1024,head_dim=128", "dim=512,n_heads=8,head_dim=128"])
+@pytest.mark.parametrize(
+    "sizes", ["dim=512,n_heads=8,head_dim=128", *slow(["dim=1024,head_dim=128"])]
+)
 def test_codes_are_the_small_models(bits, sizes):
     shape = Shape.parse(f"tiny-0.5b,n_layers=8,ffn_dim=1664,vocab_size=4224,{sizes}")
     # in bf16 the factor of q must be a power of two; 512 channels leave room for large filler
@@ -523,9 +524,8 @@ def engines() -> list[Engine]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"tree": "dynamic"},
         {"temperature": 1.0, "seed": 3, "tree": "dynamic"},
-        {"tree": "chain", "tree_depth": 4},
+        *slow([{"tree": "dynamic"}, {"tree": "chain", "tree_depth": 4}]),
     ],
 )
 def test_decoding_gives_the_same_tokens(engines, options):
@@ -541,7 +541,7 @@ def test_decoding_gives_the_same_tokens(engines, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"tree": "dynamic"}, {"temperature": 1.0, "seed": 3, "tree": "static"}]
+    "options", [{"tree": "dynamic"}, *slow([{"temperature": 1.0, "seed": 3, "tree": "static"}])]
 )
 def test_a_mixture_decodes_the_same_tokens(options):
     options |= {
