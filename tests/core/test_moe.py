@@ -129,7 +129,9 @@ def test_registration():
         assert experts_linear(*args).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
+)
 @pytest.mark.parametrize(
     "format",
     ["float", pytest.param("int8", marks=OPERATORS), pytest.param("int4", marks=OPERATORS)],

@@ -25,7 +25,7 @@ def test_it_is_the_default(smollm2):
     assert GenerateConfig().checkpoint == DEFAULT == str(smollm2) and is_gguf(Path(DEFAULT))
 
 
-@pytest.mark.parametrize("dtype, question, answer", [("", QUESTION, ANSWER), WIDENED])
+@pytest.mark.parametrize("dtype, question, answer", [("", QUESTION, ANSWER), *slow([WIDENED])])
 def test_a_conversation(smollm2, dtype, question, answer):
     """It answers, ends its turn by itself, and the second turn sees the first."""
     engine = load(chat="", max_new_tokens=60, dtype=dtype)

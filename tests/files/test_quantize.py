@@ -243,7 +243,9 @@ def test_without_a_compiler_the_references_compute_the_same(monkeypatch, quant, 
 
 @OPERATORS
 @pytest.mark.parametrize("quant", SMALL, ids=name_of)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILER)])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
+)
 def test_captures_whole_and_gives_the_same_bits(quant, backend):
     torch._dynamo.reset()
     for dtype in (torch.float32, torch.bfloat16):

@@ -510,6 +510,7 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
 
 
+@pytest.mark.slow
 def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     """Prompts of different lengths, so that rows are padded: everybody's tokens are those of a row alone."""
     pytest.importorskip("transformers")

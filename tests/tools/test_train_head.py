@@ -143,6 +143,7 @@ def test_a_run_killed_in_every_stage(small, monkeypatch, capsys):
     assert again.count("  done") == 4 and "are spent" not in again, "nothing is left to do"
 
 
+@pytest.mark.slow
 def test_a_quantized_target(small):
     """Its answers and features are those of its own weights."""
     checkpoint = tiny_model(small, "int4")
