@@ -27,9 +27,10 @@ from kv_cache import KVCache, Window
 from ops.attention import tree_attention
 from ops.cpu.layers import FusedModel, fits
 from ops.experts import experts_linear, route
-from ops.linear import halves_product, has_cuda_product, has_linear_kernel, linear
-from ops.norm import add, add_norm, rms_norm, swiglu
-from ops.rotary import HeadNorms, rope_angles, rotary, rotary_cache
+from ops.fused import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
+from ops.linear import has_cuda_product, has_linear_kernel, linear
+from ops.norm import rms_norm
+from ops.rotary import HeadNorms, rope_angles, rotary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -136,13 +137,15 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x: Tensor, delta: Tensor | Pending | None, reader: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | Unscaled]:
         """Add a layer's output to the residual stream.
 
-        x: [..., F]; delta: [..., F], or its partial sums, [S, ..., F] fp32
-        Returns: the stream and its norm, [..., F] each.
+        x: [..., F]; delta: [..., F], its partial sums, [S, ..., F] fp32, a product, or None
+        Returns: the stream and its norm, as the linear layer `reader` takes it, [..., F] each.
         """
-        return add_norm(x, delta, self.weight, self.eps)
+        return add_norm(x, delta, self.weight, self.eps, reader)
 
 
 class NoNorm(nn.Module):
@@ -151,7 +154,9 @@ class NoNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
         return x
 
-    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:  # see RMSNorm.add
+    def add(
+        self, x: Tensor, delta: Tensor | Pending | None, reader: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor]:  # see RMSNorm.add
         x = add(x, delta)
         return x, x
 
@@ -165,23 +170,12 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias, self.fp32_out)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return weight, scale and bias, as ops/cpu/layers.py takes them."""
+        """Return weight, scale and bias, as ops/cpu/layers.py and ops/fused.py take them."""
         return self.weight, None, self.bias
 
-    def forward_split_k(self, x: Tensor, epilogue: str = "split_k") -> Tensor:
-        """Return outputs as `RMSNorm.add` takes them: [..., N], or split-K partial sums.
-
-        epilogue: "parts": as `rotary_cache` takes them
-        """
-        if self.bias is None and has_cuda_product(x, self.weight):
-            return halves_product(x, self.weight, epilogue)
-        return self(x)
-
-    def forward_swiglu(self, x: Tensor) -> Tensor:
-        """Return the SwiGLU of the outputs, gate above up: [..., K] -> [..., N / 2]."""
-        if self.bias is None and has_cuda_product(x, self.weight):
-            return halves_product(x, self.weight, "swiglu")
-        return swiglu(self(x))
+    def defer(self, x: Tensor | Unscaled) -> Tensor | Pending:
+        """Return the outputs, [..., N], or a product, which the next operator computes."""
+        return pending(x, *self.operands()) or self(x)
 
 
 class LMHead(Linear):
@@ -208,15 +202,15 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,  # [B, T, F]
+        x: Tensor | Unscaled,  # [B, T, F]; without a cache a tensor
         rope: tuple[Tensor, Tensor],
         kv: tuple[Tensor, Tensor] | None = None,  # this layer's buffers, [B, Hkv, S, E] each
         window: Window | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Pending:
         """Attend to the cache through `window`; without a cache, causally among the T tokens.
 
         Writes: k and v at `window.slots`.
-        Returns: [B, T, F] or its partial sums, as `RMSNorm.add` takes them.
+        Returns: [B, T, F] or a product, as `RMSNorm.add` takes them.
         """
         if kv is None:
             qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
@@ -230,10 +224,9 @@ class Attention(nn.Module):
                 enable_gqa=True,
             )  # [B, H, T, E]
             return self.wo(y.transpose(1, 2).flatten(2))
-        # [B, T, H + 2 Hkv, E], or partial sums of it
-        qkv = self.wqkv.forward_split_k(x, "parts").unflatten(-1, (-1, self.head_dim))
+        qkv = self.wqkv.defer(x)  # [B, T, (H + 2 Hkv) E]
         q = rotary_cache(qkv, rope, *kv, window.slots, self.head_norms)  # [B, T, H, E]
-        return self.wo.forward_split_k(tree_attention(q, *kv, window.start, window.mask))
+        return self.wo.defer(tree_attention(q, *kv, window.start, window.mask))
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -251,8 +244,8 @@ class FeedForward(nn.Module):
         self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
         self.w2 = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F] or its partial sums
-        return self.w2.forward_split_k(self.w13.forward_swiglu(x))
+    def forward(self, x: Tensor | Unscaled) -> Tensor | Pending:  # as `Attention.forward`
+        return self.w2.defer(swiglu(self.w13.defer(x)))
 
 
 class Router(nn.Module):
@@ -328,17 +321,18 @@ class Block(nn.Module):
         self.ffn = MoEFeedForward(config) if config.n_experts else FeedForward(config)
 
     def forward(
-        self, x: Tensor, h: Tensor, after: nn.Module, rope, kv=None, window=None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, h: Tensor | Unscaled, after: nn.Module, rope, kv=None, window=None
+    ) -> tuple[Tensor, Tensor | Unscaled]:
         """Run the layer. rope, kv, window: as in `Attention.forward`.
 
         x: [B, T, F], the residual stream
         h: [B, T, F], its norm
         after: the norm that the next layer, or the LM head, reads through
-        Returns: the stream and its norm, as the next layer takes them.
+        Returns: the stream and its norm, as a layer of this kind takes them.
         """
-        x, h = self.ffn_norm.add(x, self.attention(h, rope, kv, window))
-        return after.add(x, self.ffn(h))
+        reader = self.ffn.w13 if isinstance(self.ffn, FeedForward) else None
+        x, h = self.ffn_norm.add(x, self.attention(h, rope, kv, window), reader)
+        return after.add(x, self.ffn(h), self.attention.wqkv if kv else None)
 
 
 def call(part: Callable, *inputs: Any) -> Any:
@@ -371,7 +365,8 @@ class Layers(nn.ModuleList):
         Writes: the cache at `window.slots`.
         """
         if h is None:
-            h = self[0].attention_norm(x)
+            reader = self[0].attention.wqkv if cache is not None else None
+            _, h = self[0].attention_norm.add(x, None, reader)
         aux = []
         for i, block in enumerate(self):
             if i in aux_layers:
@@ -379,6 +374,8 @@ class Layers(nn.ModuleList):
             after = self[i + 1].attention_norm if i + 1 < len(self) else norm
             kv = (cache.k[i], cache.v[i]) if cache is not None else None
             x, h = run(block, x, h, after, rope, kv, window)
+        if isinstance(h, Unscaled):
+            h = norm(x)
         if len(self) in aux_layers:
             aux.append(x)
         if aux_layers:

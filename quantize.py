@@ -41,7 +41,7 @@ from checkpoint import (
 )
 from command_line import one_line_errors, option, parse
 from files import bundled_head, read_json, show_progress
-from ops.norm import add, swiglu
+from ops.fused import Pending, Unscaled, add, pending
 from ops.quantized import PRODUCTS, join_zeros, split_zeros
 from options import FORMAT_NAMES, GROUP_SIZES, pick_device
 
@@ -145,22 +145,14 @@ class QuantLinear(nn.Module):
         return cls(codes, scale, bias, fp32_out)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        if self.product.split_k and self.bias is not None and not self.fp32_out:
-            # `add` sums the parts of the split-K product and adds the bias at once
-            return add(self.bias, self.product.split_k(x, self.packed, self.scale, "split_k"))
+        deferred = pending(x, self.packed, self.scale, None)
+        if deferred and self.bias is not None and not self.fp32_out:
+            return add(self.bias, deferred)
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.fp32_out)
         return y if self.bias is None else y + self.bias
 
-    def forward_split_k(self, x: Tensor, epilogue: str = "split_k") -> Tensor:  # see model.Linear
-        if self.product.split_k is None or self.bias is not None:
-            return self(x)
-        return self.product.split_k(x, self.packed, self.scale, epilogue)
-
-    def forward_swiglu(self, x: Tensor) -> Tensor:
-        """Return the SwiGLU of the outputs, gate above up: [..., K] -> [..., N / 2]."""
-        if self.product.swiglu is None or self.bias is not None:
-            return swiglu(self(x))
-        return self.product.swiglu(x, self.packed, self.scale)
+    def defer(self, x: Tensor | Unscaled) -> Tensor | Pending:  # see model.Linear
+        return pending(x, *self.operands()) or self(x)
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """Unpack the codes and scales of the layer."""

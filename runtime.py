@@ -36,6 +36,9 @@ OPTIONS = {
     "emulate_precision_casts": True,
     # no sizes of reductions that are chosen by timing: other sizes, other bits
     "deterministic": True,
+    # fewer launches: small kernels that do not depend on each other become one
+    "combo_kernels": True,
+    "combo_kernels_pointwise_only": True,
 }
 
 

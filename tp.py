@@ -264,7 +264,7 @@ class RowParallel(nn.Module):
             return torch.ops.gpt_eagle.sum_ranks(y)
         return torch.ops.gpt_eagle.gather_ranks(y.float())
 
-    forward_split_k = forward
+    defer = forward
 
 
 class VocabParallelHead(nn.Module):

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.library import has_cpu_operators, lib, needs_gradients, triton_products
-from ops.norm import add
 
 # tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
 # left to cuBLAS
@@ -37,8 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
     if has_cuda_product(x, weight):
         if bias is None:
             return halves_product(x, weight, "fp32" if fp32_out else "none")
-        # the parts of the split-K product and the bias are summed at once
-        y = add(bias, halves_product(x, weight, "split_k"))
+        y, *_ = torch.ops.gpt_eagle.add_product(x, weight, None, bias, None, 0.0)  # ops/fused.py
         return y.float() if fp32_out else y
     if has_linear_kernel(x, weight):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
@@ -75,7 +73,7 @@ def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     A row has the same bits for every number of rows.
 
     x: [..., K] bfloat16 or float16; weight: [N, K] in x's dtype
-    epilogue: one of `ops.cuda.quantized.result_of`
+    epilogue: as for `ops.cuda.quantized.run_product`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     """
     return torch.ops.gpt_eagle.linear_halves(x, weight, epilogue)
@@ -88,23 +86,21 @@ def _linear_halves_cuda(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
         return products.matmul(x, weight, None, device, epilogue)
 
 
-def empty_product(x: Tensor, weight: Tensor, scale: Tensor | None, epilogue: str) -> Tensor:
+def empty_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     """Allocate the result of a product on CUDA: of `halves_product`, or of quantized weights.
 
-    weight, scale: as for `ops.cuda.quantized.run_product`, or stacks of experts
+    weight: as for `ops.cuda.quantized.run_product`, or a stack of experts
     """
-    products = triton_products()
-    splits = 1
-    if epilogue in products.PARTIAL:
-        device = products.device_of(x.device.index)
-        splits = products.plan_of(x, weight, scale, device, epilogue).splits
-    shape, dtype = products.result_of(x, weight.shape[-2], splits, epilogue)
-    return x.new_empty(shape, dtype=dtype)
+    width = weight.shape[-2]
+    if epilogue == "swiglu":
+        width //= 2
+    dtype = torch.float32 if epilogue == "fp32" else x.dtype
+    return x.new_empty(*x.shape[:-1], width, dtype=dtype)
 
 
 @torch.library.register_fake("gpt_eagle::linear_halves", lib=lib)
 def _(x, weight, epilogue):
-    return empty_product(x, weight, None, epilogue)
+    return empty_product(x, weight, epilogue)
 
 
 lib.impl("linear_halves", _linear_halves_cuda, "CUDA")

@@ -54,11 +54,6 @@ class Product(NamedTuple):
     unpack: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     # (x [..., K], packed, scale, n, fp32_out, routing=None) -> x W^T, [..., n]; fp32_out: in fp32
     multiply: Callable[..., Tensor]
-    # (x, packed, scale, "split_k") -> the partial sums that `ops.norm.add` takes; with "parts"
-    # those of `ops.rotary.rotary_cache`; None: not available
-    split_k: Callable[..., Tensor] | None = None
-    # (x, packed, scale) -> SwiGLU of outputs with gate above up, [..., n / 2]; None: not available
-    swiglu: Callable[..., Tensor] | None = None
 
 
 # ------------------------------------------------------------------------------------- zero points
@@ -224,7 +219,7 @@ def w4a16(
     packed, scale: from `pack_int4_planes` and `pack_scales`
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
     epilogue is "none"
-    epilogue: one of `ops.cuda.quantized.result_of`
+    epilogue: as for `ops.cuda.quantized.run_product`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -244,7 +239,7 @@ def w8a16(
     packed: from `pack_int8_planes`; scale: [N] float32
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
     epilogue is "none"
-    epilogue: one of `ops.cuda.quantized.result_of`
+    epilogue: as for `ops.cuda.quantized.run_product`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -283,7 +278,7 @@ def _quantized_matmul_cuda(
 def _quantized_matmul_fake(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
 ) -> Tensor:
-    return empty_product(x, packed, scale, epilogue)
+    return empty_product(x, packed, epilogue)
 
 
 for _name in ("w4a16", "w8a16"):
@@ -300,8 +295,6 @@ def _on_cuda(product: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]
         "multiply": lambda x, packed, scale, n, fp32_out, lists=None: product(
             x, packed, scale, lists, "fp32" if fp32_out else "none"
         ),
-        "split_k": lambda x, packed, scale, epilogue: product(x, packed, scale, epilogue=epilogue),
-        "swiglu": lambda x, packed, scale: product(x, packed, scale, epilogue="swiglu"),
     }
 
 

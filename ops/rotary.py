@@ -86,7 +86,7 @@ def rotary_cache(
 ) -> Tensor:
     """Compute `rotary` for T tokens and write their keys and values to the cache.
 
-    qkv: [B, T, H + 2 Hkv, E], or on CUDA its partial sums (split-K), [splits, ...] before
+    qkv: [B, T, H + 2 Hkv, E]
     k, v: [B, Hkv, S, E]; slots: [B, T] int64
     Writes: k, v at the slots.
     Returns: the queries, [B, T, H, E].
@@ -119,7 +119,6 @@ def rotary_cache_plainly(
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     if not has_triton():
         given = None if norms[0] is None else norms
-        assert qkv.dim() == 4, qkv.shape  # products in parts are Triton's
         return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, given)
     import ops.cuda.rotary
 

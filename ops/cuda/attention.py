@@ -176,7 +176,7 @@ def _attend(
 
 
 @triton.jit
-def _is_last(done_ptr, blocks):
+def is_last(done_ptr, blocks):
     """Check that all other blocks that share a counter have finished.
 
     Their results can be read then, and the counter is 0 again.
@@ -269,7 +269,7 @@ def attention_kernel(
         tl.store(stats_ptr + mine + row, top, mask=t < T)
         tl.store(stats_ptr + tl.num_programs(2) * size + mine + row, weight, mask=t < T)
         tl.store(parts_ptr + mine * E + place, total, mask=inside)
-        if not _is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
+        if not is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
             return
         weight, total = _combine(
             parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E

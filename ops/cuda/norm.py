@@ -1,8 +1,8 @@
 """CUDA kernel, in Triton: add a layer's output to the residual stream, and compute the next norm.
 
 One block of threads per row, for any number of rows, so that a row's bits depend on the row alone.
-The output may come as the partial sums of a split-K product: they are added here, first split
-first, before they are rounded. Not run on a GPU yet.
+Behind our own products, fused.py does this without a launch of its own; `unscale` begins that for
+the first layer. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ def add_norm_kernel(
     weight_ptr,
     sum_ptr,
     y_ptr,
-    size,
     F,
     eps,
-    SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Compute a row of x + delta, and of its norm.
 
-    x: [M, F]
-    delta: [M, F], or [SPLITS, M, F] fp32 with size = M F; SPLITS 0: neither a delta nor a sum
+    x: [M, F]; delta: [M, F]; None: neither a delta nor a sum
     weight: [F]; WIDTH: F padded to a power of two
     Writes: sum, y, [M, F] each.
     """
@@ -43,11 +40,8 @@ def add_norm_kernel(
     at = tl.program_id(0).to(tl.int64) * F + i
     dtype = y_ptr.dtype.element_ty
     x = tl.load(x_ptr + at, mask=live, other=0.0)
-    if SPLITS > 0:
-        total = tl.load(delta_ptr + at, mask=live, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            total += tl.load(delta_ptr + split * tl.cast(size, tl.int64) + at, mask=live, other=0.0)
-        x = (x.to(tl.float32) + total).to(dtype)
+    if delta_ptr is not None:
+        x = (x.to(tl.float32) + tl.load(delta_ptr + at, mask=live, other=0.0)).to(dtype)
         tl.store(sum_ptr + at, x, mask=live)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / F + eps)
@@ -70,24 +64,19 @@ def add_norm(
     F = x.shape[-1]
     x = x.contiguous()
     y = torch.empty_like(x)
-    if delta is None:
-        delta = x  # not read
-        total = x
-        splits = 0
-    else:
+    total = x
+    if delta is not None:
+        assert delta.shape == x.shape, delta.shape
         delta = delta.contiguous()
         total = torch.empty_like(x)
-        splits = delta.numel() // x.numel()
     add_norm_kernel[(x.numel() // F,)](
         x,
         delta,
         weight,
         total,
         y,
-        x.numel(),
         F,
         eps,
-        SPLITS=splits,
         WIDTH=triton.next_power_of_2(F),
         num_warps=warps_of(F),
         **overlap(device),

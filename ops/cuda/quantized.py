@@ -9,8 +9,8 @@ From one token to a tree of 64 the product is bound by reading weights, if unpac
 3. Dot products of a scale group are taken over the codes, then scaled in fp32, without rounding.
 4. Narrow layers use split-K to occupy every multiprocessor. Splits write fp32 partial sums, added
    in a fixed order without atomics: equal runs give equal bits.
-5. Epilogues save launches (`EPILOGUES`): norm.py adds partial sums, and a block with the gate and
-   up rows of the same outputs applies SwiGLU. The first weights are prefetched (launch.py).
+5. A block with the gate and up rows of the same outputs applies SwiGLU. Products with other work
+   behind them are in fused.py. The first weights are prefetched (launch.py).
 
 Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al. (arXiv
 2211.10017) for the subtraction. Not here: experts (experts.py), biases.
@@ -33,8 +33,8 @@ from ops.cuda.plans import MAX_SPLITS, key_of, measured_on
 
 __all__ = ["Device", "device_of"]  # for callers that import this module only
 
-PARTIAL = ("split_k", "parts")  # epilogues that leave the sum of the splits to another kernel
-EPILOGUES = ("none", "fp32", "swiglu", *PARTIAL)  # see `run_product`
+FUSED = ("add", "rotary")  # epilogues of fused.py, which add their own partial sums
+EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
 
 
 class ProductPlan(NamedTuple):
@@ -129,7 +129,7 @@ def plan_product(
         splits = 1  # partial sums cannot be gated
     else:
         blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-        splits = choose_splits(N, blocks, device.processors, epilogue != "split_k")
+        splits = choose_splits(N, blocks, device.processors, epilogue not in FUSED)
     return fit(tokens, splits, bits, group, dtype, device, zeros)
 
 
@@ -374,40 +374,20 @@ def float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.cons
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
-def matmul_kernel(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GATED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Compute a block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
+@triton.jit
+def product_tile(
+    x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of (codes * scale) x^T over a split of K: [ROWS, TOKENS] fp32.
 
+    The first weights are fetched before earlier kernels have finished.
     x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
     scale: [K / BLOCK, N, WORDS] int32 or fp32, from `pack_scales`; or [N] fp32 when GROUP is 0
     With BITS 16 packed is the weight, [N, K] of x's dtype for any K, and scale is not read.
-    y: [M, N], or [SPLITS, M, N] fp32; with GATED [M, N / 2], SwiGLU of the gate rows above and the
-    up rows below
-    Writes: y.
+    t: [TOKENS] int32, rows of x; row: [ROWS] int32, of the weight
     """
-    split = tl.program_id(2)
     blocks = tl.cdiv(K, 16 // BITS * 64)
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
-    if GATED:  # a gate and its up row are neighbours
-        row = row % 2 * (N // 2) + row // 2
     first = split * blocks // SPLITS
     last = (split + 1) * blocks // SPLITS
     if OVERLAPS:
@@ -425,6 +405,64 @@ def matmul_kernel(
         total = quantized_product(
             x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
         )
+    return total
+
+
+@triton.constexpr_function
+def halvings(size: int) -> int:
+    """Return how often a power of two can be halved."""
+    return size.bit_length() - 1
+
+
+@triton.jit
+def pairwise_sum(x):
+    """Add neighbours, then neighbouring sums, until one is left: [R, C] -> [R].
+
+    The order does not depend on the number of rows, as that of tl.sum may.
+    """
+    for _ in tl.static_range(halvings(x.shape[1])):
+        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        x = left + right
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def divided_by_rms(total, squares_ptr, t, M, F, PARTS: tl.constexpr):
+    """Divide columns by the root mean square of the rows of x: [ROWS, TOKENS] fp32.
+
+    squares: [parts, M] fp32, sums of squares as in `ops.fused.Unscaled`; PARTS: padded to a power
+    of two; F: features
+    """
+    part = tl.arange(0, PARTS)
+    inside = (part[None, :] < tl.cdiv(F, 64)) & (t[:, None] < M)
+    squares = tl.load(squares_ptr + part[None, :] * M + t[:, None], mask=inside, other=0.0)
+    return total * tl.rsqrt(pairwise_sum(squares) / F)[None, :]
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_kernel(
+    x_ptr, packed_ptr, scale_ptr, squares_ptr, y_ptr, M, N, K, F, BITS: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
+
+    x, packed, scale: as for `product_tile`; squares, F, PARTS: as for `divided_by_rms`, or None
+    y: [M, N], or [SPLITS, M, N] fp32; with GATED [M, N / 2], SwiGLU of the gate rows above and the
+    up rows below
+    Writes: y.
+    """
+    split = tl.program_id(2)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, N - 1)  # rows beyond N read the last one, and are not stored
+    if GATED:  # a gate and its up row are neighbours
+        row = row % 2 * (N // 2) + row // 2
+    total = product_tile(
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES, OVERLAPS
+    )
+    if squares_ptr is not None:
+        total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
     if GATED:
         # [ROWS / 2, TOKENS] each
         gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))
@@ -478,20 +516,9 @@ def sizes_of(packed: Tensor, bits: int) -> tuple[int, int]:
     return packed.shape[1], packed.shape[0] * COLUMNS * 16 // bits
 
 
-def result_of(x: Tensor, N: int, splits: int, epilogue: str) -> tuple[list[int], torch.dtype]:
-    """Return the shape and dtype of a product's result.
-
-    epilogue: "none", [..., N] in x's dtype; "fp32", in fp32; "swiglu", SwiGLU of outputs with gate
-    above up, [..., N / 2] in x's dtype; "split_k", fp32 sums of the splits, [splits, ..., N];
-    "parts", the same, but in x's dtype where there is one split
-    """
-    shape = [*x.shape[:-1], N]
-    if epilogue == "swiglu":
-        shape[-1] = N // 2
-    if epilogue in PARTIAL:
-        shape.insert(0, splits)
-    wide = epilogue in ("fp32", "split_k") or (epilogue == "parts" and splits > 1)
-    return shape, torch.float32 if wide else x.dtype
+def parts_of(squares: Tensor | None) -> int:
+    """Return PARTS of `divided_by_rms`."""
+    return triton.next_power_of_2(len(squares)) if squares is not None else 0
 
 
 def run_product(
@@ -501,34 +528,41 @@ def run_product(
     cut: ProductPlan,
     device: Device,
     epilogue: str = "none",
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Run the product as `cut` plans it.
 
     Allocates its result and partial sums, and nothing else; never waits.
 
-    epilogue: as for `result_of`; "swiglu" where `cut` has one split
+    epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows, where `cut` has one split
+    squares: of `ops.fused.Unscaled`, where x are its values; for "swiglu" only
+    Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
     """
     bits, group = bits_and_group(scale)
     N, K = sizes_of(packed, bits)
+    F = x.shape[-1]
     assert packed.is_contiguous(), packed.stride()
     x = padded_to(x, K)
     M = x.numel() // K
     gated = epilogue == "swiglu"
     assert not gated or cut.splits == 1, cut
-    shape, dtype = result_of(x, N, cut.splits, epilogue)
-    y = torch.empty(*shape, device=x.device, dtype=dtype)
-    summed = cut.splits > 1 and epilogue not in PARTIAL
+    assert squares is None or (gated and squares.is_contiguous()), epilogue
+    width = N // 2 if gated else N
+    dtype = torch.float32 if epilogue == "fp32" else x.dtype
+    y = torch.empty(*x.shape[:-1], width, device=x.device, dtype=dtype)
     out = y
-    if summed:
+    if cut.splits > 1:
         out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
     matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
         x,
         packed,
         scale,
+        squares,
         out,
         M,
         N,
         K,
+        F,
         BITS=bits,
         GROUP=group,
         SPLITS=cut.splits,
@@ -536,10 +570,11 @@ def run_product(
         TOKENS=cut.tokens,
         ROWS=cut.rows,
         STAGES=cut.stages,
+        PARTS=parts_of(squares),
         num_warps=cut.warps,
         **overlap(device),
     )
-    if summed:
+    if cut.splits > 1:
         grid = (triton.cdiv(M * N, 512),)
         sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))
     return y
@@ -565,8 +600,16 @@ def plan_of(
 
 
 def matmul(
-    x: Tensor, packed: Tensor, scale: Tensor | None, device: Device, epilogue: str = "none"
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor | None,
+    device: Device,
+    epilogue: str = "none",
+    squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute `ops.quantized.w4a16` or `w8a16`; without a scale `ops.linear.linear`."""
+    """Compute `ops.quantized.w4a16` or `w8a16`; without a scale `ops.linear.linear`.
+
+    epilogue, squares: as for `run_product`
+    """
     cut = plan_of(x, packed, scale, device, epilogue)
-    return run_product(x, packed, scale, cut, device, epilogue)
+    return run_product(x, packed, scale, cut, device, epilogue, squares)

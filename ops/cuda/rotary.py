@@ -1,9 +1,9 @@
 """CUDA kernel, in Triton: norm and rotate queries and keys, and write keys and values to the cache.
 
 One block of threads per token and eight heads of queries, keys or values. A norm is over one head,
-so blocks do not depend on each other. The input may come as the partial sums of a split-K product:
-they are added first, as `sum_kernel` adds them. Results are rounded where `rms_norm` rounds them.
-Not run on a GPU yet.
+so blocks do not depend on each other. Results are rounded where `rms_norm` rounds them. fused.py
+does the same behind a product; this kernel serves products that are not ours, and biases. Not run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.launch import Device, after_others, overlap
+from ops.cuda.quantized import pairwise_sum
 
 HEADS = 8  # of a block
 
 
 @triton.jit
 def weigh(normed, q_norm_ptr, k_norm_ptr, e, inside, is_query):
-    """Multiply half of each head, [HEADS, HALF] fp32, by the norm's weights at e [HALF].
+    """Multiply half of each head, [R, HALF] fp32, by the norm's weights at e [HALF].
 
     The result is rounded before and after.
     """
@@ -32,64 +33,80 @@ def weigh(normed, q_norm_ptr, k_norm_ptr, e, inside, is_query):
 
 
 @triton.jit
-def add_splits(pointers, size, live, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """Add SPLITS values that lie `size` apart, first split first: fp32, rounded to dtype."""
-    total = tl.load(pointers, mask=live, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(pointers + split * tl.cast(size, tl.int64), mask=live, other=0.0)
-    return total.to(dtype).to(tl.float32)
+def rotate_heads(
+    left, right, row, head, live, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr,
+    k_norm_ptr, eps, T, S, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and store R heads. The rest is as for `rotary_cache_kernel`.
+
+    left, right: [R, HALF] fp32, the halves of the heads; row, head: [R] int32, token and head
+    live: [R] bool, the heads that exist
+    Writes: q; k and v at the slots.
+    """
+    dtype = q_ptr.dtype.element_ty
+    left = left.to(dtype).to(tl.float32)
+    right = right.to(dtype).to(tl.float32)
+    e = tl.arange(0, left.shape[1])
+    inside = e < E // 2
+    turned = (head < H + KV_HEADS)[:, None]
+    if q_norm_ptr is not None:
+        squares = pairwise_sum(tl.fma(left, left, right * right))
+        scale = tl.rsqrt(squares / E + eps)[:, None]
+        is_query = (head < H)[:, None]
+        first = weigh(left * scale, q_norm_ptr, k_norm_ptr, e, inside, is_query)
+        second = weigh(right * scale, q_norm_ptr, k_norm_ptr, e + E // 2, inside, is_query)
+        left = tl.where(turned, first, left)
+        right = tl.where(turned, second, right)
+    row = row.to(tl.int64)
+    angle = row[:, None] * E + e[None, :]
+    read = live[:, None] & inside[None, :]
+    cos = tl.load(cos_ptr + angle, mask=read, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=read, other=0.0)
+    first = tl.where(turned, left * cos - right * sin, left).to(dtype)
+    second = tl.where(turned, right * cos + left * sin, right).to(dtype)
+    is_q = (head < H)[:, None] & read
+    to = q_ptr + (row * H + head)[:, None] * E + e[None, :]
+    tl.store(to, first, mask=is_q)
+    tl.store(to + E // 2, second, mask=is_q)
+    slot = row // T * KV_HEADS * S + tl.load(slots_ptr + row, mask=live, other=0)
+    key = tl.minimum(tl.maximum(head - H, 0), KV_HEADS - 1).to(tl.int64)
+    is_k = ((head >= H) & (head < H + KV_HEADS))[:, None] & read
+    to = k_ptr + (slot + key * S)[:, None] * E + e[None, :]
+    tl.store(to, first, mask=is_k)
+    tl.store(to + E // 2, second, mask=is_k)
+    value = tl.minimum(tl.maximum(head - H - KV_HEADS, 0), KV_HEADS - 1).to(tl.int64)
+    is_v = (head >= H + KV_HEADS)[:, None] & read
+    to = v_ptr + (slot + value * S)[:, None] * E + e[None, :]
+    tl.store(to, first, mask=is_v)
+    tl.store(to + E // 2, second, mask=is_v)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def rotary_cache_kernel(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S,
-    size, SPLITS: tl.constexpr, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
-    HALF: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store HEADS heads of a token. HALF: E / 2 padded to a power of two.
 
-    qkv: [SPLITS, B, T, H + 2 KV_HEADS, E], with size values in a split
-    cos, sin: [B, T, E] fp32; slots: [B, T] int64
+    qkv: [B, T, H + 2 KV_HEADS, E]; cos, sin: [B, T, E] fp32; slots: [B, T] int64
     q: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]
     q_norm, k_norm: [E] in q's dtype; None: no norms
     Writes: q; k and v at the slots.
     """
     after_others(OVERLAPS)
-    row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    row = tl.program_id(0) + tl.zeros([HEADS], tl.int32)
     e = tl.arange(0, HALF)
-    live = (head < H + 2 * KV_HEADS)[:, None] & (e < E // 2)[None, :]
-    at = qkv_ptr + row.to(tl.int64) * (H + 2 * KV_HEADS) * E + head[:, None] * E + e[None, :]
-    dtype = q_ptr.dtype.element_ty
-    left = add_splits(at, size, live, SPLITS, dtype)
-    right = add_splits(at + E // 2, size, live, SPLITS, dtype)
-    turned = (head < H + KV_HEADS)[:, None]
-    if q_norm_ptr is not None:
-        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / E + eps)[:, None]
-        is_query = (head < H)[:, None]
-        first = weigh(left * scale, q_norm_ptr, k_norm_ptr, e, e < E // 2, is_query)
-        second = weigh(right * scale, q_norm_ptr, k_norm_ptr, e + E // 2, e < E // 2, is_query)
-        left = tl.where(turned, first, left)
-        right = tl.where(turned, second, right)
-    cos = tl.load(cos_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + row.to(tl.int64) * E + e, mask=e < E // 2, other=0.0)[None, :]
-    first = tl.where(turned, left * cos - right * sin, left).to(dtype)
-    second = tl.where(turned, right * cos + left * sin, right).to(dtype)
-    is_q = (head < H)[:, None] & live
-    to = q_ptr + row.to(tl.int64) * H * E + head[:, None] * E + e[None, :]
-    tl.store(to, first, mask=is_q)
-    tl.store(to + E // 2, second, mask=is_q)
-    slot = (row // T).to(tl.int64) * KV_HEADS * S + tl.load(slots_ptr + row)
-    key = tl.minimum(tl.maximum(head - H, 0), KV_HEADS - 1).to(tl.int64)
-    is_k = ((head >= H) & (head < H + KV_HEADS))[:, None] & live
-    to = k_ptr + (slot + key[:, None] * S) * E + e[None, :]
-    tl.store(to, first, mask=is_k)
-    tl.store(to + E // 2, second, mask=is_k)
-    value = tl.minimum(tl.maximum(head - H - KV_HEADS, 0), KV_HEADS - 1).to(tl.int64)
-    is_v = (head >= H + KV_HEADS)[:, None] & live
-    to = v_ptr + (slot + value[:, None] * S) * E + e[None, :]
-    tl.store(to, first, mask=is_v)
-    tl.store(to + E // 2, second, mask=is_v)
+    live = head < H + 2 * KV_HEADS
+    read = live[:, None] & (e < E // 2)[None, :]
+    at = (row.to(tl.int64) * (H + 2 * KV_HEADS) + head)[:, None] * E + e[None, :]
+    left = tl.load(qkv_ptr + at, mask=read, other=0.0).to(tl.float32)
+    right = tl.load(qkv_ptr + at + E // 2, mask=read, other=0.0).to(tl.float32)
+    rotate_heads(
+        left, right, row, head, live, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr,
+        k_norm_ptr, eps, T, S, H, KV_HEADS, E,
+    )  # fmt: skip
 
 
 def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
@@ -116,7 +133,7 @@ def rotary_cache(
 
     norms: two weights and epsilon, or (None, None, 0.0)
     """
-    *splits, B, T, heads, E = qkv.shape
+    B, T, heads, E = qkv.shape
     _, kv_heads, S, _ = k.shape
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
@@ -136,8 +153,6 @@ def rotary_cache(
         *norms,
         T,
         S,
-        B * T * heads * E,
-        SPLITS=splits[0] if splits else 1,
         **constants_of(heads - 2 * kv_heads, kv_heads, E),
         num_warps=4,
         **overlap(device),

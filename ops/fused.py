@@ -1,0 +1,268 @@
+"""Products on CUDA with the work behind them in the same launch (cuda/fused.py).
+
+1. A layer returns a product that is not computed yet (`Pending`); the function that takes it
+   computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Elsewhere and of tensors these are
+   those of norm.py and rotary.py.
+2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
+   squares (`Unscaled`). A product commutes with the division of a row by its root mean square, so
+   the next product divides its own result.
+3. That rounds x w once, where `rms_norm` rounds x / rms and its product with w. So whether a norm
+   is left unscaled depends on the layers and on the dtype, and is the same for a token as for a
+   tree. Not in fp16, where x w may overflow.
+
+The references define the results; the kernels differ from them in the order of sums only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ops.norm
+import ops.rotary
+from ops.library import lib, needs_gradients, triton_products
+from ops.linear import has_cuda_product
+from ops.rotary import HeadNorms
+
+PART = 64  # features whose squares are added first, in one block of threads
+
+lib.define(
+    "add_unscaled(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+lib.define(
+    "add_product(Tensor x, Tensor packed, Tensor? scale, Tensor stream, Tensor? weight, float eps) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+lib.define("gated_product(Tensor x, Tensor? squares, Tensor packed, Tensor? scale) -> Tensor")
+lib.define(
+    "rotary_product(Tensor x, Tensor? squares, Tensor packed, Tensor? scale, Tensor cos, "
+    "Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor? q_norm, Tensor? k_norm, "
+    "float eps) -> Tensor"
+)
+
+
+class Unscaled(NamedTuple):
+    """An RMSNorm's result before the division of each row by its root mean square."""
+
+    values: Tensor  # [..., F], x w
+    squares: Tensor  # [ceil(F / PART), M] fp32, sums of x^2 by row; eps F is in the first
+
+    def rms(self) -> Tensor:
+        """Return the root mean square of every row: [..., 1] fp32."""
+        mean = self.squares.sum(0) / self.values.shape[-1]  # [M]
+        return mean.sqrt().view(*self.values.shape[:-1], 1)
+
+
+class Pending(NamedTuple):
+    """A product x W^T that is not computed yet."""
+
+    x: Tensor  # [..., K]
+    squares: Tensor | None  # of `Unscaled`, by which the result is to be divided
+    packed: Tensor  # the weight, or its codes, and their scales as in ops/quantized.py
+    scale: Tensor | None
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return x, the weight and its scales, of a product that is not divided."""
+        assert self.squares is None
+        return self.x, self.packed, self.scale
+
+
+def pending(
+    x: Tensor | Unscaled, packed: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> Pending | None:
+    """Return the product of a layer, or None where another operator has to compute it.
+
+    x: [..., K]; packed, scale, bias: the layer's operands
+    """
+    values, squares = x if isinstance(x, Unscaled) else (x, None)
+    if bias is not None or not values.is_cuda or needs_gradients(values):
+        return None
+    if scale is None and not has_cuda_product(values, packed):
+        return None
+    return Pending(values, squares, packed, scale)
+
+
+def reads_unscaled(layer: torch.nn.Module | None, x: Tensor) -> bool:
+    """Check that a layer takes the norm of x as `Unscaled`; None does not."""
+    if layer is None or x.dtype == torch.float16:
+        return False
+    return pending(x, *layer.operands()) is not None
+
+
+def add(x: Tensor, delta: Tensor | Pending | None) -> Tensor:
+    """Add a layer's output to the residual stream: `ops.norm.add`, a product, or nothing.
+
+    x: [..., N], or a bias, [N]
+    """
+    if isinstance(delta, Pending):
+        total, *_ = torch.ops.gpt_eagle.add_product(*delta.operands(), x, None, 0.0)
+        return total
+    return x if delta is None else ops.norm.add(x, delta)
+
+
+def add_norm(
+    x: Tensor,
+    delta: Tensor | Pending | None,
+    weight: Tensor,
+    eps: float,
+    reader: torch.nn.Module | None,
+) -> tuple[Tensor, Tensor | Unscaled]:
+    """Compute `add` and the RMSNorm of its result, as the linear layer `reader` takes it.
+
+    x: [..., F]; weight: [F]; reader: None: scaled
+    Returns: both.
+    """
+    if reads_unscaled(reader, x):
+        if isinstance(delta, Pending):
+            total, *norm = torch.ops.gpt_eagle.add_product(*delta.operands(), x, weight, eps)
+        else:
+            total, *norm = torch.ops.gpt_eagle.add_unscaled(x, delta, weight, eps)
+        return x if delta is None else total, Unscaled(*norm)
+    if isinstance(delta, Tensor):
+        return ops.norm.add_norm(x, delta, weight, eps)
+    x = add(x, delta)
+    return x, ops.norm.rms_norm(x, weight, eps)
+
+
+def swiglu(y: Tensor | Pending) -> Tensor:
+    """Compute `ops.norm.swiglu` of outputs or of a product: [..., N / 2]."""
+    if isinstance(y, Pending):
+        return torch.ops.gpt_eagle.gated_product(*y)
+    return ops.norm.swiglu(y)
+
+
+def rotary_cache(
+    qkv: Tensor | Pending,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None,
+) -> Tensor:
+    """Compute `ops.rotary.rotary_cache` of outputs, [B, T, N], or of a product.
+
+    Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
+    """
+    if isinstance(qkv, Pending):
+        given = norms or (None, None, 0.0)
+        return torch.ops.gpt_eagle.rotary_product(*qkv, *rope, k, v, slots, *given)
+    qkv = qkv.unflatten(-1, (-1, k.shape[3]))  # [B, T, H + 2 Hkv, E]
+    return ops.rotary.rotary_cache(qkv, rope, k, v, slots, norms)
+
+
+# -------------------------------------------------------------------------------------- references
+
+
+def unscaled_reference(x: Tensor, weight: Tensor, eps: float) -> Unscaled:
+    """Compute an RMSNorm but for the division, plainly."""
+    parts = F.pad(x.float(), (0, -x.shape[-1] % PART)).unflatten(-1, (-1, PART))
+    squares = parts.pow(2).sum(-1).flatten(0, -2).T.contiguous()  # [ceil(F / PART), M]
+    squares[0] += eps * x.shape[-1]
+    return Unscaled(x * weight, squares)
+
+
+def add_norm_reference(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Unscaled]:
+    """Compute `add_norm` plainly, unscaled. delta: [..., F] fp32, the product"""
+    total = (x.float() + delta).to(x.dtype)
+    return total, unscaled_reference(total, weight, eps)
+
+
+def swiglu_reference(y: Tensor, x: Unscaled) -> Tensor:
+    """Compute `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
+    return ops.norm.swiglu(y / x.rms()).to(x.values.dtype)
+
+
+def rotary_cache_reference(
+    y: Tensor,
+    x: Unscaled,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Compute `rotary_cache` plainly from the product of x.values in fp32, y: [B, T, N]."""
+    qkv = (y / x.rms()).to(k.dtype).unflatten(-1, (-1, k.shape[3]))
+    return ops.rotary.rotary_cache_plainly(qkv, rope, k, v, slots, norms)
+
+
+# -------------------------------------------------------------------------------------------- CUDA
+
+
+def _outputs(packed: Tensor) -> int:
+    return packed.shape[-2]  # of a weight, [N, K], and of codes, [blocks, N, columns]
+
+
+def _sizes(x: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the shapes of `Unscaled` of the rows of x, with `width` features."""
+    return (*x.shape[:-1], width), (-(-width // PART), x.numel() // x.shape[-1])
+
+
+def _add_unscaled_cuda(x, delta, weight, eps):
+    import ops.cuda.fused
+
+    with torch.cuda.device(x.device):
+        device = triton_products().device_of(x.device.index)
+        return ops.cuda.fused.add_unscaled(x, delta, weight, eps, device)
+
+
+def _add_product_cuda(x, packed, scale, stream, weight, eps):
+    import ops.cuda.fused
+
+    with torch.cuda.device(x.device):
+        gpu = ops.cuda.fused.gpu_of(x)
+        return ops.cuda.fused.add_product(Pending(x, None, packed, scale), stream, weight, eps, gpu)
+
+
+def _gated_product_cuda(x, squares, packed, scale):
+    products = triton_products()
+    with torch.cuda.device(x.device):
+        device = products.device_of(x.device.index)
+        return products.matmul(x, packed, scale, device, "swiglu", squares)
+
+
+def _rotary_product_cuda(x, squares, packed, scale, cos, sin, k, v, slots, *norms):
+    import ops.cuda.fused
+
+    with torch.cuda.device(x.device):
+        gpu = ops.cuda.fused.gpu_of(x)
+        product = Pending(x, squares, packed, scale)
+        return ops.cuda.fused.rotary_product(product, (cos, sin), k, v, slots, norms, gpu)
+
+
+lib.impl("add_unscaled", _add_unscaled_cuda, "CUDA")
+lib.impl("add_product", _add_product_cuda, "CUDA")
+lib.impl("gated_product", _gated_product_cuda, "CUDA")
+lib.impl("rotary_product", _rotary_product_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::add_unscaled", lib=lib)
+def _(x, delta, weight, eps):
+    values, squares = _sizes(x, x.shape[-1])
+    fp32 = x.new_empty(squares, dtype=torch.float32)
+    return x.new_empty(0 if delta is None else values), x.new_empty(values), fp32
+
+
+@torch.library.register_fake("gpt_eagle::add_product", lib=lib)
+def _(x, packed, scale, stream, weight, eps):
+    values, squares = _sizes(x, _outputs(packed))
+    if weight is None:
+        return x.new_empty(values), x.new_empty(0), x.new_empty(0, dtype=torch.float32)
+    fp32 = x.new_empty(squares, dtype=torch.float32)
+    return x.new_empty(values), x.new_empty(values), fp32
+
+
+@torch.library.register_fake("gpt_eagle::gated_product", lib=lib)
+def _(x, squares, packed, scale):
+    return x.new_empty(*x.shape[:-1], _outputs(packed) // 2)
+
+
+@torch.library.register_fake("gpt_eagle::rotary_product", lib=lib)
+def _(x, squares, packed, scale, cos, sin, k, v, slots, *norms):
+    heads = _outputs(packed) // k.shape[3] - 2 * k.shape[1]
+    return k.new_empty(*slots.shape, heads, k.shape[3])
