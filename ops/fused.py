@@ -23,11 +23,10 @@ from torch import Tensor
 
 import ops.norm
 import ops.rotary
+from ops.cuda.layout import PART
 from ops.library import lib, needs_gradients, triton_products
 from ops.linear import has_cuda_product
 from ops.rotary import HeadNorms
-
-PART = 64  # features whose squares are added first, in one block of threads
 
 lib.define(
     "add_unscaled(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ops.cuda.attention import counters, is_last
 from ops.cuda.launch import Device, after_others, device_of, overlap
+from ops.cuda.layout import PART
 from ops.cuda.norm import warps_of
 from ops.cuda.quantized import (
     ProductPlan,
@@ -33,8 +34,10 @@ from ops.cuda.quantized import (
     product_tile,
     sizes_of,
 )
-from ops.cuda.rotary import rotate_heads
-from ops.fused import PART, Pending
+from ops.cuda.rotary import constants_of, rotate_heads
+
+# x, the sums of squares by which to divide or None, the weight, its scales: `ops.fused.Pending`
+Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 class Gpu(NamedTuple):
@@ -147,19 +150,21 @@ def rotary_product_kernel(
         total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
     store_part(parts_ptr, total, t, n, split, M, N)
     e = tl.arange(0, HALF)
-    live = t < M
-    read = live[:, None] & (e < E // 2)[None, :]
+    before = tl.program_id(0) * TOKENS  # rows of earlier blocks
     for head in range(begin // E, tl.cdiv(tl.minimum(begin + ROWS, N), E)):
         tiles = (head * E + E - 1) // ROWS - head * E // ROWS + 1  # that have outputs of the head
         if is_last(done_ptr + tl.program_id(0) * (N // E) + head, tiles * SPLITS):
-            at = parts_ptr + t[:, None].to(tl.int64) * N + head * E + e[None, :]
-            left = add_parts(at, M * N, read, SPLITS)
-            right = add_parts(at + E // 2, M * N, read, SPLITS)
-            heads = head + tl.zeros([TOKENS], tl.int32)
-            rotate_heads(
-                left, right, t, heads, live, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
-                q_norm_ptr, k_norm_ptr, eps, T, S, H, KV_HEADS, E,
-            )  # fmt: skip
+            for first in range(before, tl.minimum(before + TOKENS, M), 16):  # more would spill
+                some = first + tl.arange(0, 16)
+                read = (some < M)[:, None] & (e < E // 2)[None, :]
+                at = parts_ptr + some[:, None].to(tl.int64) * N + head * E + e[None, :]
+                left = add_parts(at, M * N, read, SPLITS)
+                right = add_parts(at + E // 2, M * N, read, SPLITS)
+                heads = head + tl.zeros([16], tl.int32)
+                rotate_heads(
+                    left, right, some, heads, some < M, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr,
+                    v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S, H, KV_HEADS, E,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -224,15 +229,15 @@ def add_unscaled(
     return total, y, squares
 
 
-def tile_of(product: Pending, cut: ProductPlan) -> dict[str, int]:
+def tile_of(product: Product, cut: ProductPlan) -> dict[str, int]:
     """Return the constants of a kernel that follow from the product and its plan."""
-    bits, group = bits_and_group(product.scale)
+    bits, group = bits_and_group(product[3])
     tile = {"BITS": bits, "GROUP": group, "SPLITS": cut.splits, "TOKENS": cut.tokens}
     return tile | {"ROWS": cut.rows, "STAGES": cut.stages}
 
 
 def add_product(
-    product: Pending,
+    product: Product,
     stream: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -257,7 +262,7 @@ def add_product(
     y = torch.empty(*(total.shape if weight is not None else (0,)), **options)
     fp32 = {"dtype": torch.float32, "device": x.device}
     squares = torch.empty(*((triton.cdiv(N, PART), M) if weight is not None else (0,)), **fp32)
-    add_product_kernel[*tiles, cut.splits](
+    add_product_kernel[tiles[0], tiles[1], cut.splits](
         padded_to(x, K),
         packed,
         scale,
@@ -281,7 +286,7 @@ def add_product(
 
 
 def rotary_product(
-    product: Pending,
+    product: Product,
     rope: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
@@ -310,7 +315,7 @@ def rotary_product(
     assert tiles[0] * (N // E) <= len(gpu.done), tiles
     cos, sin = rope
     q = torch.empty(*slots.shape, heads, E, dtype=k.dtype, device=x.device)
-    rotary_product_kernel[*tiles, cut.splits](
+    rotary_product_kernel[tiles[0], tiles[1], cut.splits](
         padded_to(x, K),
         packed,
         scale,
@@ -333,10 +338,7 @@ def rotary_product(
         S,
         **tile_of(product, cut),
         PARTS=parts_of(squares),
-        H=heads,
-        KV_HEADS=kv_heads,
-        E=E,
-        HALF=triton.next_power_of_2(E // 2),
+        **constants_of(heads, kv_heads, E),
         num_warps=cut.warps,
         **overlap(gpu.device),
     )

@@ -110,13 +110,12 @@ def rotary_cache_kernel(
 
 
 def constants_of(heads: int, kv_heads: int, E: int) -> dict[str, int]:
-    """Return the kernel's constants that follow from the model. heads: of queries."""
+    """Return the constants that follow from the model. heads: of queries."""
     return {
         "H": heads,
         "KV_HEADS": kv_heads,
         "E": E,
         "HALF": triton.next_power_of_2(E // 2),
-        "HEADS": HEADS,
     }
 
 
@@ -154,6 +153,7 @@ def rotary_cache(
         T,
         S,
         **constants_of(heads - 2 * kv_heads, kv_heads, E),
+        HEADS=HEADS,
         num_warps=4,
         **overlap(device),
     )

@@ -34,7 +34,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+import ops.fused
 import ops.norm
+import ops.rotary
 from command_line import one_line_errors, option, parse
 from draft_tree import replace_fields
 from ops.library import has_triton
@@ -155,17 +157,41 @@ def bandwidth(device: str) -> dict[str, Any]:
 
 
 def norm_error(device: str) -> float:
-    """Return the largest relative error of the norm that adds partial sums."""
+    """Return the largest relative error of the norm behind a residual sum."""
     x = torch.randn(7, 96, device=device)
-    delta = torch.randn(3, 7, 96, device=device)
+    delta = torch.randn(7, 96, device=device)
     weight = torch.randn(96, device=device)
     got = ops.norm.add_norm(x, delta, weight, 1e-5)
     want = ops.norm.add_norm_reference(x, delta, weight, 1e-5)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
 
 
+def fused_error(device: str) -> float:
+    """Return the largest relative error of products with the work behind them (ops/fused.py)."""
+    options = {"device": device, "dtype": torch.bfloat16}
+    weight = torch.randn(384, 384, **options) / 20
+    x = torch.randn(1, 7, 384, **options)
+    stream = torch.randn(1, 7, 384, **options)
+    scale = torch.rand(384, **options)
+    slots = torch.arange(7, device=device)[None]
+    rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
+    ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
+    total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
+    norm = ops.fused.Unscaled(*found)
+    got = [total, ops.fused.swiglu(ops.fused.Pending(*norm, weight, None))]
+    product = ops.fused.Pending(*norm, weight, None)
+    got.append(ops.fused.rotary_cache(product, rope, *ours, slots, None))
+    wide = weight.float()
+    want = [ops.fused.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
+    y = norm.values.float() @ wide.T
+    want.append(ops.fused.swiglu_reference(y, norm))
+    want.append(ops.fused.rotary_cache_reference(y, norm, rope, *theirs, slots))
+    pairs = zip((*got, *ours), (*want, *theirs), strict=True)
+    return max(kernel_bench.relative_error(a.float(), b.float()) for a, b in pairs)
+
+
 def small_kernels(device: str) -> dict[str, Any]:
-    """Check the clock, products, attention, compaction, top-k and norms."""
+    """Check the clock, products, attention, compaction, top-k, norms and fused products."""
     times = [int(device_time(torch.device(device))) for _ in range(2)]
     assert 0 < times[0] < times[1], f"the device's clock went from {times[0]} to {times[1]} ns"
     for form in kernel_bench.PRODUCTS:
@@ -177,6 +203,7 @@ def small_kernels(device: str) -> dict[str, Any]:
         "compaction": kernel_bench.compact_contest(1).error(),
         "topk": kernel_bench.topk_contest(3000, 3, 0).error(),
         "norm": norm_error(device),
+        "fused": fused_error(device),
     }
     wrong = {name: error for name, error in errors.items() if not error < kernel_bench.TOLERANCE}
     assert not wrong, wrong

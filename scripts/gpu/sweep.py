@@ -3,8 +3,8 @@
     python scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
     python scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
 
-1. Each product of a layer, with its own epilogue and the kernel that adds its parts: the splits
-   first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`).
+1. Each product of a layer, with the work behind it in the same launch (ops/cuda/fused.py): the
+   splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`).
 2. The fastest and the estimated plan of each once more, without dependent launch.
 3. Attention in chunks of several sizes, for the record: the runtime keeps its own.
 The table goes to --out, under the name that plans.py reads; it holds the products whose turn came
@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from command_line import one_line_errors, option, parse
 from files import write_text
-from ops.cuda.attention import counters, tree_attention
+from ops.cuda.attention import COUNTERS, counters, tree_attention
+from ops.cuda.fused import Gpu, add_product, rotary_product
 from ops.cuda.launch import Device, device_of
-from ops.cuda.norm import add_norm
 from ops.cuda.plans import (
     FOLDER,
     HEIGHTS,
@@ -46,17 +46,12 @@ from ops.cuda.plans import (
     key_of,
     to_json,
 )
-from ops.cuda.quantized import (
-    PARTIAL,
-    ProductPlan,
-    plan_product,
-    run_product,
-    shared_bytes,
-)
+from ops.cuda.quantized import ProductPlan, plan_product, run_product, shared_bytes
+from ops.fused import PART, Pending
 from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
 from scripts.gpu.waves import TARGETS
 
-EPILOGUES = {"wqkv": "parts", "wo": "split_k", "w13": "swiglu", "w2": "split_k", "head": "fp32"}
+EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
 ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
 TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
@@ -157,10 +152,15 @@ def shapes_of(formats: list[str]) -> list[Shape]:
 class Timer:
     """Times products on this GPU; each plan once."""
 
-    def __init__(self, device: Device, note: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self, device: Device, note: Callable[[dict[str, Any]], None], torch_device: str = "cuda"
+    ):
         """note: takes a row for the record"""
         self.device = device
         self.note = note
+        self.torch_device = torch_device
+        # launches that are timed follow each other, as in one stream
+        self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
         self.shape: Shape | None = None  # of the weights
         self.weights: list[tuple[Tensor, Tensor | None]] = []
         self.known: dict[tuple, float] = {}
@@ -176,21 +176,13 @@ class Timer:
         """Time a plan. Writes: the weights, for a new shape; a row."""
         if shape != self.shape:
             self.weights.clear()  # gigabytes
-            first = random_weights(shape)
+            first = random_weights(shape, self.torch_device)
             size = sum(part.nbytes for part in first if part is not None)
             further = range(1, copies_of(size, ROTATE_BYTES))
-            self.weights = [first, *(random_weights(shape) for _ in further)]
+            more = (random_weights(shape, self.torch_device) for _ in further)
+            self.weights = [first, *more]
             self.shape = shape
-        options = {"device": "cuda", "dtype": torch.bfloat16}
-        x = torch.randn(rows, shape.K, **options)
-        stream = torch.randn(rows, shape.N, **options)
-        norm = torch.ones(shape.N, **options)
-
-        def call(weight: Tensor, scale: Tensor | None) -> None:
-            y = run_product(x, weight, scale, plan, self.device, shape.epilogue)
-            if shape.epilogue in PARTIAL:  # more splits take longer to add, too
-                add_norm(stream, y, norm, 1e-5, self.device)
-
+        call = self._call(shape, plan, rows)
         row = {"part": "sweep", "product": shape.key, "M": rows, "plan": plan._asdict()}
         row["overlaps"] = self.device.overlaps
         try:
@@ -203,11 +195,35 @@ class Timer:
         self.note(row | {"time_us": us})
         return us
 
+    def _call(self, shape: Shape, plan: ProductPlan, rows: int) -> Callable:
+        """Return the product of some rows, as a layer runs it, as a function of the weights."""
+        options = {"device": self.torch_device, "dtype": torch.bfloat16}
+        x = torch.randn(1, rows, shape.K, **options)
+        fp32 = options | {"dtype": torch.float32}
+        squares = torch.ones(math.ceil(shape.K / PART), rows, **fp32)  # the norm in front
+        gpu = Gpu(self.device, self.done)
+        if shape.epilogue == "add":
+            stream = torch.randn(1, rows, shape.N, **options)
+            norm = torch.ones(shape.N, **options)
+            return lambda weight, scale: add_product(
+                Pending(x, None, weight, scale), stream, norm, 1e-5, gpu, plan
+            )
+        if shape.epilogue == "rotary":  # as many heads of keys as of queries
+            rope = (torch.ones(1, rows, 1, 128, **fp32),) * 2
+            cache = torch.zeros(2, 1, shape.N // 384, rows, 128, **options)
+            slots = torch.arange(rows, device=self.torch_device)[None]
+            given = (rope, *cache, slots, (None, None, 0.0), gpu, plan)
+            return lambda weight, scale: rotary_product(Pending(x, squares, weight, scale), *given)
+        given = (plan, self.device, shape.epilogue)
+        if shape.epilogue == "swiglu":
+            given += (squares,)
+        return lambda weight, scale: run_product(x, weight, scale, *given)
 
-def random_weights(shape: Shape) -> tuple[Tensor, Tensor | None]:
-    """Make weights on the GPU, as `run_product` takes them."""
+
+def random_weights(shape: Shape, torch_device: str) -> tuple[Tensor, Tensor | None]:
+    """Make weights, as `run_product` takes them."""
     if shape.form == "bf16":
-        weight = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device="cuda")
+        weight = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=torch_device)
         return weight, None
     return random_packed(shape.form, shape.N, shape.K, FORMATS[shape.form][1])
 
@@ -243,7 +259,7 @@ def attention_rows(device: Device) -> Iterator[dict[str, Any]]:
 def told(shape: Shape, chosen: MeasuredProduct, time_of: Timer) -> str:
     """Describe a choice beside the estimate: with dependent launch, and without it."""
     device = time_of.device
-    alone = Timer(device._replace(overlaps=False), time_of.note)
+    alone = Timer(device._replace(overlaps=False), time_of.note, time_of.torch_device)
     alone.shape = shape
     alone.weights = time_of.weights
     cells = []

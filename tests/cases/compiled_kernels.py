@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.experts
+import ops.cuda.fused
 import ops.cuda.norm
 import ops.cuda.quantized
 import ops.cuda.rotary
@@ -47,14 +48,14 @@ class Case(NamedTuple):
     N: int = 4096
     K: int = 4096
     experts: int = 0  # with experts, M rows are pairs of a token and an expert; 0: a plain layer
-    gated: bool = False  # with SwiGLU behind it
+    epilogue: str = "none"  # "swiglu", "add" and "rotary" have norms in front or behind
 
 
 class CycleCase(NamedTuple):
     """One of the other kernels to compile (`CYCLE_SOURCES`).
 
-    normed_rotary has norms of queries and keys, summed_rotary partial sums. block and row are
-    top-k; level, best_nodes and relate grow and choose trees.
+    normed_rotary has norms of queries and keys. block and row are top-k; level, best_nodes and
+    relate grow and choose trees.
     """
 
     target: str
@@ -112,7 +113,7 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     if case.experts:
         plan = plan_experts(*shape, case.experts, zeros)
     else:
-        plan = plan_product(*shape, "swiglu" if case.gated else "none", zeros)
+        plan = plan_product(*shape, case.epilogue, zeros)
     constants = {
         "BITS": bits,
         "GROUP": group,
@@ -132,14 +133,37 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
         constants["scale_ptr"] = None
     weight_type = f"*{case.dtype}" if bits == 16 else "*i16"
     if not case.experts:
-        types = x | {"packed_ptr": weight_type} | scale | y | {"M": "i32"} | sizes
-        constants |= {"GATED": case.gated} | overlaps(case.target)
-        kernel = ops.cuda.quantized.matmul_kernel
-        return Source(kernel, types, constants, plan.warps, multiples), plan
+        weight = {"packed_ptr": weight_type}
+        types = x | weight | scale | {"M": "i32"} | sizes
+        constants |= overlaps(case.target)
+        kernel, more, further = _epilogue(case, y)
+        return Source(kernel, types | more, constants | further, plan.warps, multiples), plan
     weight = {"weight_ptr": weight_type}
     types = x | weight | scale | {"lists_ptr": "*i32"} | y | {"P": "i32"} | sizes
     constants["EXPERTS"] = case.experts
     return Source(ops.cuda.experts.experts_kernel, types, constants, plan.warps, multiples), plan
+
+
+def _epilogue(case: Case, y: dict[str, str]) -> tuple[triton.JITFunction, dict, dict]:
+    """Return the kernel, the types and the constants of a product with its epilogue."""
+    x = f"*{case.dtype}"
+    squares = {"squares_ptr": "*fp32"}
+    parts = {"PARTS": triton.next_power_of_2(case.K // 64)}
+    if case.epilogue == "add":
+        types = dict.fromkeys(("stream_ptr", "weight_ptr", "sum_ptr", "y_ptr"), x) | squares
+        types |= {"parts_ptr": "*fp32", "done_ptr": "*i32", "stride": "i32", "eps": "fp32"}
+        return ops.cuda.fused.add_product_kernel, types, {}
+    if case.epilogue == "rotary":  # of heads of 128, normed: the most work
+        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr"), x) | squares
+        types |= {"parts_ptr": "*fp32", "done_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+        types |= {"slots_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(("F", "T", "S"), "i32")
+        heads = ops.cuda.rotary.constants_of(case.N // 128 - 16, 8, 128)
+        return ops.cuda.fused.rotary_product_kernel, types, parts | heads
+    gated = case.epilogue == "swiglu"
+    more = squares if gated else {}
+    absent = parts if gated else {"squares_ptr": None, "PARTS": 0}
+    types = y | {"F": "i32"} | more
+    return ops.cuda.quantized.matmul_kernel, types, {"GATED": gated} | absent
 
 
 def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.AttentionPlan]:
@@ -168,25 +192,23 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
 def _add_norm(case: CycleCase) -> Source:
     width = case.heads * case.E
     x = f"*{case.dtype}"
-    types = {"x_ptr": x, "delta_ptr": "*fp32", "weight_ptr": x, "sum_ptr": x, "y_ptr": x}
-    types |= {"size": "i32", "F": "i32", "eps": "fp32"}
-    constants = {"SPLITS": ops.cuda.quantized.MAX_SPLITS, "WIDTH": triton.next_power_of_2(width)}
-    constants |= overlaps(case.target)
-    warps = ops.cuda.norm.warps_of(width)
-    return Source(ops.cuda.norm.add_norm_kernel, types, constants, warps, ("F",))
+    types = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "y_ptr"), x)
+    types |= {"F": "i32", "eps": "fp32"}
+    constants = {"WIDTH": triton.next_power_of_2(width)} | overlaps(case.target)
+    kernel = ops.cuda.norm.add_norm_kernel
+    if case.kernel == "add_unscaled":
+        types["squares_ptr"] = "*fp32"
+        kernel = ops.cuda.fused.add_unscaled_kernel
+    return Source(kernel, types, constants, ops.cuda.norm.warps_of(width), ("F",))
 
 
 def _rotary(case: CycleCase) -> Source:
     x = f"*{case.dtype}"
     types = {"qkv_ptr": x, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x)
-    types |= {"eps": "fp32", "T": "i32", "S": "i32", "size": "i32"}
+    types |= {"eps": "fp32", "T": "i32", "S": "i32"}
     constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E)
-    constants["SPLITS"] = 1
-    if case.kernel == "summed_rotary":
-        types["qkv_ptr"] = "*fp32"
-        constants["SPLITS"] = ops.cuda.quantized.MAX_SPLITS
-    constants |= overlaps(case.target)
+    constants |= {"HEADS": ops.cuda.rotary.HEADS} | overlaps(case.target)
     weights = ("q_norm_ptr", "k_norm_ptr")
     if case.kernel == "normed_rotary":
         types |= dict.fromkeys(weights, x)
@@ -252,9 +274,9 @@ def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "attention": lambda case: attention_source(case)[0],
     "add_norm": _add_norm,
+    "add_unscaled": _add_norm,
     "rotary": _rotary,
     "normed_rotary": _rotary,
-    "summed_rotary": _rotary,
     "compact": _compact,
     "lists": _lists,
     "block": _block,
@@ -347,10 +369,10 @@ def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
 
 def cases(N: int) -> list[Case]:
     """List the products of every target, format, type and number of rows. N: outputs"""
-    epilogues = (False, True) if N % 2 == 0 else (False,)
+    epilogues = ("none", "swiglu", "add", "rotary") if N % 128 == 0 else ("none", "add")
     return [
-        Case(target, form, dtype, M, N, gated=gated)
-        for dtype, form, target, M, gated in product(
+        Case(target, form, dtype, M, N, epilogue=epilogue)
+        for dtype, form, target, M, epilogue in product(
             DTYPES, FORMATS, TARGETS, (16, 32, 64), epilogues
         )
     ]
@@ -375,9 +397,9 @@ def cycle_cases() -> list[CycleCase]:
             for shape, T in product(shapes, (1, 60, 256)):
                 found.append(CycleCase(target, "attention", dtype, *shape, T))
             found.append(CycleCase(target, "add_norm", dtype))
+            found.append(CycleCase(target, "add_unscaled", dtype))
             found.append(CycleCase(target, "rotary", dtype))
             found.append(CycleCase(target, "normed_rotary", dtype, kv_heads=8))
-            found.append(CycleCase(target, "summed_rotary", dtype, kv_heads=8))
             for E, T in product((128, 64), (7, 64)):
                 found.append(CycleCase(target, "compact", dtype, E, T=T))
         for kernel in ("block", "row", "level", "lists"):

@@ -15,6 +15,7 @@ from model import rope_angles
 from ops.cuda.fused import Gpu
 from ops.cuda.quantized import Device, ProductPlan
 from ops.fused import Pending, Unscaled
+from scripts.gpu import sweep
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 CLOSE = {"atol": 5e-4, "rtol": 5e-5}
@@ -95,7 +96,10 @@ def rotated(gpu, weights, x, heads, E, norms, splits, rows=slice(None)):
     q = ops.cuda.fused.rotary_product(product, rope, *ours, slots, given, gpu, cut(t, splits))
     y = weights.reference(x.values)[None]
     x = Unscaled(x.values[None], x.squares)
-    return (q, *ours), (ops.fused.rotary_cache_reference(y, x, rope, *theirs, slots, norms), *theirs)
+    return (q, *ours), (
+        ops.fused.rotary_cache_reference(y, x, rope, *theirs, slots, norms),
+        *theirs,
+    )
 
 
 @pytest.mark.parametrize("form,rows,heads,E,normed,splits", [
@@ -131,3 +135,26 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order, gpu):
         added, (one, *_) = layer(rows)
         assert torch.equal(added[0], total[rows]) and torch.equal(added[1], y[rows])
         assert torch.equal(added[2], squares[:, rows]) and torch.equal(one, q[:, rows])
+
+
+@pytest.mark.parametrize("layer,N", [("wqkv", 384), ("wo", 64), ("w13", 64), ("head", 64)])
+def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, layer, N):
+    """All calls that would be timed, of every epilogue; and a plan that fails, which is noted."""
+    ran = []
+
+    def run_all(calls, replays):
+        ran.extend(call() for call in calls)
+        return [2e-6]
+
+    monkeypatch.setattr(sweep, "graph_times_s", run_all)
+    monkeypatch.setattr(sweep, "copies_of", lambda *_: 2)
+    monkeypatch.setattr(sweep, "COUNTERS", 64)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows = []
+    timer = sweep.Timer(Device(132, 232448, 90), rows.append, "cpu")
+    shape = sweep.Shape("bf16", layer, N, 64)
+    plan = ProductPlan(16, 64, 1, 3, 4)
+    assert timer(shape, plan, 1) == timer(shape, plan, 1) == 2.0 and len(ran) == 2
+    assert len(rows) == 1 and rows[0]["time_us"] == 2.0 and not timer.done.any()
+    monkeypatch.setattr(sweep, "graph_times_s", lambda *_: 1 / 0)
+    assert timer(shape, plan, 2) == float("inf") and "error" in rows[1], rows

@@ -21,13 +21,17 @@ import interpreter_cycle
 import ops.attention
 import ops.cuda.attention
 import ops.cuda.experts
+import ops.cuda.fused
 import ops.cuda.launch
 import ops.cuda.norm
 import ops.cuda.quantized
+import ops.fused
 import ops.norm
+import ops.rotary
 from helpers import quantized, quantized_experts
 from interpreter_experts import ROUTINGS
 from ops.cuda.quantized import Device
+from ops.fused import Pending
 
 DEVICE = Device(8, 232448, 90)  # an H100 with few processors: few splits
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -98,18 +102,45 @@ def test_what_follows_a_product(form, rows):
     weights, x = quantized(form, 70, K), torch.randn(rows, K, dtype=BF16)
     product = weights.reference(x.float())
     stream, scale = torch.randn(rows, 70, dtype=BF16), torch.rand(70, dtype=BF16)
-    parts = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "split_k")
-    assert len(parts) > 1
-    got = ops.cuda.norm.add_norm(stream, parts, scale, 1e-5, early)
-    want = ops.norm.add_norm_reference(stream, product[None], scale, 1e-5)
-    close(got[0], want[0], BF16)
-    close(got[1], want[1], BF16, sums=1e-2)  # where x rounds the other way
-    one = ops.cuda.norm.add_norm(stream[:1], parts[:, :1], scale, 1e-5, early)
-    assert torch.equal(one[0], got[0][:1]) and torch.equal(one[1], got[1][:1])
+    gpu = ops.cuda.fused.Gpu(early, torch.zeros(64, dtype=torch.int32))
+    operands = (None, weights.packed, weights.scale)
+    got = ops.cuda.fused.add_product(Pending(x, *operands), stream, scale, 1e-5, gpu)
+    total, norm = ops.fused.add_norm_reference(stream, product, scale, 1e-5)
+    close(got[0], total, BF16)
+    close(got[1], norm.values, BF16, sums=1e-2)  # where x rounds the other way
+    torch.testing.assert_close(got[2], norm.squares, rtol=1e-2, atol=1e-2)
+    one = ops.cuda.fused.add_product(Pending(x[:1], *operands), stream[:1], scale, 1e-5, gpu)
+    assert all(map(torch.equal, one, (got[0][:1], got[1][:1], got[2][:, :1])))
+    assert not gpu.done.any()
     wide = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "fp32")
     torch.testing.assert_close(wide, product, rtol=1e-4, atol=1e-3 * product.abs().max().item())
     gated = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "swiglu")
     close(gated, ops.norm.swiglu(product), BF16)
+
+
+@pytest.mark.parametrize("form,rows,heads,E,normed", [
+    ("int4-128", 26, (3, 1), 64, False), ("int8", 40, (2, 1), 80, True), ("int4-64", 5, (2, 1), 128, True),
+])  # fmt: skip
+def test_a_product_is_rotated_and_cached(form, rows, heads, E, normed):
+    """In bf16, with an unscaled norm in front."""
+    H, kv_heads = heads
+    weights, K = quantized(form, (H + 2 * kv_heads) * E, 384), 384
+    x = ops.fused.unscaled_reference(
+        torch.randn(1, rows, K, dtype=BF16), torch.rand(K, dtype=BF16), 1e-5
+    )
+    norms = (*(1 + torch.randn(2, E) / 4).to(BF16), 1e-5) if normed else None
+    slots = torch.arange(rows)[None]
+    rope = ops.rotary.rope_angles(torch.rand(E // 2), slots * 7)
+    ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, rows, E, dtype=BF16)) for _ in range(2))
+    gpu = ops.cuda.fused.Gpu(DEVICE, torch.zeros(64, dtype=torch.int32))
+    product = Pending(*x, weights.packed, weights.scale)
+    given = norms or (None, None, 0.0)
+    got = ops.cuda.fused.rotary_product(product, rope, *ours, slots, given, gpu)
+    y = weights.reference(x.values.float())
+    want = ops.fused.rotary_cache_reference(y, x, rope, *theirs, slots, norms)
+    for mine, other in zip((got, *ours), (want, *theirs), strict=True):
+        close(mine, other, BF16, sums=2e-2)  # where an input of the rotation rounds the other way
+    assert not gpu.done.any()
 
 
 # ------------------------------------------------------------------------------------------ experts

@@ -52,7 +52,7 @@ def test_compiled(target, kv_heads):
     CycleCase("90", "add_norm", "fp16"),
     CycleCase("80", "rotary", "fp16", E=80),
     CycleCase("90", "normed_rotary", "fp16", E=80),  # Qwen3's
-    CycleCase("90", "summed_rotary", kv_heads=8),
+    CycleCase("90", "add_unscaled"),
     CycleCase("80", "block"),
     CycleCase("90", "row", k=ops.cuda.topk.MOST, V=256 * 1024),  # the largest that is thought of
     CycleCase("90", "level", k=ops.cuda.topk.MOST, V=256 * 1024),

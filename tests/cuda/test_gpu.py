@@ -19,6 +19,7 @@ import lost_device
 import ops.attention
 import ops.compact
 import ops.experts
+import ops.fused
 import ops.linear
 import ops.norm
 import ops.quantized
@@ -44,6 +45,7 @@ from hf.weights import load_model
 from kv_cache import KVCache
 from load import warm_up
 from model import ModelConfig, MoEFeedForward
+from ops.fused import Pending, Unscaled
 from ops.library import triton_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
@@ -419,38 +421,62 @@ def test_a_compiled_product(form):
 @pytest.mark.parametrize("rows", [1, 26, 60])
 @pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
-    """A product in partial sums, the norm that adds them, one with SwiGLU, scores in fp32: beside the references; and
-    a hundred replays, in which a kernel may start before the one in front is over, give the bits of kernels in turn."""
+    """A product in front of a residual sum and an unscaled norm, one behind it with SwiGLU, one that is rotated and
+    cached, scores in fp32: beside the references; each row of them alone; and a hundred replays, in which a kernel
+    may start before the one in front is over, give the bits of kernels in turn."""
     options, close = {"device": "cuda", "dtype": torch.bfloat16}, {"rtol": 2e-2, "atol": 2e-2}
     narrow, wide = quantized(form, 4096, 4096, "cuda"), quantized(form, 8192, 4096, "cuda")
     x, stream, scale = (
-        torch.randn(rows, 4096, **options),
-        torch.randn(rows, 4096, **options),
+        torch.randn(1, rows, 4096, **options),
+        torch.randn(1, rows, 4096, **options),
         torch.rand(4096, **options),
     )
+    slots = torch.arange(rows, device="cuda")[None]
+    rope = ops.rotary.rope_angles(torch.rand(64, device="cuda"), slots * 9)
+    caches = torch.zeros(2, 1, 8, rows, 128, **options)
 
-    def w(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor | None, epilogue: str):
+    def product(x: torch.Tensor | Unscaled, weights) -> Pending:
+        packed = weights.packed.bfloat16() if form == "float" else weights.packed
+        given = x if isinstance(x, Unscaled) else (x, None)
+        return Pending(*given, packed, weights.scale)
+
+    def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
+        operands = product(x[:, at], narrow).operands()
+        total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
+        gated = ops.fused.swiglu(product(Unscaled(*norm), wide))
+        angles = tuple(part[:, at] for part in rope)
+        qkv = product(Unscaled(*norm), narrow)  # of 16 + 2 x 8 heads
+        q = ops.fused.rotary_cache(qkv, angles, *caches, slots[:, at], None)
+        wide_x = product(gated, narrow).operands()
         if form == "float":
-            return ops.linear.halves_product(x, packed.bfloat16(), epilogue)
-        product = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
-        return product(x, packed, scale, epilogue=epilogue)
-
-    def layer() -> tuple[torch.Tensor, ...]:
-        total, y = ops.norm.add_norm(stream, w(x, *narrow[1:3], epilogue="split_k"), scale, 1e-5)
-        gated = w(y, *wide[1:3], epilogue="swiglu")
-        return total, y, gated, w(gated, *narrow[1:3], epilogue="fp32")
+            scores = ops.linear.halves_product(*wide_x[:2], "fp32")
+        else:
+            w = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
+            scores = w(*wide_x, epilogue="fp32")
+        return total, norm[0], norm[1].T[None], gated, q, scores
 
     got = layer()
-    want = ops.norm.add_norm_reference(stream, narrow.reference(x.float()), scale, 1e-5)
-    for ours, theirs in zip(got, (*want, ops.norm.swiglu(wide.reference(got[1].float())))):
-        torch.testing.assert_close(
-            ours / theirs.abs().max(), theirs.to(ours.dtype) / theirs.abs().max(), **close
-        )
-    scores = narrow.reference(got[2].float())
-    assert got[3].dtype == torch.float32 and (got[3] - scores).norm() < 1e-4 * scores.norm()
+    cached = caches.clone()
+    product_of_x = narrow.reference(x.float())
+    total, norm = ops.fused.add_norm_reference(stream, product_of_x, scale, 1e-5)
+    ours = Unscaled(got[1], got[2][0].T)
+    want = [total, norm.values, norm.squares.T[None]]
+    want.append(ops.fused.swiglu_reference(wide.reference(ours.values.float()), ours))
+    theirs = torch.zeros_like(cached)
+    y = narrow.reference(ours.values.float())
+    want.append(ops.fused.rotary_cache_reference(y, ours, rope, *theirs, slots))
+    for mine, other in zip((*got[:5], *cached), (*want, *theirs), strict=True):
+        size = other.abs().max()
+        torch.testing.assert_close(mine / size, other.to(mine.dtype) / size, **close)
+    scores = narrow.reference(got[3].float())
+    assert got[5].dtype == torch.float32 and (got[5] - scores).norm() < 1e-4 * scores.norm()
+    last = slice(rows - 1, rows)
+    assert all(torch.equal(one, whole[:, last]) for one, whole in zip(layer(last), got))
+    assert torch.equal(caches, cached)
     products = triton_products()
     device = products.device_of(torch.cuda.current_device())
-    monkeypatch.setattr(products, "device_of", lambda index: device._replace(overlaps=False))
+    for module in (products, ops.cuda.fused):
+        monkeypatch.setattr(module, "device_of", lambda index: device._replace(overlaps=False))
     in_turn = layer()
     monkeypatch.undo()
     graph = torch.cuda.CUDAGraph()
