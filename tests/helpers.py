@@ -193,7 +193,7 @@ def check_product_fits(case):
     found = resources(case.target, source)
     assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, cut, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
-    instruction = "HGMMA" if case.target == "90" else "HMMA"
+    instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
     assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (
         case,
         cut,

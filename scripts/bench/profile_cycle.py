@@ -72,10 +72,10 @@ OTHER = "other operators"
 OPERATORS = {
     "attention": r"attention|flash",
     PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv"
-    r"|cutlass|nvjet|splitK|matmul_kernel|sum_kernel|experts_|lists_kernel",
+    r"|cutlass|nvjet|splitK|matmul_kernel|_product|sum_kernel|experts_|lists_kernel",
     VOCABULARY: r"topk|logsumexp|grow_level|next_level|(block|row|level)_kernel",
-    LAYERS: r"rotary|angles|silu|rms_norm|add_norm|gpt_eagle::(add|norm|route|merge)$|rsqrt"
-    r"|embedding",
+    LAYERS: r"rotary|angles|silu|rms_norm|add_norm|add_unscaled|gpt_eagle::(add|norm|route|merge)$"
+    r"|rsqrt|embedding",
     CHOICE: r"gpt_eagle::(best|cut|accept|advance)$|argmax|index_put|(move|keep)_rows"
     r"|compact_kernel",
     TREE: r"sort|::bmm|gather|scatter|best_nodes|relate|rerank|lookup|add_chains",

@@ -175,14 +175,18 @@ def product(
     if name == "w13":
         epilogue = "swiglu"
     if name == "wqkv":
-        epilogue = "parts"
+        epilogue = "rotary"
     if case.ranks == 1 and name in ("wo", "w2", "fc"):
-        epilogue = "split_k"  # NCCL takes one sum, so not with ranks
+        epilogue = "add"  # NCCL takes one sum, so not with ranks
     us, splits = product_us(rows, N, K, BITS[form], case.gpu, epilogue)
+    sum_us = (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
+    if epilogue in ("add", "rotary"):
+        us += c.tail_us + sum_us
+    if epilogue in ("swiglu", "rotary"):
+        us += c.rms_us
     kernels = [Kernel(label, us, count, early)]
-    if splits > 1 and epilogue not in ("parts", "split_k"):
-        sum_us = c.small_us + (4 * splits + 2) * rows * N / c.partials_tb_s / 1e6
-        kernels.append(Kernel(f"sum {label}", sum_us, count, early=True))
+    if splits > 1 and epilogue == "none":
+        kernels.append(Kernel(f"sum {label}", c.small_us + sum_us, count, early=True))
     return kernels
 
 
@@ -234,9 +238,8 @@ def layer(case: Case, rows: int, form: str, count: int, fc: bool = False) -> lis
     # there and back in a ring, 2 bytes each
     received = 2 * rows * case.shape.dim * 2 * (case.ranks - 1) / case.ranks
     found += collective(case, f"all-reduce {padded(rows)}", received, 2 * count)
-    norm_us = c.norm_us + c.sum_in_norm_us
-    found.append(Kernel("add+sum+norm", norm_us, 2 * count, early=True))
-    found.append(Kernel("rope+cache", c.small_us, count, early=True))
+    if case.ranks > 1:  # no norm behind a product of its own
+        found.append(Kernel("norm", c.norm_us, 2 * count, early=True))
     return found
 
 
@@ -246,8 +249,10 @@ def verify(case: Case) -> list[Kernel]:
     form = FORMATS[case.form][0]
     rows = case.tree.nodes
     found = layer(case.share, rows, form, case.shape.n_layers)
+    found.append(Kernel("norm", c.norm_us, 2, early=True))  # the first and the last
     found += lm_head(case.share, form, rows, 1, best=True)
-    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, 11)]
+    small = 10 if case.tree.depth else 6
+    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
     if case.tree.depth:
         found.append(Kernel("accept", c.accept_us, 1))
     return found
@@ -263,7 +268,7 @@ def draft(case: Case) -> list[Kernel]:
     found += layer(replace(case, ranks=1), rows, form, depth - 1, fc=True)
     found.append(Kernel("candidates", c.candidates_us, depth, early=True))
     found.append(Kernel("level", c.level_us, depth, early=True))
-    found.append(Kernel("small", c.small_us, 4 * depth + 3))
+    found.append(Kernel("small", c.small_us, 2 * (depth - 1)))
     if rows > 1:
         found.append(Kernel("rerank", c.level_rerank_us, 1))
     return found
@@ -277,8 +282,8 @@ def cycle(case: Case) -> dict[str, list[Kernel]]:
         parts["draft"] = draft(case)
         form = FORMATS[case.form][1]
         extend = layer(replace(case, ranks=1), case.tree.depth + 1, form, 1, fc=True)
-        parts["extend"] = [*extend, Kernel("small", c.small_us, 6)]
-    parts["rest"] = [Kernel("small", c.small_us, 7)]
+        parts["extend"] = [*extend, Kernel("small", c.small_us, 3)]
+    parts["rest"] = [Kernel("small", c.small_us, 5)]
     products = matrices(case.shape)
 
     def final(k: Kernel) -> Kernel:

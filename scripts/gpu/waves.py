@@ -65,7 +65,9 @@ class Constants:
     partials_tb_s: float = 2.4  # writing or reading fp32 partial sums (fitted to the study's times)
     small_us: float = 1.4  # an elementwise kernel
     norm_us: float = 2.6  # RMSNorm
-    sum_in_norm_us: float = 0.6  # more when it adds splits and residual, too
+    # behind a product in its own launch: the counter, the parts read again, their work
+    tail_us: float = 1.6
+    rms_us: float = 0.4  # adding the squares of a row and dividing by their root, in a product
     combine_us: float = 0.43  # combining a chunk of attention, without its bytes: one by one
     argmax_us: float = 12.0  # over the vocabulary
     accept_us: float = 10.0  # and compaction
@@ -85,6 +87,8 @@ DOUBTS = {
     "pdl_saves_us": 0.8,
     "warp_clocks": 3.8,
     "norm_us": 3.5,
+    "tail_us": 2.4,
+    "rms_us": 0.8,
     "small_us": 2.0,
     "level_us": 12.0,
 }

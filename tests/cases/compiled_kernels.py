@@ -351,7 +351,7 @@ def resources(target: str, source: Source) -> Resources:
     def count(name: str) -> int:
         return len(re.findall(rf"\b{name}\b", code))
 
-    tensor_core = [f"{name} {count(name)}" for name in ("HGMMA", "HMMA") if count(name)]
+    tensor_core = [f"{name} {count(name)}" for name in ("UTCHMMA", "HGMMA", "HMMA") if count(name)]
     return Resources(
         registers=used("REG"),
         stack_bytes=used("STACK"),

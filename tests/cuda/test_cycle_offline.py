@@ -44,6 +44,7 @@ CASES_OF = {
     "90": list(LAUNCHES),
     "80": ["int4/60", "bf16/vanilla", "bf16/60", "bf16/26/sampled"],
     "89": ["int4/60", "bf16/vanilla", "bf16/60"],
+    "100": ["int4/60", "bf16/vanilla", "bf16/60"],
 }  # by GPU
 OLDEST_PASSED = 60  # tests, at least
 TTSEM_PASSED = 116  # cases, at least

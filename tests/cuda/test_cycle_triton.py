@@ -35,8 +35,8 @@ def check(case: CycleCase) -> None:
     assert (found.stack_bytes, found.local_accesses) == (0, 0), (case, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
     on_tensor_cores = case.kernel == "attention" and case.dtype != "fp32"
-    instruction = ("HGMMA" if case.target == "90" else "HMMA") if on_tensor_cores else "none"
-    assert found.tensor_core.split()[0] == instruction, (case, found)
+    instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
+    assert found.tensor_core.split()[0] == (instruction if on_tensor_cores else "none"), found
 
 
 # test_compiled_all takes every target with and without groups
