@@ -455,6 +455,9 @@ class Check:
 def pack(folder: Path) -> None:
     """Copy the files that git tracks to a new folder, but for the large ones that no step reads.
 
+    Compiled kernels do not travel: Triton's key of one has a hash of Triton's own library, which
+    differs by its version and by Python's.
+
     Raises: ValueError for a folder that is there, or without git.
     """
     if folder.exists():
