@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ops.library import has_cpu_operators, has_triton
 
+OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
     # round to bf16 where eager code does, or steps of different sizes give different bits
@@ -43,9 +44,19 @@ OPTIONS = {
 
 
 def use(device: str) -> None:
-    """Make a CUDA device the current one. Its bf16 products add partial sums in fp32."""
+    """Make a CUDA device the current one. Its bf16 products add partial sums in fp32.
+
+    Raises: ValueError for a GPU that the kernels do not serve.
+    """
     if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device).index or 0)
+        index = torch.device(device).index or 0
+        found = torch.cuda.get_device_capability(index)
+        if found < OLDEST:
+            raise ValueError(
+                f"--device {device} has compute capability {found[0]}.{found[1]}, and the kernels "
+                f"need {OLDEST[0]}.{OLDEST[1]} or later; use another GPU, or --device cpu"
+            )
+        torch.cuda.set_device(index)
         products = torch.backends.cuda.matmul
         products.allow_bf16_reduced_precision_reduction = False
         products.allow_fp16_reduced_precision_reduction = False

@@ -26,7 +26,7 @@ from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from model import ModelConfig, Transformer
-from runtime import HostCopy, Replay, compiled, copy_into, tensors_of
+from runtime import HostCopy, Replay, compiled, copy_into, tensors_of, use
 from sampling import Kind
 from session import Session
 
@@ -337,3 +337,10 @@ def test_dense_layers_and_mixtures_are_compiled_apart():
         )
     engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
     assert decode(compiled_as_on_cuda(engine), PROMPT).history == decode(engine, PROMPT).history
+
+
+def test_a_gpu_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    rule = "--device cuda:1 has compute capability 7.5, and the kernels need 8.0 or later"
+    with pytest.raises(ValueError, match=rule):
+        use("cuda:1")
