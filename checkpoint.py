@@ -57,7 +57,7 @@ class Quantization:
     """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
     format: str  # one of FORMAT_NAMES, or BLOCKS
-    group_size: int = 0  # int4: inputs that share a scale; 0: `fit_group` chooses it
+    group_size: int = 0  # inputs that share a scale; 0: `fit_group` chooses it for int4
     saved: bool = False  # the files hold codes already
 
     @staticmethod
@@ -130,14 +130,19 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     """
     fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
     largest = fits[-1] if fits else GROUP_SIZES[0]
-    group = quant.group_size or largest
+    group = quant.group_size
+    if quant.format == "int4":
+        group = group or largest
+    elif not quant.saved:
+        group = 0  # a scale per output
     for weight, n in inputs.items():
-        if quant.format == "int4" and n % group:
+        if group and n % group:
             remedy = f"--group_size {largest}" if fits else "--quant int8"
             if quant.saved:
                 remedy = "another checkpoint"
             raise ValueError(
-                f"int4 group size {group} does not divide in_features {n} of {weight}; use {remedy}"
+                f"{quant.format} group size {group} does not divide in_features {n} of {weight}; "
+                f"use {remedy}"
             )
         if n % 4:
             raise ValueError(
@@ -153,8 +158,8 @@ class Codes(NamedTuple):
     """A quantized weight, as the layers of quantize.py take it."""
 
     codes: Tensor  # [N, K] int8
-    scale: Tensor  # int8: [N] fp32; int4: [N, K / G], 16 bits; G: a multiple of 32
-    zero: Tensor | None = None  # int4: zero points, [N, K / G] int8, subtracted from the codes
+    scale: Tensor  # int8: [N] fp32; both: [N, K / G], 16 bits; G: a multiple of 32
+    zero: Tensor | None = None  # of groups: zero points, [N, K / G] int8, subtracted from codes
 
 
 class TensorSource(Protocol):

@@ -60,15 +60,27 @@ class QuantLinear(nn.Module):
     format: ClassVar[str]
     file_dtype: ClassVar[torch.dtype]  # of stored codes
     scale_dtype: ClassVar[torch.dtype]
+    half: ClassVar[int]  # of the number of codes
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp32_out: bool = False
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        fp32_out: bool = False,
+        zero: Tensor | None = None,
     ):
-        """Pack the codes and scales for their device.
+        """Pack the weight (codes - zero) * scale for its device: nothing is rounded.
 
-        codes: [N, K] int8; scale: in the format's shape, on the same device
+        codes: [N, K] int8
+        scale: of int8 [N] float32; of both formats, int8 on a CPU only, [N, K/G] bfloat16 or
+        float16, or int32 from `join_zeros`; G: any multiple of 32, as K for a scale per output
         fp32_out: outputs in fp32 (LM heads), never rounded
+        zero: [N, K/G] int8 in -half .. half, or None
+        Raises: ValueError for other groups.
         """
+        if scale.dim() > 1:
+            scale = self.grouped(codes, scale, zero)
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.fp32_out = fp32_out
@@ -80,6 +92,21 @@ class QuantLinear(nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("scale", scale)
         self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
+
+    @classmethod
+    def grouped(cls, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Return the scales of the products' groups, of which a file's group may make several."""
+        group, rest = divmod(codes.shape[1], scale.shape[1])
+        sizes = [size for size in GROUP_SIZES if group % size == 0 and not rest]
+        if not sizes:
+            raise ValueError(
+                f"{cls.format} groups must be of a multiple of {GROUP_SIZES[0]} inputs; "
+                f"{scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8"
+            )
+        is_own = zero is None and scale.dtype == cls.scale_dtype == torch.bfloat16
+        if not is_own and scale.dtype != torch.int32:
+            scale = join_zeros(scale, zero, cls.half)
+        return scale.repeat_interleave(group // sizes[-1], 1)
 
     @classmethod
     def encode(cls, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -100,10 +127,13 @@ class QuantLinear(nn.Module):
         """Round a few rows. weight: [N, K] fp32. Writes: codes, scale."""
         raise NotImplementedError
 
-    @staticmethod
-    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    @classmethod
+    def decode(cls, codes: Tensor, scale: Tensor) -> Tensor:
         """Return the weight of codes and scale, [N, K] fp32."""
-        raise NotImplementedError
+        if scale.dim() == 1:
+            return codes.float() * scale[:, None]
+        groups, steps = split_zeros(codes, scale, cls.half)
+        return (groups * steps).flatten(1)
 
     @staticmethod
     def to_file(codes: Tensor) -> Tensor:
@@ -177,21 +207,18 @@ class QuantLinear(nn.Module):
 class Int8Linear(QuantLinear):
     """Codes -127 .. 127 of a byte each, and an fp32 scale per output.
 
-    The largest magnitude of an output is exact.
+    The largest magnitude of an output is exact. Files of others have code -128, and groups too.
     """
 
     format = "int8"
     file_dtype = torch.int8
     scale_dtype = torch.float32
+    half = 128
 
     @staticmethod
     def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
         torch.div(weight.abs().amax(1).clamp(min=1e-30), 127, out=scale)  # [N]
         codes.copy_((weight / scale[:, None]).round_().clamp_(-127, 127))
-
-    @staticmethod
-    def decode(codes: Tensor, scale: Tensor) -> Tensor:
-        return codes.float() * scale[:, None]
 
 
 class Int4Linear(QuantLinear):
@@ -205,33 +232,7 @@ class Int4Linear(QuantLinear):
     format = "int4"
     file_dtype = torch.uint8
     scale_dtype = torch.bfloat16
-
-    def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        bias: Tensor | None = None,
-        fp32_out: bool = False,
-        zero: Tensor | None = None,
-    ):
-        """Make a layer of the weight (codes - zero) * scale, in fp32: nothing is rounded.
-
-        codes: [N, K] int8 in -8 .. 7
-        scale: [N, K/G] bfloat16 or float16, or int32 from `join_zeros`
-        zero: [N, K/G] int8 in -8 .. 8, or None
-        G: any multiple of 32, as K where there is a scale per output
-        Raises: ValueError for other groups.
-        """
-        group, rest = divmod(codes.shape[1], scale.shape[1])
-        sizes = [size for size in GROUP_SIZES if group % size == 0 and not rest]
-        if not sizes:
-            raise ValueError(
-                f"int4 groups must be of a multiple of {GROUP_SIZES[0]} inputs; "
-                f"{scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8"
-            )
-        if zero is not None or scale.dtype == torch.float16:
-            scale = join_zeros(scale, zero)
-        super().__init__(codes, scale.repeat_interleave(group // sizes[-1], 1), bias, fp32_out)
+    half = 8
 
     @staticmethod
     def encode_rows(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -240,11 +241,6 @@ class Int4Linear(QuantLinear):
         scale.copy_(_search_scale(groups).squeeze(-1))
         rounded = _round_int4(groups, scale.float()[..., None], torch.empty_like(groups))
         codes.copy_(rounded.flatten(1))
-
-    @staticmethod
-    def decode(codes: Tensor, scale: Tensor) -> Tensor:
-        groups, steps = split_zeros(codes, scale)
-        return (groups * steps).flatten(1)
 
     @staticmethod
     def to_file(codes: Tensor) -> Tensor:

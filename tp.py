@@ -157,7 +157,7 @@ def check_parts(
     columns = " and ".join(str(size) for size in inputs[1:])
     sizes = f"{config.n_heads} heads and {columns} columns of the feed-forward"
     if group > 1:
-        sizes += f" in whole int4 groups of {group}"
+        sizes += f" in whole groups of {group}"
     rule = (
         f"the number of ranks must divide {sizes}, "
         f"and divide {kv_heads} KV heads or be a multiple of them"
@@ -191,7 +191,7 @@ def load_model(
         sizes = (share.full_config.dim, *split_inputs(share.full_config))
         quant = fit_group(quant, {f"a layer with {size} inputs": size for size in sizes})
     form = saved_quantization(share.config) or quant
-    if form is not None and form.format == "int4":
+    if form is not None and (form.saved or form.format == "int4"):
         check_parts(
             share.full_config, here.world_size, path, max(form.group_size, 1), not form.saved
         )

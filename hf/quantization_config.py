@@ -158,7 +158,7 @@ def _agreed(first: tuple[str, str], second: tuple[str, str], default: str) -> st
 def _gptq(raw: dict) -> Recipe:
     hf = read_fields(raw, Gptq)
     form = _agreed(("checkpoint_format", hf.checkpoint_format), ("format", hf.format), "gptq")
-    _refuse(hf.bits == 4, f"GPTQ is supported with 4 bits; it has {hf.bits}")
+    _refuse(hf.bits in (4, 8), f"GPTQ is supported with 4 and 8 bits; it has {hf.bits}")
     forms = ("gptq", "gptq_v2")
     _refuse(form in forms, f"checkpoint_format, or format, must be one of {forms}; it is {form}")
     _refuse(
@@ -172,7 +172,7 @@ def _gptq(raw: dict) -> Recipe:
     return Recipe(
         method="gptq",
         layout="gptq",
-        format="int4",
+        format=f"int{hf.bits}",
         group_size=_group(hf.group_size),
         symmetric=hf.sym,
         less_one=form == "gptq",
@@ -234,7 +234,8 @@ def _compressed(raw: dict) -> Recipe:
     _refuse(
         strategy in allowed, f"the strategy of {bits} must be one of {allowed}; it is {strategy}"
     )
-    _refuse(weights.symmetric or format == "int4", f"{bits} must be symmetric")
+    has_zeros = format == "int4" or packing == "pack-quantized"
+    _refuse(weights.symmetric or has_zeros, f"{bits} must be symmetric")
     block = None
     if strategy == "block":
         if weights.block_structure is None:
@@ -275,7 +276,7 @@ COMPRESSED = {  # format of compressed-tensors -> its content -> our name for th
 }
 STRATEGIES = {  # of compressed-tensors, by our name of the format
     "int4": ("group", "channel"),
-    "int8": ("channel", "tensor"),
+    "int8": ("group", "channel", "tensor"),
     "fp8": ("channel", "tensor", "block"),
 }
 METHODS: dict[str, Callable[[dict], Recipe]] = {

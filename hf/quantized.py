@@ -49,21 +49,23 @@ IGNORED = (  # of activations and caches, behind the name of a layer
 # ------------------------------------------------------------------------------------ unpacking
 
 
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Unpack the codes of 4 bits in each number, the lowest first.
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Unpack the codes of 4 or 8 bits in each number, the lowest first.
 
-    packed: [R, C] int32. Returns: [R, 8 C] int8 in 0..15.
+    packed: [R, C] int32. Returns: [R, 32 / bits C] int8, less half the number of codes.
     """
     parts = packed.contiguous().view(torch.uint8)  # [R, 4 C]
-    return torch.stack((parts & 15, parts >> 4), -1).flatten(1).view(torch.int8)
+    if bits == 4:
+        parts = torch.stack((parts & 15, parts >> 4), -1).flatten(1)
+    return parts.sub(2 ** (bits - 1)).view(torch.int8)
 
 
 def unpack_awq(packed: Tensor) -> Tensor:
-    """Unpack the same codes in AWQ's order.
+    """Unpack codes of 4 bits in AWQ's order.
 
-    packed: [R, N/8] int32. Returns: [R, N] int8 in 0..15.
+    packed: [R, N/8] int32. Returns: [R, N] int8 in -8 .. 7.
     """
-    return unpack_int4(packed).unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1)
+    return unpack(packed, 4).unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1)
 
 
 def decode_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -167,21 +169,26 @@ class QuantizedFiles(TensorSource):
             raise ValueError(f"{self.path}: {name} is {found} and has no scale; download it again")
         return tensor
 
+    @property
+    def bits(self) -> int:
+        """The bits of a code, without FP8."""
+        return 4 if self.recipe.format == "int4" else 8
+
     def _codes(self, layer: str, parts: set[str]) -> Codes:
-        """Read a quantized weight, with the file's own groups in int4."""
+        """Read a quantized weight, with the file's own groups."""
         if self.recipe.symmetric and "weight_zero_point" in parts:  # of older files
             self._check_zeros(layer, self.files.read(f"{layer}.weight_zero_point").float())
         if self.recipe.format == "fp8":
             return Codes(*Int8Linear.encode(self.decoded(layer), 0))
-        if self.recipe.format == "int8":
-            return self._int8(layer, parts)
-        unpack = {"gptq": self._gptq, "awq": self._awq, "packed": self._packed}[self.recipe.layout]
-        codes, scale, zero = unpack(layer, parts)
-        if not self.recipe.symmetric:
-            return Codes(codes.sub_(8), scale, zero.sub_(8))
-        if zero is not None:
-            self._check_zeros(layer, zero - 8)
-        return Codes(codes.sub_(8), scale)
+        readers = {"gptq": self._gptq, "awq": self._awq, "packed": self._packed}
+        reader = readers.get(self.recipe.layout, self._plain)
+        codes, scale, zero = reader(layer, parts)
+        if self.recipe.symmetric and zero is not None:
+            self._check_zeros(layer, zero)
+            zero = None
+        if self.recipe.format == "int8" and zero is None and scale.shape[1] == 1:
+            scale = scale.float().flatten()  # of each output, as our own
+        return Codes(codes, scale, zero)
 
     def _check_zeros(self, layer: str, zeros: Tensor) -> None:
         if zeros.any():
@@ -191,18 +198,19 @@ class QuantizedFiles(TensorSource):
             )
 
     def _gptq(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor]:
-        packed = self._read(f"{layer}.qweight", NUMBERS, (-1, -1))  # [K / 8, N]
-        inputs = 8 * packed.shape[0]
+        bits = self.bits
+        packed = self._read(f"{layer}.qweight", NUMBERS, (-1, -1))  # [K bits / 32, N]
+        inputs = 32 // bits * packed.shape[0]
         outputs = packed.shape[1]
         groups = self._groups(layer, inputs)
         scale = self._read(f"{layer}.scales", HALVES, (groups, outputs))
-        zero = self._read(f"{layer}.qzeros", NUMBERS, (groups, -(-outputs // 8)))
+        zero = self._read(f"{layer}.qzeros", NUMBERS, (groups, -(-outputs * bits // 32)))
         if "g_idx" in parts:
             self._check_order(f"{layer}.g_idx", inputs, groups)
-        if self.recipe.less_one:
-            zero = zero + 0x11111111  # all 8 codes at once, as one was subtracted from them
-        zero = unpack_int4(zero)
-        return unpack_int4(packed.T), scale.T, zero[:, :outputs].T
+        if self.recipe.less_one:  # all codes of a number at once, as one was subtracted from them
+            zero = zero + (0x11111111 if bits == 4 else 0x01010101)
+        zero = unpack(zero, bits)
+        return unpack(packed.T, bits), scale.T, zero[:, :outputs].T
 
     def _awq(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor]:
         packed = self._read(f"{layer}.qweight", NUMBERS, (-1, -1))  # [K, N / 8]
@@ -213,29 +221,33 @@ class QuantizedFiles(TensorSource):
         return unpack_awq(packed).T.contiguous(), scale.T, unpack_awq(zero).T
 
     def _packed(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-        packed = self._read(f"{layer}.weight_packed", NUMBERS, (-1, -1))  # [N, K / 8]
+        bits = self.bits
+        packed = self._read(f"{layer}.weight_packed", NUMBERS, (-1, -1))  # [N, K bits / 32]
         outputs = len(packed)
-        inputs = 8 * packed.shape[1]
+        inputs = 32 // bits * packed.shape[1]
         groups = self._groups(layer, inputs)
-        scale = self._read(f"{layer}.weight_scale", HALVES, (outputs, groups))
+        scale = self._scale(layer, outputs, groups)
         self._check_shape(layer, parts, (outputs, inputs))
         if "weight_g_idx" in parts:
             self._check_order(f"{layer}.weight_g_idx", inputs, groups)
         if self.recipe.symmetric:
-            return unpack_int4(packed), scale, None
-        zero = self._read(f"{layer}.weight_zero_point", NUMBERS, (-(-outputs // 8), groups))
-        return unpack_int4(packed), scale, unpack_int4(zero.T)[:, :outputs].T
+            return unpack(packed, bits), scale, None
+        shape = (-(-outputs * bits // 32), groups)
+        zero = self._read(f"{layer}.weight_zero_point", NUMBERS, shape)
+        return unpack(packed, bits), scale, unpack(zero.T, bits)[:, :outputs].T
 
-    def _int8(self, layer: str, parts: set[str]) -> Codes:
-        if self.recipe.layout == "packed":
-            packed = self._read(f"{layer}.weight_packed", NUMBERS, (-1, -1))  # [N, K / 4]
-            codes = (packed.view(torch.uint8) ^ 128).view(torch.int8)
-            self._check_shape(layer, parts, codes.shape)
-        else:
-            codes = self._read(f"{layer}.weight", (torch.int8,), (-1, -1))
-        outputs = len(codes)
-        scale = self._read(f"{layer}.weight_scale", FLOATS, (outputs, 1), (outputs,), (1,), ())
-        return Codes(codes, scale.float().flatten().expand(outputs))
+    def _plain(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, None]:
+        codes = self._read(f"{layer}.weight", (torch.int8,), (-1, -1))
+        outputs, inputs = codes.shape
+        return codes, self._scale(layer, outputs, self._groups(layer, inputs)), None
+
+    def _scale(self, layer: str, outputs: int, groups: int) -> Tensor:
+        """Read scales of compressed-tensors, [N, K / G]; those of int8 outputs may be fp32."""
+        name = f"{layer}.weight_scale"
+        if groups > 1 or self.bits == 4 or not self.recipe.symmetric:
+            return self._read(name, HALVES, (outputs, groups))
+        scale = self._read(name, FLOATS, (outputs, 1), (outputs,), (1,), ())
+        return scale.view(-1, 1).expand(outputs, 1)
 
     def decoded(self, layer: str) -> Tensor:
         """Return a layer's weight in FP8, [N, K] fp32.

@@ -236,12 +236,13 @@ def _check_memory(
         if name not in linear or quant is None:
             need += parameter.numel() * storage.dtype.itemsize
             continue
+        if files.quantized and quant.group_size:  # scales and zero points take words of 4 bytes
+            need += parameter.numel() // (2 if quant.format == "int4" else 1)
+            need += 4 * parameter.numel() // quant.group_size
+            continue
         width = parameter.shape[-1]
         shape = torch.Size((parameter.numel() // width, width))
         need += FORMATS[quant.format].stored_bytes(shape, quant.group_size)
-        if files.quantized and quant.format == "int4":
-            # fp16 scales and zero points take words of 4 bytes
-            need += 2 * shape.numel() // quant.group_size
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
     return need

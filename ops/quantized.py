@@ -1,9 +1,9 @@
 """Products with quantized weights, x W^T: a function per format and device, for any row count.
 
-CPU (`w4a8`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to int8 too, with a scale
-per row and block of K, and all dot products are in integers. A row's result does not depend on the
-other rows, bit for bit. Without a C++ compiler the references below compute the first two, slowly;
-blocks are widened then.
+CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to int8 too, with a
+scale per row and block of K, and all dot products are in integers. A row's result does not depend
+on the other rows, bit for bit. Without a C++ compiler the references below compute the first two,
+slowly; blocks are widened then.
 CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits.
 
 `PRODUCTS` holds, per format and kind of device, the functions that pack, unpack and multiply
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from ops.cpu.layout import (
     pack_int4_strips,
+    pack_int8_groups,
     pack_int8_strips,
     unpack_int4_strips,
+    unpack_int8_groups,
     unpack_int8_strips,
 )
 from ops.cuda.layout import (
@@ -39,7 +41,8 @@ from ops.experts import rows_by_expert
 from ops.library import has_cpu_operators, lib, triton_products
 from ops.linear import empty_product
 
-BLOCK8 = 128  # values of K per activation scale of w8a8; w4a8 takes the weights' group
+BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
+ZERO_BITS = 511  # of a word of `join_zeros`
 
 lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
 lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
@@ -59,31 +62,33 @@ class Product(NamedTuple):
 # ------------------------------------------------------------------------------------- zero points
 
 
-def join_zeros(scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Put the scale and the zero point of an int4 group into one word, without rounding either.
+def join_zeros(scale: Tensor, zero: Tensor | None, half: int = 8) -> Tensor:
+    """Put the scale and the zero point of a group into one word, without rounding either.
 
-    A bfloat16 or float16 scale ends in 13 zero bits as fp32; 8 + zero takes the last five.
+    A bfloat16 or float16 scale ends in 13 zero bits as fp32; half + zero takes the last nine, and
+    in int4 the last five.
     scale: [N, K/G] bfloat16 or float16
-    zero: [N, K/G] int8 in -8 .. 8; None: all zero
+    zero: [N, K/G] int8 in -half .. half; None: all zero
+    half: of the number of codes: 8 for int4, 128 for int8
     Returns: [N, K/G] int32.
     """
     assert scale.dtype in (torch.bfloat16, torch.float16), scale.dtype
-    assert zero is None or (zero.shape == scale.shape and zero.int().abs().max() <= 8), zero
-    low_bits = 8 if zero is None else zero.int() + 8
+    assert zero is None or (zero.shape == scale.shape and zero.int().abs().max() <= half), zero
+    low_bits = half if zero is None else zero.int() + half
     return scale.float().view(torch.int32) | low_bits
 
 
-def split_zeros(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two factors of int4 weights.
+def split_zeros(codes: Tensor, scale: Tensor, half: int = 8) -> tuple[Tensor, Tensor]:
+    """Return the two factors of weights in groups.
 
-    codes: [N, K] int8; scale: [N, K/G] bfloat16, or int32 from `join_zeros`
+    codes: [N, K] int8; scale: [N, K/G] bfloat16, or int32 from `join_zeros`; half: as there
     Returns: codes less their zero points, [N, K/G, G]; scales, [N, K/G, 1]; both fp32.
     """
     groups = codes.float().unflatten(1, (scale.shape[1], -1))
     words = scale[..., None]
     if scale.dtype != torch.int32:
         return groups, words.float()
-    return groups + 8 - (words & 31), (words & ~31).view(torch.float32)
+    return groups + half - (words & ZERO_BITS), (words & ~ZERO_BITS).view(torch.float32)
 
 
 # --------------------------------------------------------------------------------------------- CPU
@@ -95,10 +100,10 @@ def _w4a8(
     if not has_cpu_operators():
 
         def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
-            return w4a8_reference(rows, *unpack_int4_strips(w, n))
+            return grouped_reference(rows, *unpack_int4_strips(w, n))
 
         return _multiply_plainly(reference, x, packed, scale, n, fp32_out, expert)
-    y = torch.ops.gpt_eagle.w4a8(_readable(x), packed, n, fp32_out, expert)
+    y = torch.ops.gpt_eagle.grouped(_readable(x), packed, n, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
 
 
@@ -108,11 +113,28 @@ def _w8a8(
     if not has_cpu_operators():
 
         def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
+            if not s.numel():
+                return grouped_reference(rows, *unpack_int8_groups(w, n), half=128)
             return w8a8_reference(rows, unpack_int8_strips(w, n), s)
 
         return _multiply_plainly(reference, x, packed, scale, n, fp32_out, expert)
-    y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, fp32_out, expert)
+    if not scale.numel():
+        y = torch.ops.gpt_eagle.grouped(_readable(x), packed, n, fp32_out, expert)
+    else:
+        y = torch.ops.gpt_eagle.w8a8(_readable(x), packed, scale, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
+
+
+def _pack_int8(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if scale.dim() == 1:
+        return pack_int8_strips(codes), scale
+    return pack_int8_groups(codes, scale), scale.new_empty(0)
+
+
+def _unpack_int8(packed: Tensor, scale: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    if scale.numel():
+        return unpack_int8_strips(packed, n), scale
+    return unpack_int8_groups(packed, n)
 
 
 def _blocks(
@@ -161,14 +183,14 @@ def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return (blocks * to_code).round(), most / 127
 
 
-def w4a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Compute `w4a8` plainly.
+def grouped_reference(x: Tensor, codes: Tensor, scale: Tensor, half: int = 8) -> Tensor:
+    """Compute `grouped` plainly.
 
-    x: [M, K]; codes, scale: as for `pack_int4_strips`
+    x: [M, K]; codes, scale: as for `pack_int4_strips` or `pack_int8_groups`; half: of `split_zeros`
     Returns: [M, N] fp32.
     """
     activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
-    weights, steps = split_zeros(codes, scale)
+    weights, steps = split_zeros(codes, scale, half)
     sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact
     return (sums * scales * steps.squeeze(-1).T).sum(1)
 
@@ -304,11 +326,7 @@ PRODUCTS = {
         lambda packed, scale, n, k: unpack_int4_strips(packed, n),
         _w4a8,
     ),
-    ("int8", "cpu"): Product(
-        lambda codes, scale: (pack_int8_strips(codes), scale),
-        lambda packed, scale, n, k: (unpack_int8_strips(packed, n), scale),
-        _w8a8,
-    ),
+    ("int8", "cpu"): Product(_pack_int8, _unpack_int8, _w8a8),
     ("blocks", "cpu"): Product(None, None, _blocks),  # hf/blocks.py packs them
     ("int4", "cuda"): Product(
         lambda codes, scale: (

@@ -128,7 +128,7 @@ def _causal(first, rows, back):
 # schema -> a function that returns empty results of the right shapes, for torch.compile; None: the
 # operator is never compiled
 OPERATORS: dict[str, Callable | None] = {
-    "w4a8(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor": (
+    "grouped(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor": (
         lambda x, packed, n, fp32_out, expert=None: _rows_of(x, n, fp32_out)
     ),
     "w8a8(Tensor x, Tensor packed, Tensor scale, bool fp32_out, Tensor? expert=None) -> Tensor": (

@@ -22,8 +22,8 @@
 // ------------------------------------------------------------------------ functions that other files call
 
 namespace quantized {
-at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
-                const std::optional<at::Tensor>& expert);
+at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
+                   const std::optional<at::Tensor>& expert);
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert);
 at::Tensor blocks(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& table, bool wide,

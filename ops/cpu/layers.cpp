@@ -88,10 +88,10 @@ const Prepared& prepared_in(const at::Tensor& holder) {
   return *static_cast<const Prepared*>(at);
 }
 
-// x [..., K] -> [..., n], by the product of quantized weights; blocks have a table in place of scales, and int4 has its
-// scales among the codes.
+// x [..., K] -> [..., n], by the product of quantized weights; blocks have a table in place of scales, and groups
+// have their scales among the codes.
 at::Tensor product(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert) {
-  if (!by.scale || !by.scale->numel()) return quantized::w4a8(x, by.weight, n, false, expert);
+  if (!by.scale || !by.scale->numel()) return quantized::grouped(x, by.weight, n, false, expert);
   if (by.scale->scalar_type() == at::kLong) return quantized::blocks(x, by.weight, *by.scale, false, expert);
   return quantized::w8a8(x, by.weight, *by.scale, false, expert);
 }

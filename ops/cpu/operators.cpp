@@ -19,7 +19,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
     return libraries.emplace_back(torch::Library::IMPL, name, key, __FILE__, __LINE__);
   };
   add(c10::DispatchKey::CPU)
-      .impl("w4a8", quantized::w4a8)
+      .impl("grouped", quantized::grouped)
       .impl("w8a8", quantized::w8a8)
       .impl("blocks", quantized::blocks)
       .impl("linear_bf16", linear::linear_bf16)

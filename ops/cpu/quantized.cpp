@@ -146,8 +146,8 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
         case Header::WORDS:
           for (int64_t j = 0; j < STRIP; j += LANES) {
             const Ints words = load(header + 4 * j);
-            store(scale + j, words_of(mask(words, ~31)));
-            store(panel.zero + g + j, mask(words, 31));
+            store(scale + j, words_of(mask(words, ~511)));
+            store(panel.zero + g + j, mask(words, 511));
           }
           break;
         default:
@@ -431,7 +431,9 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const Layout&
   const int64_t experts = count_experts(packed, dims, x.numel() / k, expert);
   TORCH_CHECK(packed.numel() == experts * bytes, "an input of ", k, " features does not fit weights of ", packed.numel(),
               " bytes and ", n, " outputs");
-  std::vector<Part> parts{{layout, nullptr, packed.const_data_ptr<uint8_t>(), bytes, 0, n, scale}};
+  TORCH_CHECK(packed.itemsize() == 1, "weights must be packed in bytes");
+  const uint8_t* weights = static_cast<const uint8_t*>(packed.const_data_ptr());
+  std::vector<Part> parts{{layout, nullptr, weights, bytes, 0, n, scale}};
   return multiply(x, parts, n, wide, experts, expert);
 }
 
@@ -439,13 +441,16 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const Layout&
 
 // ---------------------------------------------------------------------------------------------- operators
 
-at::Tensor w4a8(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
-                const std::optional<at::Tensor>& expert) {
-  const int64_t size = packed.size(-1), group = size / 512 * 32, header = size % 512;  // as in layout.py
+// Weights with a scale per group of k, as layout.py packs them: 8 bits in int8, 4 bits in uint8.
+at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
+                   const std::optional<at::Tensor>& expert) {
+  const bool bytes = packed.scalar_type() == at::kChar;
+  const int64_t size = packed.size(-1), header = size % 512, group = (size - header) / (bytes ? STRIP : STRIP / 2);
   const bool words = header == 4 * STRIP;
-  TORCH_CHECK(group && group <= MOST_BLOCK && (words || header == 2 * STRIP), "weights in blocks of ", size,
-              " bytes do not fit; pack_int4_strips lays them out");
-  const Layout layout{Codes::NIBBLES, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
+  TORCH_CHECK(group && group <= MOST_BLOCK && (words || (header == 2 * STRIP && !bytes)), "weights in groups of ", size,
+              " bytes do not fit; layout.py packs them");
+  const Layout layout{bytes ? Codes::BYTES : Codes::NIBBLES, words ? Header::WORDS : Header::BF16, group, group,
+                      words ? 1 : 8, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 

@@ -429,13 +429,13 @@ def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
 def make_ours(
     config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int
 ) -> dict[str, Contestant]:
-    """Return every method with every format, for a batch size."""
+    """Return every method with every format, for a batch size. config: `dtype` as it was given"""
     torch.compiler.reset()  # else these steps would first try the graphs of another size
     contestants = {}
     for quant, engine in loaded.items():
         for method in config.methods.split(","):
             chosen = method_config(method, Setting(quant, 0.0, size), config)
-            chosen = replace(chosen, ignore_eos=True, dtype=engine.config.dtype)
+            chosen = replace(chosen, ignore_eos=True)
             name = f"ours {method}" if quant == "none" else f"ours {quant} {method}"
             contestants[name] = ours(with_config(engine, chosen), prompt)
     return contestants
@@ -609,6 +609,7 @@ def bench(config: PeersConfig) -> None:
     for size in config.sizes:  # or an error, before anything is loaded
         groups_of(texts, size * config.prompts_per_row)
     base = load(plain_config(config))
+    given = config
     config = replace(config, dtype=base.config.dtype)
     prompts = [encode(base, [text], []) for text in texts]
     longest = max(map(len, prompts))
@@ -636,7 +637,7 @@ def bench(config: PeersConfig) -> None:
         loaded = load_formats(config, base)
         for size in config.sizes:
             batched = {name: in_batches(peer, size) for name, peer in peers.items()}
-            contestants = make_ours(config, loaded, prompts[0], size) | batched
+            contestants = make_ours(given, loaded, prompts[0], size) | batched
             if not result["speed"]:
                 result["parity"] = parity(contestants, prompts[0])
             groups = groups_of(prompts, size * config.prompts_per_row)

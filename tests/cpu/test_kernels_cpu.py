@@ -33,7 +33,14 @@ from quantize import FORMATS
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
-KINDS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("int4", 64, "zeros")]
+KINDS = [
+    ("int8", 0),
+    ("int4", 32),
+    ("int4", 64),
+    ("int4", 128),
+    ("int4", 64, "zeros"),
+    ("int8", 64, "zeros"),
+]
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 
@@ -50,21 +57,19 @@ class Case:
         self.block = self.group or BLOCK8
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
-        self.packed = (
-            ops.cpu.layout.pack_int4_strips(codes, scale)
-            if self.group
-            else ops.cpu.layout.pack_int8_strips(codes)
-        )
+        self.half = {"int4": 8, "int8": 128}[kind[0]]
+        self.packed, _ = ops.quantized.PRODUCTS[kind[0], "cpu"].pack(codes, scale)
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
         if self.group:
-            return operators.w4a8(x, self.packed, len(self.codes), fp32_out)
+            return operators.grouped(x, self.packed, len(self.codes), fp32_out)
         return operators.w8a8(x, self.packed, self.scale, fp32_out)
 
     def reference(self, x: Tensor) -> Tensor:
-        form = ops.quantized.w4a8_reference if self.group else ops.quantized.w8a8_reference
-        return form(x, self.codes, self.scale)
+        if self.group:
+            return ops.quantized.grouped_reference(x, self.codes, self.scale, self.half)
+        return ops.quantized.w8a8_reference(x, self.codes, self.scale)
 
     def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
         return F.pad(t, (0, -t.shape[1] % self.block)).unflatten(1, (-1, self.block))
@@ -90,12 +95,17 @@ class Case:
 
 def make_case(kind: tuple, n: int, k: int) -> Case:
     """A random weight, rounded; with zeros, random zero points and fp16 scales."""
-    codes, scale = FORMATS[kind[0]].encode(random(n, k) * k**-0.5, kind[1])
+    weight = random(n, k) * k**-0.5
+    codes, scale = FORMATS["int4" if kind[2:] else kind[0]].encode(weight, kind[1])
     if kind[2:]:
-        zero = torch.randint(
-            -8, 9, scale.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8
-        )
-        scale = join_zeros(scale.half() * 1.001, zero)
+        generator = torch.Generator().manual_seed(0)
+        half = 8
+        if kind[0] == "int8":
+            half = 127
+            codes = torch.randint(-128, 128, codes.shape, generator=generator, dtype=torch.int8)
+            scale = scale / 16
+        zero = torch.randint(-half, half + 1, scale.shape, generator=generator, dtype=torch.int8)
+        scale = join_zeros(scale.half() * 1.001, zero, half=half + half % 2)
     return Case(kind, codes, scale)
 
 
@@ -265,12 +275,18 @@ def test_numbers_at_the_edges(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_extreme_codes(kind):
-    """Sums of the largest products: -8 x 127, with zeros -16 x 127, and -127 x 127 in every place."""
-    form, most = FORMATS[kind[0]], -8 if kind[1] else -127
-    scale = torch.ones(form.scale_shape(torch.Size((33, 256)), kind[1]), dtype=form.scale_dtype)
+    """Sums of the largest products: -8 x 127, with zeros -16 x 127, and -127 x 127 in every place.
+
+    Of 8 bits with zeros -255 x 127.
+    """
+    most = -8 if kind[0] == "int4" else -128 if kind[1] else -127
+    scale = torch.ones(33) if not kind[1] else torch.ones(33, 256 // kind[1]).bfloat16()
     codes = torch.full((33, 256), most, dtype=torch.int8)
     if kind[2:]:
-        scale, most = join_zeros(scale, torch.full_like(scale, 8, dtype=torch.int8)), -16
+        zero = min(-most, 127)
+        zeros = torch.full_like(scale, zero, dtype=torch.int8)
+        scale = join_zeros(scale, zeros, -most)
+        most -= zero
     case = Case(kind, codes, scale)
     for sign in (1, -1):
         y = case.operator(torch.full((3, 256), sign * 127.0))
@@ -287,11 +303,9 @@ def test_int8_of_any_length(k):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
-    if case.group:
-        codes, scale = ops.cpu.layout.unpack_int4_strips(case.packed, n)
-        assert torch.equal(scale, case.scale)
-    else:
-        codes = ops.cpu.layout.unpack_int8_strips(case.packed, n)
+    packed = case.scale.new_empty(0) if case.group else case.scale
+    codes, scale = ops.quantized.PRODUCTS[kind[0], "cpu"].unpack(case.packed, packed, n, 256)
+    assert torch.equal(scale, case.scale)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)
     assert_within(case.operator(x, fp32_out=True), case.reference(x), case.rounding(x))
@@ -306,7 +320,7 @@ def test_operands_that_do_not_fit_are_refused(kind):
             case.operator(bad)
     if case.group:
         for size in (64, 96, 608):  # none, and none with such scales
-            case.packed = torch.zeros(2, 256 // case.group, size, dtype=torch.uint8)
+            case.packed = torch.zeros(2, 256 // case.group, size, dtype=case.packed.dtype)
             with pytest.raises(RuntimeError, match="do not fit|does not fit"):
                 case.operator(random(2, 256))
     case.packed = case.packed[:1]
@@ -324,7 +338,7 @@ def test_registration(kind, dtype):
     for wide in (False, True):
         x = random(2, 3, 64).to(dtype)
         args = (x, case.packed, 33, wide) if case.group else (x, case.packed, case.scale, wide)
-        operator = torch.ops.gpt_eagle.w4a8 if case.group else torch.ops.gpt_eagle.w8a8
+        operator = torch.ops.gpt_eagle.grouped if case.group else torch.ops.gpt_eagle.w8a8
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 
 

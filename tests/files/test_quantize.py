@@ -34,7 +34,7 @@ from helpers import GOLDEN
 from hf.heads import draft_lm_head
 from hf.weights import load_model
 from ops.cpu import build
-from ops.quantized import w4a8_reference
+from ops.quantized import grouped_reference
 from options import DEMO
 from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
 from scripts.bench import quant_quality
@@ -303,7 +303,7 @@ def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype)
     for dtype_of_x in (torch.float32, torch.bfloat16, torch.float16):
         some = x.to(dtype_of_x)
         y = layer(some)
-        want = w4a8_reference(some, *layer.codes_and_scale()).to(dtype_of_x) + layer.bias
+        want = grouped_reference(some, *layer.codes_and_scale()).to(dtype_of_x) + layer.bias
         torch.testing.assert_close(y.float(), want, atol=1e-4, rtol=2 * torch.finfo(dtype_of_x).eps)
         exact = some.double() @ weight.double().T + layer.bias
         assert (y - exact).std() < 0.02 * exact.std()  # inputs are rounded to int8

@@ -52,13 +52,17 @@ class Layout(NamedTuple):
 # ------------------------------------------------------------------------------------------ writers
 
 
-def rounded(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, K] and zero points [N, K / G] in 0..15, and fp16 scales, by the extremes of a group."""
+def rounded(
+    weight: Tensor, group: int, symmetric: bool, bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, K] and zero points [N, K / G] in 0..15 or 255, and fp16 scales, by the extremes of a group."""
     groups = weight.unflatten(1, (-1, group))
+    most = 2**bits - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = (groups.abs().amax(-1) / 7.5 if symmetric else (high - low) / 15).half()
-    zero = torch.full_like(low, 8) if symmetric else (-low / scale.float()).round().clamp(0, 15)
-    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    scale = (groups.abs().amax(-1) / (most / 2) if symmetric else (high - low) / most).half()
+    middle = torch.full_like(low, 2 ** (bits - 1))
+    zero = middle if symmetric else (-low / scale.float()).round().clamp(0, most)
+    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, most)
     return codes.flatten(1).int(), scale, zero.int()
 
 
@@ -69,22 +73,31 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return groups.flatten(1)
 
 
-def pack(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[R, C] in 0..15 -> [R, C / 8] int32; `order`: which of 8 columns is stored first."""
-    packed = torch.zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
+def pack(values: Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> Tensor:
+    """[R, C] in 0..15 -> [R, C / 8] int32; `order`: which of 8 columns is stored first. Of 8 bits: 4 a number."""
+    each = 32 // bits
+    packed = torch.zeros(len(values), values.shape[1] // each, dtype=torch.int64)
     for column in range(packed.shape[1]):
-        for place, which in enumerate(order):
-            packed[:, column] |= values[:, 8 * column + which].long() << 4 * place
+        for place, which in enumerate(order[:each]):
+            packed[:, column] |= values[:, each * column + which].long() << bits * place
     return packed.to(torch.int32)  # wraps around
 
 
-def gptq(weight: Tensor, group: int, symmetric: bool, version: int) -> tuple[Parts, Tensor]:
+def gptq(
+    weight: Tensor, group: int, symmetric: bool, version: int, bits: int
+) -> tuple[Parts, Tensor]:
     """As GPTQModel 7.7 packs (pack_original), and for version 1 lessens (convert_gptq_v2_to_v1_format_module)."""
     inputs = weight.shape[1]
-    codes, scale, zero = rounded(weight, group if group > 0 else inputs, symmetric)
-    qzeros = pack(zero.T) - (0x11111111 if version == 1 else 0)
+    codes, scale, zero = rounded(weight, group if group > 0 else inputs, symmetric, bits)
+    ones = 0x11111111 if bits == 4 else 0x01010101
+    qzeros = pack(zero.T, bits=bits) - (ones if version == 1 else 0)
     groups = torch.arange(inputs, dtype=torch.int32) // (inputs // scale.shape[1])
-    parts = {"qweight": pack(codes).T, "qzeros": qzeros, "scales": scale.T, "g_idx": groups}
+    parts = {
+        "qweight": pack(codes, bits=bits).T,
+        "qzeros": qzeros,
+        "scales": scale.T,
+        "g_idx": groups,
+    }
     return parts, decoded(codes, scale, zero)
 
 
@@ -155,16 +168,17 @@ def fp8(weight: Tensor, block: int | None, dtype: torch.dtype) -> tuple[Parts, T
     return parts, library._create_dequantized_weight(parts["weight"], scale)
 
 
-def of_gptq(group: int, symmetric: bool = True, version: int = 1, **more) -> Layout:
+def of_gptq(group: int, symmetric: bool = True, version: int = 1, bits: int = 4, **more) -> Layout:
     said = {
         "quant_method": "gptq",
-        "bits": 4,
+        "bits": bits,
         "group_size": group,
         "sym": symmetric,
         "desc_act": False,
     }
     said["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
-    return Layout(said | more, partial(gptq, group=group, symmetric=symmetric, version=version))
+    write = partial(gptq, group=group, symmetric=symmetric, version=version, bits=bits)
+    return Layout(said | more, write)
 
 
 def of_awq(group: int, **more) -> Layout:
@@ -211,6 +225,10 @@ LAYOUTS = {
     "gptq-v2": of_gptq(64, version=2),
     "gptq-zeros": of_gptq(64, symmetric=False),
     "gptq-v2-zeros": of_gptq(128, symmetric=False, version=2),
+    "gptq-8": of_gptq(128, bits=8),
+    "gptq-8-channel": of_gptq(-1, bits=8),
+    "gptq-8-zeros": of_gptq(64, symmetric=False, bits=8),
+    "gptq-8-v2-zeros": of_gptq(-1, symmetric=False, version=2, bits=8),
     "awq": of_awq(128),
     "awq-64": of_awq(64),
     "packed-32": of_compressed(PACKED, "group", group_size=32),
@@ -220,7 +238,10 @@ LAYOUTS = {
     "packed-zeros": of_compressed(PACKED, "group", group_size=64, symmetric=False),
     "packed-channel-zeros": of_compressed(PACKED, "channel", symmetric=False),
     "packed-8": of_compressed(PACKED, "channel", 8),
+    "packed-8-groups": of_compressed(PACKED, "group", 8, group_size=32),
+    "packed-8-zeros": of_compressed(PACKED, "group", 8, group_size=64, symmetric=False),
     "int8": of_compressed("int-quantized", "channel", 8),
+    "int8-groups": of_compressed("int-quantized", "group", 8, group_size=128),
     "float-tensor": of_compressed(FLOAT, "tensor", 8, "float"),
     "float-channel": of_compressed(FLOAT, "channel", 8, "float"),
     "float-block": of_compressed(FLOAT, "block", 8, "float", block_structure=[128, 128]),
@@ -283,10 +304,11 @@ def test_a_weight_is_decoded_as_its_library_decodes_it(tmp_path, name):
     files = read_one(tmp_path, layout, parts)
     codes, scale, zero = files.quantized["a.weight"]()
     assert not files.readers and codes.dtype == torch.int8 and (zero is not None) == (name in ZEROS)
-    if files.recipe.format == "int4":
+    if scale.dim() > 1:
+        half = 8 if files.recipe.format == "int4" else 128
         assert (
-            codes.min() == -8
-            and codes.max() == 7
+            codes.min() == -half
+            and codes.max() == half - 1
             and scale.dtype == parts.get("scales", parts.get("weight_scale")).dtype
         )
         found = decoded(codes, scale, torch.zeros_like(scale) if zero is None else zero)
@@ -314,6 +336,8 @@ WHOLE = {  # one of each layout, of those that fit the golden models
     "packed": of_compressed(PACKED, "channel"),
     "packed-zeros": of_compressed(PACKED, "group", group_size=32, symmetric=False),
     "packed-8": of_compressed(PACKED, "channel", 8),
+    "gptq-8": of_gptq(32, bits=8),
+    "packed-8-zeros": of_compressed(PACKED, "group", 8, group_size=32, symmetric=False),
     "int8": of_compressed("int-quantized", "channel", 8),
     "float": of_compressed(FLOAT, "channel", 8, "float"),
     "fp8": of_fp8(128),
@@ -371,6 +395,23 @@ def test_layers_hold_what_the_library_decodes_and_multiply_with_it(tmp_path, cap
     assert ((layer(x) - x @ layer.dequantize().T).abs() <= most + 1e-5).all()
 
 
+@pytest.mark.parametrize("name", ["gptq-8", "packed-8-zeros"])
+def test_logits_in_groups_of_8_bits(tmp_path, name):
+    """Activations are rounded to 8 bits; test_gguf_blocks.py has the bound."""
+    weights = write_model(tmp_path / "m", WHOLE[name], PAIR[0])
+    model = load_model(tmp_path / "m")
+    wide = load_model(PAIR[0])
+    for ours, theirs in weight_names(wide.config).items():
+        if theirs[0] in weights:
+            wide.get_parameter(ours).data = torch.cat([weights[part] for part in theirs])
+    ids = torch.arange(97)[None]
+    got, want = (m.logits(m(ids, torch.arange(97)[None])) for m in (model, wide))
+    error = (got - want).square().mean().sqrt() / want.std()
+    assert want.std() > 0.3 and 0 < error < 0.03, error
+    layer = model.layers[0].ffn.w13
+    assert layer.packed.nbytes == layer.out_features * layer.in_features * (1 + 4 / 32)
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory) -> Path:
     """A random Mixtral whose widths int4 can have."""
@@ -394,7 +435,7 @@ def mixtral(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed-8", "fp8"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-8", "packed-8-zeros", "fp8"])
 def test_experts_are_stacks(mixtral, tmp_path, name):
     weights = write_model(tmp_path / "m", WHOLE[name], mixtral)
     model = load_model(tmp_path / "m")
@@ -517,7 +558,7 @@ def test_groups_of_layers_may_differ_in_how_they_were_made(originals, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-8"])
 def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, name):
     """Scales in fp16 and zero points are words of 4 bytes, as many as the file has groups."""
     asked = []
@@ -658,9 +699,9 @@ BAD = {  # layout, what is done to it, what the line says
     "method": ("gptq", said(quant_method="bitsandbytes"), "quantized with bitsandbytes are not supported, only gptq, awq"),
     "mxfp4": ("gptq", said(quant_method="mxfp4"), "quantized with mxfp4 are not supported"),
     "no method": ("gptq", said(quant_method=None), "the key 'quant_method' is missing"),
-    "2 bits": ("gptq", said(bits=2), "GPTQ is supported with 4 bits; it has 2"),
-    "3 bits": ("gptq", said(bits=3), "GPTQ is supported with 4 bits; it has 3"),
-    "8 bits": ("gptq", said(bits=8), "GPTQ is supported with 4 bits; it has 8"),
+    "2 bits": ("gptq", said(bits=2), "GPTQ is supported with 4 and 8 bits; it has 2"),
+    "3 bits": ("gptq", said(bits=3), "GPTQ is supported with 4 and 8 bits; it has 3"),
+    "8 bits": ("gptq", said(bits=8), r"proj.scales must be .* of shape \[1, 64\]; it is float16 \[2, 64\]: .*use the config"),
     "no bits": ("gptq", said(bits=None), "the key 'bits' is missing"),
     "unnamed": ("gptq", unnamed, "quantized with bitsandbytes are not supported, only gptq, awq"),
     "marlin": ("gptq", said(checkpoint_format="marlin"), "checkpoint_format, or format, must be one of .*; it is marlin"),
@@ -695,7 +736,8 @@ BAD = {  # layout, what is done to it, what the line says
     "packed 3": ("packed", weights_said(num_bits=3), "is supported as int with 4 bits or int with 8 bits; it is int with 3 bits"),
     "packed group": ("packed", weights_said(strategy="tensor_group", group_size=16), "the strategy of int with 4 bits must be one of"),
     "no group": ("packed", weights_said(strategy="group"), "the key 'group_size' is missing"),
-    "8 groups": ("int8", weights_said(strategy="group", group_size=128), "the strategy of int with 8 bits must be one of"),
+    "8 groups": ("int8", weights_said(strategy="group", group_size=128), "int8 group size 128 does not divide in_features 64 of .*; use another checkpoint"),
+    "8 scales": ("packed-8-zeros", with_(UP + "weight_scale", lambda t: t.float()), r"up_proj.weight_scale must be float16 or bfloat16 of shape \[160, 2\]"),
     "8 zeros": ("int8", weights_said(symmetric=False), "int with 8 bits must be symmetric"),
     "said shape": ("packed", with_(UP + "weight_shape", lambda t: t + 8), r"up_proj.weight_shape says \[168, 72\], and weight_packed holds \[160, 64\]"),
     "no fp8 scale": ("fp8", without(UP + "weight_scale_inv"), "up_proj.weight is float8_e4m3fn and has no scale"),

@@ -510,6 +510,18 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
 
 
+def test_our_methods_get_the_dtype_that_was_given(monkeypatch):
+    """A draft model in a GGUF file stays in its blocks only without --dtype."""
+
+    def stop(engine, config):
+        assert (config.dtype, engine.config.dtype) == ("", "float32")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_peers, "with_config", stop)
+    with pytest.raises(KeyboardInterrupt):
+        bench_peers.bench(bench_peers.PeersConfig(device="cpu", peers="none"))
+
+
 @pytest.mark.slow
 def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     """Prompts of different lengths, so that rows are padded: everybody's tokens are those of a row alone."""
