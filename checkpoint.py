@@ -161,6 +161,14 @@ class Codes(NamedTuple):
     scale: Tensor  # int8: [N] fp32; both: [N, K / G], 16 bits; G: a multiple of 32
     zero: Tensor | None = None  # of groups: zero points, [N, K / G] int8, subtracted from codes
 
+    def numbers(self) -> Tensor:
+        """Return the weight, [N, K] fp32."""
+        scale = self.scale.float().view(len(self.codes), -1, 1)  # [N, groups, 1]
+        groups = self.codes.float().unflatten(1, (scale.shape[1], -1))
+        if self.zero is not None:
+            groups -= self.zero[..., None]
+        return (groups * scale).flatten(1)
+
 
 class TensorSource(Protocol):
     """Tensors by name, and their config.json."""

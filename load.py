@@ -61,8 +61,10 @@ def load(
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
-    if any(getattr(layer, "format", "") == BLOCKS for layer in target.modules()):
-        config = replace(config, quant=BLOCKS)
+    formats = {getattr(layer, "format", "") for layer in target.modules()}
+    for kept in (BLOCKS, "int4"):  # of a GGUF file on a CPU, on CUDA
+        if kept in formats and config.quant == "none":
+            config = replace(config, quant=kept)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     tokenizer, template = text or read_text_files(path, config)
     eos_ids = _eos_ids(target, tokenizer, template)

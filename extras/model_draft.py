@@ -179,7 +179,8 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     dtype = weight.dtype
     quant = None  # a quantized checkpoint keeps its own format
     if config.quant_draft == BLOCKS:
-        dtype = None  # of the file: products of blocks give bfloat16
+        if weight.device.type == "cpu":
+            dtype = None  # of the file: products of blocks give bfloat16
         quant = Quantization(BLOCKS, saved=True)
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)

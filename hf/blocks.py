@@ -6,8 +6,8 @@ over the mapped file. Codes of 5 and 6 bits take 8. The parts of a layer, as que
 may be of different types.
 
 Trade-off: activations are rounded to 8 bits, in blocks of 16 or 32, as llama.cpp does it.
-Not here: CUDA, several ranks, machines without a C++ compiler. There, blocks are widened
-(hf/gguf.py).
+Not here: several ranks, machines without a C++ compiler. There, blocks are widened (hf/gguf.py),
+and on CUDA too, but for Q4_0, which int4 holds exactly (`int4_codes`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import BLOCKS
+from checkpoint import BLOCKS, Codes
 from files import is_gguf
 from model import LMHead
 from ops.library import has_cpu_operators
@@ -28,20 +28,22 @@ from options import GenerateConfig
 from quantize import QuantLinear
 from ranks import this_rank
 
+Q4_0 = 2  # of GGUF
+Q4_0_BYTES = 18  # of a block
+
 
 def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
-    """Check whether a checkpoint's weights stay in the file's own blocks.
+    """Check whether a checkpoint's weights stay in the file's own blocks, or their codes on CUDA.
 
     config: `dtype` as the user gave it
-    Returns: True for a GGUF file on one CPU, unless --dtype is given.
+    Returns: True for a GGUF file on one device, unless --dtype is given.
     """
     return (
         is_gguf(path)
         and not config.dtype
         and not config.inflate
-        and config.device == "cpu"
         and this_rank().world_size == 1
-        and has_cpu_operators()
+        and (config.device.startswith("cuda") or (config.device == "cpu" and has_cpu_operators()))
     )
 
 
@@ -63,6 +65,29 @@ class Blocks(NamedTuple):
     def packed_bytes(self) -> int:
         """The size of the packed weight."""
         return torch.ops.gpt_eagle.block_bytes(self.type_id, self.outputs, self.inputs)
+
+
+def int4_codes(blocks: Blocks, path: Path) -> Codes:
+    """Return the codes and scales of a weight in Q4_0, which int4 holds exactly.
+
+    Raises: ValueError for a scale that is NaN or infinite.
+    """
+    assert blocks.type_id == Q4_0, blocks.type_id
+    content = blocks.content
+    if blocks.order is not None:
+        content = content[blocks.order]
+    each = content.view(len(content), -1, Q4_0_BYTES)  # [N, K/32, scale and 16 bytes]
+    scale = each[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    if not scale.isfinite().all():
+        raise ValueError(bad_scale(blocks, path))
+    halves = each[..., 2:]
+    codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)  # [N, K]
+    return Codes(codes.sub_(8).view(torch.int8), scale)
+
+
+def bad_scale(blocks: Blocks, path: Path) -> str:
+    """Return the line about a scale that is no number."""
+    return f"{path}: {blocks.name} has a scale that is NaN or infinite; download it again"
 
 
 def table_of(parts: Sequence[Blocks]) -> Tensor:
@@ -89,9 +114,7 @@ def pack(parts: Sequence[Blocks], table: Tensor, out: Tensor, path: Path) -> Non
     for part, first in zip(parts, table[5::3].tolist()):
         strips = out[first : first + part.packed_bytes]
         if not torch.ops.gpt_eagle.pack_blocks(part.content, part.type_id, part.order, strips):
-            raise ValueError(
-                f"{path}: {part.name} has a scale that is NaN or infinite; download it again"
-            )
+            raise ValueError(bad_scale(part, path))
 
 
 class BlockLinear(QuantLinear):

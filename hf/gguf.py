@@ -2,10 +2,10 @@
 
 1. `GgufFile` is a `TensorSource`. It writes the metadata (hf/gguf_header.py) as a config.json and
    translates llama.cpp's names.
-2. `keep_blocks` leaves matrices in their blocks, for the layers of hf/blocks.py. Otherwise blocks
-   become numbers when a tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp)
-   rounds them to bfloat16 on the way. Where it is not loaded, the package `gguf` reads them as
-   fp32, which gives the same bits.
+2. `keep_blocks` leaves matrices in their blocks, for the layers of hf/blocks.py; `keep_int4` reads
+   those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a tensor
+   is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to bfloat16 on the
+   way. Where it is not loaded, the package `gguf` reads them as fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
 Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import TensorSource
-from hf.blocks import Blocks
+from checkpoint import Codes, TensorSource
+from hf.blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from model import rope_frequencies
 from ops.library import cpu_operators_are_loaded
@@ -136,6 +136,25 @@ class GgufFile(TensorSource):
                 continue
             del self.readers[name]
             self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
+
+    def keep_int4(self, layers: Iterable[tuple[str, ...]]) -> None:
+        """Leave layers that int4 holds exactly to `quantized`, as `Codes`: those in Q4_0.
+
+        layers: the names of their parts
+        Writes: readers, quantized.
+        """
+        for names in layers:
+            reads = [self.readers.get(name) for name in names]
+            if all(isinstance(read, partial) and self._is_q4_0(read.args[0]) for read in reads):
+                for name, read in zip(names, reads):
+                    del self.readers[name]
+                    self.quantized[name] = partial(self._int4, *read.args, **read.keywords)
+
+    def _is_q4_0(self, name: str) -> bool:
+        return self._in_blocks(name) and self._header.tensors[name].type_id == Q4_0
+
+    def _int4(self, name: str, part: int | None = None, heads: int = 0) -> Codes:
+        return int4_codes(self._blocks(name, part, heads), self.path)
 
     def _in_blocks(self, name: str) -> bool:
         """Check whether a tensor is a matrix, or a stack of them, in blocks."""

@@ -18,7 +18,7 @@ import ctypes
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,6 +153,12 @@ def load_weights(
                 continue
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    if loading.wide:
+        print(
+            f"note: {files.path}: int8 on CUDA holds neither groups nor code -128: widened to "
+            f"{str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
+            file=sys.stderr,
+        )
     return storage.quant
 
 
@@ -255,6 +261,7 @@ class _Loading:
     files: TensorSource
     storage: Storage
     pages: HugePages | None
+    wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
         """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
@@ -271,7 +278,7 @@ class _Loading:
 
     def quantized(
         self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, fp32_out: bool
-    ) -> QuantLinear | QuantExperts:
+    ) -> nn.Module:
         """Return the quantized layer that replaces `layer`. fp32_out: its outputs are fp32."""
         shape = layer.weight.shape
         if self.storage.quant.is_blocks:
@@ -279,6 +286,8 @@ class _Loading:
                 return BlockExperts(*self.blocks(names, shape))
             return BlockLinear(*self.blocks(names, shape), layer.bias, fp32_out)
         kind = FORMATS[self.storage.quant.format]
+        if not self.fits_device(names):
+            return self.widened(names, layer)
         if isinstance(layer, nn.Linear):
             codes, scale, *zero = self._codes(kind, names, shape)
             made = kind(codes, scale, layer.bias, fp32_out, *zero)
@@ -286,6 +295,29 @@ class _Loading:
         # experts are too much to be there twice: they stay in normal pages
         parts = (self._codes(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
         return QuantExperts(kind, parts, shape[0])
+
+    def fits_device(self, names: tuple[str, ...]) -> bool:
+        """Check that the device's product holds the codes of others; int8 on CUDA may not."""
+        is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
+        if not (is_int8_on_cuda and self.files.quantized):
+            return True
+        for name in names:
+            weight = self.files.quantized[name]()
+            if weight.scale.dim() > 1 or int(weight.codes.amin()) == -128:
+                return False
+        return True
+
+    def widened(
+        self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear
+    ) -> nn.Linear | ExpertLinear:
+        """Return the layer with the numbers of codes. Writes: its weight, and `wide`."""
+        shape = layer.weight.shape
+        parts = [self.files.quantized[name]().numbers() for name in names]
+        flat = torch.Size((shape.numel() // shape[-1], shape[-1]))
+        value = self._stack(parts, names, flat, self.storage.dtype).view(shape)
+        layer.weight = nn.Parameter(value, requires_grad=False)
+        self.wide.append(names[0])
+        return layer
 
     def blocks(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Pack a weight, or a stack of them, that stays in the file's blocks.
@@ -444,7 +476,7 @@ def load_model(
     if device.startswith("cpu"):
         has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
-    if quant is not None and quant.is_blocks:
+    if quant is not None and quant.is_blocks and device == "cpu":
         files.keep_blocks()
         quant = quant if files.quantized else None
     config = read_config(path, files.config)
@@ -467,6 +499,8 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)
+    if quant is not None and quant.is_blocks and device != "cpu":
+        quant = keep_int4(files, model)
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     embedding = model.embedding
@@ -486,6 +520,16 @@ def load_model(
     return model.eval()
 
 
+def keep_int4(files: TensorSource, model: Transformer) -> Quantization | None:
+    """Leave the layers of a GGUF file that int4 holds exactly in its codes; the rest is widened.
+
+    model: on the meta device. Returns: their format, or None where there are none.
+    """
+    names = weight_names(model.config)
+    files.keep_int4([names[ours] for ours in _linear_weights(model) if ours in names])
+    return Quantization("int4", 32, saved=True) if files.quantized else None
+
+
 def block_note(files: TensorSource, storage: Storage) -> str:
     """Return a line about the blocks of a GGUF file; empty where there are none."""
     quant = storage.quant
@@ -495,6 +539,11 @@ def block_note(files: TensorSource, storage: Storage) -> str:
         return ""
     if quant is None:
         return f"weights in blocks of {kinds} are widened to {dtype}"
+    if quant.saved and not quant.is_blocks:
+        return (
+            f"layers in Q4_0 become int4, with the same values; other blocks ({kinds}) are widened "
+            f"to {dtype}; --dtype {dtype} widens all"
+        )
     if quant.is_blocks:
         return f"weights stay in the file's own blocks ({kinds}); --dtype {dtype} widens them"
     return (

@@ -391,7 +391,7 @@ def test_groups_that_ranks_do_not_divide(tmp_path, joined):
     raw = TINY | {"num_attention_heads": 2, "head_dim": 64, "intermediate_size": 192}
     path = Path(write_tiny(tmp_path / "m", raw))
     quantize_directory(path, tmp_path / "saved", Quantization("int4", 64))
-    rule = "2 heads and 192 columns of the feed-forward in whole int4 groups of 64, and .*; it is 2: make it 1"
+    rule = "2 heads and 192 columns of the feed-forward in whole groups of 64, and .*; it is 2: make it 1"
     for file, quant, remedy in (
         (path, Quantization("int4", 64), ", or use --group_size 32"),
         (tmp_path / "saved", None, ""),
@@ -401,7 +401,7 @@ def test_groups_that_ranks_do_not_divide(tmp_path, joined):
     share = parts_of(path, 2)[0]
     large = Codes(torch.zeros(64, 192, dtype=torch.int8), torch.ones(64, 2))
     assert share._codes("model.layers.0.mlp.up_proj.weight", lambda: large).codes.shape == (32, 192)
-    with pytest.raises(ValueError, match="in whole int4 groups of 96, and .*; it is 2: make it 1$"):
+    with pytest.raises(ValueError, match="in whole groups of 96, and .*; it is 2: make it 1$"):
         share._codes("model.layers.0.mlp.down_proj.weight", lambda: large)
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,11 +39,21 @@ import generate as program
 from checkpoint import BLOCKS, Quantization
 from generate import Batch, compare, generate, load
 from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
-from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, keeps_blocks, numbers_of
+from hf.blocks import (
+    BlockEmbedding,
+    BlockExperts,
+    BlockLinear,
+    int4_codes,
+    keeps_blocks,
+    numbers_of,
+)
 from hf.gguf import GgufFile
-from hf.weights import export_weights, load_model, weight_names
+from hf.weights import Storage, export_weights, keep_int4, load_model, load_weights, weight_names
+from model import Transformer
 from ops.library import has_cpu_operators
+from ops.quantized import PRODUCTS
 from options import GenerateConfig
+from quantize import QuantExperts, QuantLinear
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
 IN_BLOCKS = Quantization(BLOCKS, saved=True)
@@ -55,6 +66,7 @@ CASES = {  # family, options, the type of most matrices, those of others by thei
     "biases": ("Qwen2", {}, "Q4_K", Q4_K_M),
     "many types": ("Llama", {"num_key_value_heads": 8}, "Q4_K", FALLBACK),
     "mixture": ("Mixtral", {"num_local_experts": 4}, "Q4_K", Q4_K_M),
+    "int4": ("Mixtral", {"num_local_experts": 4}, "Q4_0", Q4_K_M),
     "tied floats": ("Llama", {"tie_word_embeddings": True}, "Q4_0", {"token_embd": "F16"}),
     "floats": ("Llama", {}, "Q4_0", {"token_embd": "F16", "output": "BF16", "ffn_down": "F32"}),
 }
@@ -123,7 +135,7 @@ def test_weights_and_logits(block_file, case):
             assert torch.equal(layer(IDS), wide.embedding.weight[IDS].bfloat16())
         formats.add(type(layer))
     assert BlockLinear in formats
-    assert (BlockExperts in formats) == (case == "mixture")
+    assert (BlockExperts in formats) == (case in ("mixture", "int4"))
     assert (BlockEmbedding in formats) == ("floats" not in case)
     want = logits(wide)
     error = (logits(kept) - want).square().mean().sqrt() / want.std()
@@ -161,6 +173,52 @@ def test_memory(block_file, case):
     assert held == round(stored * share.get(case, 1))
 
 
+@pytest.mark.parametrize(
+    "case, held", [("Q4_0", ["lm_head", "w13", "w2", "wo", "wqkv"]), ("int4", ["w13", "wo"])]
+)
+def test_codes_for_cuda(block_file, monkeypatch, capsys, case, held):
+    """Layers in Q4_0 become int4 of the same values, also in CUDA's layout; the rest is widened.
+
+    A model on the meta device takes the way of one on CUDA.
+    """
+    path = block_file(case)
+    files = GgufFile(path)
+    wide = load_model(path, torch.float32)
+    with torch.device("meta"):
+        model = Transformer(wide.config)
+    storage = Storage(torch.float32, "cpu", keep_int4(files, model))
+    load_weights(model, files, weight_names(wide.config), storage)
+    found = set()
+    on_cuda = PRODUCTS["int4", "cuda"]
+    for name, layer in model.named_modules():
+        other = wide.get_submodule(name)
+        if isinstance(layer, (QuantLinear, QuantExperts)):
+            assert torch.equal(layer.dequantize(), other.weight), name
+            found.add(name.split(".")[-1])
+        elif getattr(layer, "weight", None) is not None:
+            assert torch.equal(layer.weight, other.weight), name
+        if isinstance(layer, QuantLinear):
+            codes, scale = layer.codes_and_scale()
+            packed = on_cuda.pack(codes, scale)
+            for got, want in zip(on_cuda.unpack(*packed, *codes.shape), (codes, scale)):
+                assert torch.equal(got, want), name
+    assert sorted(found) == held
+    monkeypatch.setitem(PRODUCTS, ("int4", "meta"), on_cuda)
+    capsys.readouterr()
+    there = load_model(path, torch.bfloat16, "meta", IN_BLOCKS)
+    kept = {name.split(".")[-2] for name, _ in there.named_buffers() if name.endswith("packed")}
+    assert sorted(kept) == held
+    assert capsys.readouterr().err.startswith("note: layers in Q4_0 become int4, with the same")
+
+
+def test_a_scale_for_cuda_that_is_no_number(block_file):
+    weight = GgufFile(block_file("Q4_0"))._blocks("output.weight")
+    content = weight.content.clone()
+    content[3, 18:20] = torch.tensor([0, 0x7E], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a.gguf: output.weight has a scale that is NaN or inf"):
+        int4_codes(weight._replace(content=content), Path("a.gguf"))
+
+
 # ---------------------------------------------------------------------------------- the engine
 
 
@@ -187,12 +245,14 @@ def test_a_file_without_blocks_has_no_note(tmp_path, capsys):
     [
         (1, "cpu", "", True),
         (2, "cpu", "", False),
-        (1, "cuda", "", False),
+        (1, "cuda", "", True),
+        (2, "cuda", "", False),
+        (1, "cuda", "bfloat16", False),
         (1, "cpu", "bfloat16", False),
     ],
 )
 def test_where_blocks_stay(block_file, monkeypatch, world, device, dtype, kept):
-    """On one CPU without --dtype; several ranks widen."""
+    """On one device without --dtype; several ranks widen."""
     for name, value in (("WORLD_SIZE", world), ("RANK", 0), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")

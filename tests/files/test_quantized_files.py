@@ -22,17 +22,17 @@ from test_moe import watch_loading
 from torch import Tensor
 
 import quantize
-from checkpoint import WeightFiles, write_checkpoint
+from checkpoint import Quantization, WeightFiles, write_checkpoint
 from generate import generate, load, main
 from helpers import GOLDEN
 from hf.config import read_config
 from hf.quantized import QuantizedFiles
 from hf.tokenizer import Tokenizer
-from hf.weights import export_weights, load_model, weight_names
+from hf.weights import Storage, _Loading, export_weights, load_model, weight_names
 from model import Transformer
 from ops.library import has_cpu_operators
 from options import DEMO
-from quantize import QuantExperts, QuantLinear
+from quantize import Int8Linear, QuantExperts, QuantLinear
 from scripts.bench import quant_quality
 
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
@@ -482,6 +482,26 @@ def test_a_draft_model_may_be_such_a_file(tmp_path):
     )
     result = generate(engine, [[5, 17, 3]])
     assert result.tokens == expected and result.stats["tau"] > 1.5
+
+
+@pytest.mark.parametrize(
+    "name, code, fits", [("gptq-8", 0, False), ("int8", -127, True), ("int8", -128, False)]
+)
+def test_int8_that_cuda_cannot_hold_is_widened(originals, name, code, fits):
+    """Its product has a scale per output and codes from -127 on. Groups and code -128 become numbers."""
+    files = QuantizedFiles(WeightFiles(originals(name)))
+    part = "model.layers.1.mlp.down_proj.weight"
+    weight = files.quantized[part]()
+    weight = weight._replace(codes=weight.codes.clamp(min=-127))
+    weight.codes[0, 0] = code
+    files.quantized[part] = lambda: weight
+    quant = Quantization("int8", 0, saved=True)
+    for device in ("cuda", "cpu"):
+        loading = _Loading(files, Storage(torch.float32, device, quant), None)
+        assert loading.fits_device((part,)) == (fits or device == "cpu")
+    layer = loading.widened((part,), torch.nn.Linear(160, 64, device="meta"))
+    want = Int8Linear(weight.codes, weight.scale, zero=weight.zero).dequantize()
+    assert torch.equal(layer.weight, want) and loading.wide == [part]
 
 
 @OPERATORS
