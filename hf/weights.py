@@ -25,7 +25,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Quantization, TensorSource, fit_group, saved_quantization, scale_name
+from checkpoint import (
+    BLOCKS,
+    Quantization,
+    TensorSource,
+    fit_group,
+    saved_quantization,
+    scale_name,
+)
 from files import is_gguf
 from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from hf.config import open_source, read_config
@@ -476,9 +483,6 @@ def load_model(
     if device.startswith("cpu"):
         has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
-    if quant is not None and quant.is_blocks and device == "cpu":
-        files.keep_blocks()
-        quant = quant if files.quantized else None
     config = read_config(path, files.config)
     saved = saved_quantization(files.config)
     if dtype is None:
@@ -499,8 +503,8 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     check_experts(config, files)
-    if quant is not None and quant.is_blocks and device != "cpu":
-        quant = keep_int4(files, model)
+    if quant is not None and quant.is_blocks:
+        quant = keep_blocks(files, model, device)
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     embedding = model.embedding
@@ -520,14 +524,19 @@ def load_model(
     return model.eval()
 
 
-def keep_int4(files: TensorSource, model: Transformer) -> Quantization | None:
-    """Leave the layers of a GGUF file that int4 holds exactly in its codes; the rest is widened.
+def keep_blocks(files: TensorSource, model: Transformer, device: str) -> Quantization | None:
+    """Leave the weights of a GGUF file in its blocks; on CUDA in int4 where that is exact.
 
     model: on the meta device. Returns: their format, or None where there are none.
     """
-    names = weight_names(model.config)
-    files.keep_int4([names[ours] for ours in _linear_weights(model) if ours in names])
-    return Quantization("int4", 32, saved=True) if files.quantized else None
+    if device == "cpu":
+        files.keep_blocks()
+        kept = Quantization(BLOCKS, saved=True)
+    else:
+        names = weight_names(model.config)
+        files.keep_int4([names[ours] for ours in _linear_weights(model) if ours in names])
+        kept = Quantization("int4", 32, saved=True)
+    return kept if files.quantized else None
 
 
 def block_note(files: TensorSource, storage: Storage) -> str:

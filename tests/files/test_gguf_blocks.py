@@ -48,7 +48,7 @@ from hf.blocks import (
     numbers_of,
 )
 from hf.gguf import GgufFile
-from hf.weights import Storage, export_weights, keep_int4, load_model, load_weights, weight_names
+from hf.weights import Storage, export_weights, keep_blocks, load_model, load_weights, weight_names
 from model import Transformer
 from ops.library import has_cpu_operators
 from ops.quantized import PRODUCTS
@@ -186,7 +186,7 @@ def test_codes_for_cuda(block_file, monkeypatch, capsys, case, held):
     wide = load_model(path, torch.float32)
     with torch.device("meta"):
         model = Transformer(wide.config)
-    storage = Storage(torch.float32, "cpu", keep_int4(files, model))
+    storage = Storage(torch.float32, "cpu", keep_blocks(files, model, "cuda"))
     load_weights(model, files, weight_names(wide.config), storage)
     found = set()
     on_cuda = PRODUCTS["int4", "cuda"]
