@@ -31,11 +31,13 @@ def option(
     least: int | None = None,
     most: int = MOST,
     flag: bool = True,
+    alias: str = "",
     **extra: Any,
 ) -> Any:
     """Make a dataclass field that is also a flag, unless `flag` is False.
 
     least, most: the range of a number
+    alias: another name of it, on the command line and in Python
     """
     metadata = {
         "help": help,
@@ -44,9 +46,24 @@ def option(
         "least": least,
         "most": most,
         "flag": flag,
+        "alias": alias,
         **extra,
     }
     return field(default=default, metadata=metadata)
+
+
+def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values by the fields' names, where some are given by an alias.
+
+    Raises: ValueError for a field that is given twice.
+    """
+    named = dict(values)
+    for f in fields(options):
+        alias = f.metadata["alias"]
+        if alias and alias in named:
+            require(f.name not in named, f"{alias} is another name of {f.name}; give one of them")
+            named[f.name] = named.pop(alias)
+    return named
 
 
 def check_ranges(options: Any) -> None:
@@ -150,11 +167,14 @@ def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
         arguments["choices"] = f.metadata["choices"]
     if f.metadata.get("optional"):
         arguments |= {"nargs": "?", "const": "", "metavar": "NAME"}
-    name = f"--{f.name}"
+    names = [f"--{f.name}"]
+    if f.metadata["alias"]:
+        names.append(f"--{f.metadata['alias']}")
+        arguments["dest"] = f.name
     if f.metadata.get("positional"):
-        name = f.name
+        names = [f.name]
         arguments["nargs"] = "?"  # a positional argument may be left out, as every option
-    parser.add_argument(name, **arguments)
+    parser.add_argument(*names, **arguments)
 
 
 def _drop_output() -> None:

@@ -288,6 +288,10 @@ class TreeDrafter(Drafter):
         """Score the token after each output: [B, R, F] -> [B, R, Vd] fp32, Vd tokens of `vocab`."""
         raise NotImplementedError
 
+    def logits_of(self, out: Tensor, level: int) -> Tensor:
+        """Score the children of a level's nodes, as `logits`. Level 0 is the root's."""
+        return self.logits(out)
+
     def resolved_options(self) -> dict[str, Any]:
         tree = self.tree
         if isinstance(tree, DynamicTree):
@@ -328,7 +332,7 @@ class TreeDrafter(Drafter):
 
     def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
         """Score the children of every output [B, R, F]."""
-        z = self.logits(out)  # [B, R, V]
+        z = self.logits_of(out, level)  # [B, R, Vd]
         if root.guide is not None:
             z = root.guide.mask(z, self.vocab)
         if self.children != "noise" or root.rule is None:
@@ -341,7 +345,8 @@ class TreeDrafter(Drafter):
         first = 0  # rows of noise of earlier levels
         if level:
             first = 1 + sum(self.tree.widths[: level - 1])
-        log_q = sampling.process(self.logits(out), root.rule).log_softmax(-1)  # [B, R, V]
+        z = self.logits_of(out, level)
+        log_q = sampling.process(z, root.rule).log_softmax(-1)  # [B, R, Vd]
         fresh = self.vocab.columns(root.fresh[:, first : first + out.shape[1]])
         columns = (log_q + fresh).topk(k, dim=-1).indices
         tokens = self.vocab.tokens(columns)

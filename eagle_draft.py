@@ -272,7 +272,7 @@ def load_drafter(
     source: tensors that replace the head's files
     options: vocab and lookup, as for `TreeDrafter`
     """
-    path = Path(config.eagle)
+    path = Path(config.head)
     raw = source.config if source else read_json(path / "config.json")
     quant = saved_quantization(raw, path)
     quant = quant or Quantization.of(config.quant_draft, config.group_size)

@@ -20,7 +20,7 @@ import ranks
 import tp
 from buffers import PREFILL_WIDTHS
 from checkpoint import BLOCKS, Quantization, saved_quantization
-from command_line import require
+from command_line import by_names, require
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly, TreeDrafter
 from hf.blocks import keeps_blocks
@@ -29,7 +29,7 @@ from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.weights import int4_group
 from model import DTYPES, Transformer
-from options import GenerateConfig, pick_device
+from options import HEAD_KINDS, GenerateConfig, pick_device
 from prompts import read_grammar
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
 from session import Session
@@ -51,7 +51,7 @@ def load(
     """
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
-    config = config or GenerateConfig(**options)
+    config = config or GenerateConfig(**by_names(GenerateConfig, options))
     config.check()
     began = time.perf_counter()
     config = replace(config, device=pick_device(config.device))
@@ -178,6 +178,14 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
             from extras.model_draft import load_drafter
 
             drafter = load_drafter(target, config)
+        case "medusa":
+            from extras.medusa_draft import load_drafter
+
+            drafter = load_drafter(target, config)
+        case "hydra":
+            from extras.hydra_draft import load_drafter
+
+            drafter = load_drafter(target, config)
         case _:  # eagle, eagle+ngram
             added = {}
             if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":
@@ -193,7 +201,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
         from extras.ngram_draft import Ngram, NgramDrafter
 
         lookup = None
-        if config.draft == "eagle" and config.device == "cpu":
+        if config.draft in HEAD_KINDS and config.device == "cpu":
             lookup = NgramDrafter(Ngram())
         drafter = with_smaller_trees(drafter, target, lookup)
     return drafter

@@ -11,14 +11,39 @@ Not here: reading a command line (command_line.py); reading prompts (prompts.py)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from command_line import check_ranges, option, require
 from files import can_name_file, check_directory, check_output
-from tree_shapes import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree, read_tree
+from needs import (
+    CHAT,
+    DRAFT,
+    GROWN,
+    HEAD,
+    INFLATABLE,
+    INT4,
+    LEVELS,
+    LOOKUP,
+    MODEL,
+    NOT_CHAT,
+    ONCE,
+    ONE_SIZE,
+    SAMPLED,
+    SHAPE,
+    TEXT,
+    TREE,
+    TRIMMED,
+)
+from tree_shapes import (
+    EAGLE1_PATHS,
+    MAX_NODES,
+    MEDUSA_PATHS,
+    DynamicTree,
+    StaticTree,
+    read_tree,
+)
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
@@ -26,6 +51,8 @@ DEMO = str(ROOT / "checkpoints" / "demo")
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+HEAD_KINDS = ("eagle", "medusa", "hydra", "block")  # of trained heads (hf/head_kinds.py)
+DEPTH = 6  # levels of a tree by default
 
 
 class Sampling(NamedTuple):
@@ -34,52 +61,6 @@ class Sampling(NamedTuple):
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
-
-
-class Need(NamedTuple):
-    """A condition for an option to have an effect."""
-
-    text: str  # follows the flag's name in the message; {0} is the options
-    met: Callable[[GenerateConfig], bool]
-
-
-DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
-HEAD = Need(
-    "does nothing with --draft {0.draft}; drop it", lambda o: o.draft not in ("model", "ngram")
-)
-MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
-LOOKUP = Need(
-    "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
-)
-TREE = Need(
-    "does nothing with --draft ngram, which has trees of its own; drop it",
-    lambda o: o.draft != "ngram",
-)
-GROWN = Need(
-    "belongs to --tree dynamic and auto; drop it", lambda o: o.tree_shape in ("dynamic", "auto")
-)
-LEVELS = Need(
-    "belongs to dynamic trees and chains, not to a static one; drop it",
-    lambda o: o.tree_shape != "static",
-)
-ONE_SIZE = Need(
-    "needs a tree of one size; --tree auto changes it: use --tree dynamic",
-    lambda o: o.tree != "auto",
-)
-SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
-INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
-INFLATABLE = Need(
-    "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
-    lambda o: o.checkpoint != DEFAULT,
-)
-SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
-TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
-TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
-CHAT = Need("belongs to a chat template; add --chat", lambda o: o.chat is not None)
-ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)
-NOT_CHAT = Need(
-    "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
-)
 
 
 @dataclass(frozen=True)
@@ -101,15 +82,16 @@ class GenerateConfig:
     )
     draft: str = option(
         "",
-        "who drafts: a head, a lookup in the text so far, another model; "
-        "default: eagle when a head is given or bundled, else ngram on a CPU and none elsewhere",
-        ("none", "eagle", "ngram", "model", "eagle+ngram"),
+        "who drafts: a head, a lookup in the text so far, another model; default: as the files of "
+        "the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
+        ("none", *HEAD_KINDS, "ngram", "model", "eagle+ngram"),
     )
-    eagle: str = option(
+    head: str = option(
         "",
-        "directory of the EAGLE head, of version 1, 2 or 3; default: the checkpoint's name with "
-        "-eagle, if it exists",
+        "directory of a trained head of any kind; default: the checkpoint's name with -eagle, or "
+        "with another --draft behind it, if it exists",
         needs=(DRAFT, HEAD),
+        alias="eagle",
     )
     draft_vocab: int = option(
         0,
@@ -159,7 +141,10 @@ class GenerateConfig:
         "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE)
     )
     tree_depth: int = option(
-        6, "drafted levels (dynamic, chain; auto: at most)", needs=(DRAFT, TREE, LEVELS), least=1
+        0,
+        "drafted levels (dynamic, chain; auto: at most); default: 6, or as many as the head has",
+        needs=(DRAFT, TREE, LEVELS),
+        least=1,
     )
     tree_topk: int = option(
         0,
@@ -310,17 +295,20 @@ class GenerateConfig:
 
         Raises: ValueError for a tree that cannot be.
         """
+        depth = self.tree_depth or DEPTH
         if self.tree_shape == "chain":
-            return StaticTree.chain(self.tree_depth)
+            return StaticTree.chain(depth)
+        if self.tree_file:
+            return StaticTree(read_tree(Path(self.tree_file)))
         if self.tree_shape == "static":
-            return StaticTree(read_tree(Path(self.tree_file)) if self.tree_file else EAGLE1_PATHS)
+            return StaticTree(MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS)
         topk = self.tree_topk
         size = self.tree_size
         if not topk or not size:
             default_topk, default_size = self._default_topk_and_size()
             topk = topk or default_topk
             size = size or default_size
-        return DynamicTree(self.tree_depth, topk, size, self.expand_by, not self.no_rerank)
+        return DynamicTree(depth, topk, size, self.expand_by, not self.no_rerank)
 
     def _default_topk_and_size(self) -> tuple[int, int]:
         device = self.device or pick_device("")
@@ -383,7 +371,7 @@ class GenerateConfig:
 
     def _check_files(self) -> None:
         """Check files and folders before anything is computed, so that no result is lost."""
-        for name in (self.checkpoint, self.eagle, self.draft_checkpoint):
+        for name in (self.checkpoint, self.head, self.draft_checkpoint):
             if name and not name.lower().endswith(".gguf"):
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")

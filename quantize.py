@@ -425,10 +425,10 @@ def main(argv: list[str] | None = None) -> None:
         quantize_directory(Path(config.checkpoint), out, quant, device, config.overwrite)
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         head = bundled_head(Path(config.checkpoint))
-        eagle = f" --eagle {head}" if head.is_dir() else ""
+        given = f" --head {head}" if head.is_dir() else ""
         print(
             f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: "
-            f'python generate.py --checkpoint {config.out}{eagle} --prompt "Once upon a time"'
+            f'python generate.py --checkpoint {config.out}{given} --prompt "Once upon a time"'
         )
 
 

@@ -129,7 +129,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     if file:
         known = known_of(recall(file), shapes)
     if known is None:
-        known = unknown(shapes, trained_miss(config.eagle))
+        known = unknown(shapes, trained_miss(config.head))
     if timed_s:
         known.costs = [seconds / timed_s[0] for seconds in timed_s]
         known.seen = [RECALLED] * len(shapes)

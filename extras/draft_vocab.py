@@ -42,7 +42,7 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     """
     count = config.draft_vocab
     size = target.config.vocab_size
-    head = Path(config.eagle)
+    head = Path(config.head)
     device = target.norm.weight.device
     files = HeadFiles(head, WeightFiles(head))
     if "d2t" in files.readers and draft_vocab(files, read_head(files, target.config), device):

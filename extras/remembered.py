@@ -56,7 +56,7 @@ def folder() -> Path | None:
 def file_of(engine: Engine) -> Path | None:
     """Return the file for an engine's presets; None where nothing is remembered."""
     config = engine.config
-    paths = (config.checkpoint, config.eagle, config.draft_checkpoint)
+    paths = (config.checkpoint, config.head, config.draft_checkpoint)
     try:
         parent = folder()
         models = [_identity(path) for path in paths if path]

@@ -676,14 +676,14 @@ def head_config(path: Path) -> ModelConfig:
     if version_of(WeightFiles(path).readers) == 3:
         raise ValueError(
             f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
-            "name another --eagle"
+            "name another --head"
         )
     return EagleConfig.from_dir(path).model
 
 
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     """Return the tensors of the head under `--inflate`."""
-    path = Path(config.eagle)
+    path = Path(config.head)
     weight = target.norm.weight
     small = head_config(path)
     shape = Shape.parse(config.inflate)

@@ -15,6 +15,7 @@ from pathlib import Path
 from checkpoint import BLOCKS, TensorSource, WeightFiles, foreign_quantization, saved_quantization
 from files import bundled_head, is_gguf, read_json
 from hf.blocks import keeps_blocks
+from hf.head_kinds import head_kind
 from hf.fields import (
     FLAG,
     NAMES,
@@ -32,7 +33,7 @@ from hf.fields import (
 )
 from model import ModelConfig
 from ops.library import has_cpu_operators
-from options import GenerateConfig
+from options import HEAD_KINDS, GenerateConfig
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
 ARCHITECTURES = {
@@ -404,32 +405,53 @@ def resolve_draft(config: GenerateConfig, path: Path, dtype: str = "") -> Genera
     config: `dtype` as the user gave it, `quant` as the target was loaded
     dtype: of the target as it was loaded; default: as `config` has it
     """
-    bundled = bundled_head(path)
-    eagle = config.eagle
-    if not eagle and config.draft in ("", "eagle", "eagle+ngram") and bundled.is_dir():
-        eagle = str(bundled)
-    draft = config.draft or ("eagle" if eagle else "none")
-    if draft.startswith("eagle") and not eagle:
-        raise ValueError(
-            f"--draft {draft} needs a head; name its directory with --eagle (there is no {bundled})"
-        )
+    head = _head_of(config, path)
+    draft = config.draft
+    if not draft:
+        draft = head_kind(Path(head)) if head else "none"
     if draft == "none":
         replace(config, draft="none").check_needs()
-    if not draft.startswith("eagle"):
-        eagle = ""
-    if is_gguf(Path(eagle)):
-        raise ValueError(
-            f"--eagle {eagle} is a GGUF file; a head is a directory with its config.json"
-        )
-    config = replace(config, draft=draft, eagle=eagle)
-    draft_path = Path(eagle or config.draft_checkpoint)
+    config = replace(config, draft=draft, head=head)
+    draft_path = Path(head or config.draft_checkpoint)
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
-    if not (eagle or config.draft_checkpoint):
+    if not (head or config.draft_checkpoint):
         return resolved
     form = _draft_format(replace(resolved, quant_draft=config.quant_draft), draft_path)
     if form == "none" and keeps_blocks(config, draft_path) and open_source(draft_path).block_types:
         form = BLOCKS
     return replace(resolved, quant_draft=form)
+
+
+def _head_of(config: GenerateConfig, path: Path) -> str:
+    """Return the directory of the head that drafts: as given, or the bundled one; "": none.
+
+    Raises: ValueError for a kind of draft whose head is missing, or of another kind.
+    """
+    kind = config.draft.removesuffix("+ngram") or "eagle"
+    if kind not in HEAD_KINDS:
+        return ""
+    head = config.head
+    bundled = bundled_head(path, kind)
+    if not head and bundled.is_dir():
+        head = str(bundled)
+    if is_gguf(Path(head)):
+        raise ValueError(
+            f"--head {head} is a GGUF file; a head is a directory with its config.json"
+        )
+    if not config.draft:
+        return head
+    if not head:
+        raise ValueError(
+            f"--draft {config.draft} needs a head; name its directory with --head "
+            f"(there is no {bundled})"
+        )
+    found = head_kind(Path(head))
+    if found != kind:
+        raise ValueError(
+            f"--draft {config.draft} needs a head of its own kind, and {head} holds one of the "
+            f"kind {found}; name another --head, or drop --draft"
+        )
+    return head
 
 
 def _draft_format(config: GenerateConfig, path: Path) -> str:
@@ -442,7 +464,7 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
         return saved.format
     if config.quant_draft:
         return config.quant_draft
-    if config.eagle and config.quant in ("none", BLOCKS):
+    if config.head and config.quant in ("none", BLOCKS):
         return _small_format(config, raw)
     return "none" if config.quant == BLOCKS else config.quant
 

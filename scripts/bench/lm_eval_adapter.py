@@ -34,7 +34,7 @@ from decode import PREFILL_CHUNK, Engine
 from files import write_text
 from generate import load
 from kv_cache import KVCache, causal_window
-from options import DEFAULT, GenerateConfig
+from options import DEFAULT, HEAD_KINDS, GenerateConfig
 from prompts import check_ids
 from scripts.bench.measure import environment, shown_path
 from session import Session, common_prefix
@@ -59,10 +59,10 @@ class EvalConfig:
     group_size: int = option(0, "of int4; 0: the largest that divides the inputs of every layer")
     draft: str = option(
         "",
-        "who drafts texts; default: eagle when a head is given or bundled, else none",
-        ("none", "eagle", "ngram"),
+        "who drafts texts; default: the head that is given or bundled, else none",
+        ("none", *HEAD_KINDS, "ngram"),
     )
-    eagle: str = option("", "directory of the EAGLE head")
+    head: str = option("", "directory of a trained head", alias="eagle")
     chat: str | None = option(
         None, "render by a chat template: the checkpoint's own, or the one named", optional=True
     )

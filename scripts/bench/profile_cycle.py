@@ -500,7 +500,7 @@ def run(config: ProfileConfig) -> None:
     )
     if config.json:
         ran = asdict(config) | {"context": engine.context} | drafter
-        for name in ("checkpoint", "eagle", "draft_checkpoint", "json"):
+        for name in ("checkpoint", "head", "draft_checkpoint", "json"):
             ran[name] = shown_path(ran[name])
         write_text(config.json, json.dumps(found | {"config": ran, "environment": machine}))
 

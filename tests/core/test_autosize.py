@@ -433,7 +433,7 @@ def test_what_a_key_depends_on(trees, tmp_path):
         keys.append(file_of(demo(**options)))
     assert file_of(demo(seed=5)) == keys[0]
     assert file_of(demo(temperature=0.9)) == keys[6], "how hot does not matter"
-    for name in ("checkpoint", "eagle"):  # the same weights elsewhere, and changed there
+    for name in ("checkpoint", "head"):  # the same weights elsewhere, and changed there
         copy = tmp_path / name
         shutil.copytree(getattr(engine.config, name), copy)
         other = replace(engine, config=replace(engine.config, **{name: str(copy)}))
@@ -642,7 +642,7 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
     assert trained_miss(str(tmp_path)) is None
     assert trained_miss(str(tmp_path / "nothing")) is None and trained_miss("") is None
     known = demo().tree_policy.known
-    assert known.miss == pytest.approx(trained_miss(demo().config.eagle)) and known.miss < 0.2
+    assert known.miss == pytest.approx(trained_miss(demo().config.head)) and known.miss < 0.2
     assert demo(draft="ngram").tree_policy.known.miss == MISS
 
 

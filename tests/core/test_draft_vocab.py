@@ -165,7 +165,7 @@ def kept_of_8(path: Path, count: int) -> DraftVocab:
     (head / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(4, 8)}, head / "model.safetensors")
     return vocab_from(
-        GenerateConfig(eagle=str(path.parent), token_ranks=ranks, draft_vocab=count), target
+        GenerateConfig(head=str(path.parent), token_ranks=ranks, draft_vocab=count), target
     )
 
 

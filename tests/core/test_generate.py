@@ -104,7 +104,7 @@ def test_json_contract(capsys, tmp_path):
     assert stats["tau"] == pytest.approx(sum(stats["accept_lengths"]) / stats["cycles"] + 1)
     assert stats["tokens_per_s"] == pytest.approx(3 * 19 / stats["decode_s"])
     assert stats["draft_s"] + stats["verify_s"] <= stats["decode_s"]
-    assert got["config"]["eagle"] == HEAD and got["config"]["dtype"] == "float32"
+    assert got["config"]["head"] == HEAD and got["config"]["dtype"] == "float32"
     assert f"tau {stats['tau']:.2f}" in out
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -544,8 +544,8 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--no_such_flag"], "--no_such_flag"),
         ([*IDS, "--max_new_tokens", "many"], "--max_new_tokens"),
         ([*IDS, "--draft", "oracle"], "--draft"),
-        ([*IDS, "--draft", "eagle"], "name its directory with --eagle"),
-        ([*IDS, "--draft", "none", "--eagle", HEAD], "--eagle needs a draft"),
+        ([*IDS, "--draft", "eagle"], "name its directory with --head"),
+        ([*IDS, "--draft", "none", "--eagle", HEAD], "--head needs a draft"),
         ([*IDS, "--eagle", "nowhere"], "no such directory: nowhere"),
         ([*IDS, "--eagle", HEAD, "--tree_depth", "1", "--tree_topk", "4", "--tree_size", "9"], "lower --tree_size"),
         ([*IDS, "--eagle", HEAD, "--tree_size", "65"], "--tree_size must be 2 to 64"),
@@ -558,8 +558,8 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--draft", "model", "--draft_checkpoint", "nowhere"], "no such directory: nowhere"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", DEMO], "vocab_size is 97 in"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--tree_size", "9"], "--tree_size belongs to --tree dynamic"),
-        ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--eagle does nothing with --draft model"),
-        ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--eagle does nothing with --draft ngram"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--head does nothing with --draft model"),
+        ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--head does nothing with --draft ngram"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "-1"], "--draft_vocab must be at least 0; it is -1"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "98"], "--draft_vocab must be at most the 97 tokens of the vocabulary; it is 98; lower it"),
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/train/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),

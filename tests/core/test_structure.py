@@ -28,7 +28,7 @@ ROOT = Path(generate.__file__).parent
 FLOORS = (
     ("files", "stats"),
     ("ops",),
-    ("tree_shapes", "command_line"),
+    ("tree_shapes", "command_line", "needs"),
     ("options",),
     ("prompts", "checkpoint", "draft_tree"),
     ("sampling", "runtime", "kv_cache"),

@@ -790,7 +790,7 @@ def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     path = str(whole[0])
     err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
     assert err.startswith("note: weights stay in the file's own blocks (Q8_0); --dtype bfloat16")
-    assert f"--eagle {path} is a GGUF file; a head is a directory with its config.json" in err
+    assert f"--head {path} is a GGUF file; a head is a directory with its config.json" in err
     with pytest.raises(SystemExit):
         quantize.main(["--checkpoint", path, "--out", str(tmp_path / "out")])
     err = capsys.readouterr().err
@@ -811,7 +811,7 @@ def test_a_bundled_head_has_the_files_stem(whole, tmp_path):
     head.mkdir()
     (head / "config.json").write_text("{}")
     config = resolve_draft(GenerateConfig(checkpoint=str(path)), path)
-    assert (config.draft, config.eagle) == ("eagle", str(head))
+    assert (config.draft, config.head) == ("eagle", str(head))
 
 
 def test_generate(whole, tmp_path):

@@ -720,9 +720,7 @@ def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path):
         (config | {"intermediate_size": 100}, "none"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(speculators(layer)))
-        options = GenerateConfig(
-            draft="eagle", eagle=str(tmp_path), device="cuda", dtype="bfloat16"
-        )
+        options = GenerateConfig(draft="eagle", head=str(tmp_path), device="cuda", dtype="bfloat16")
         assert resolve_draft(options, TARGET).quant_draft == form
 
 

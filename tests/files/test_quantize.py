@@ -574,7 +574,7 @@ def test_saved_directories_load_without_options(tmp_path, quant):
     head = quantized(HEAD, tmp_path / "pair-eagle", quant)
     options = {"device": "cpu", "ignore_eos": True, "tree": "dynamic"}
     engine = load(checkpoint=str(target), **options)
-    assert engine.config.eagle == str(head) and engine.config.draft == "eagle"
+    assert engine.config.head == str(head) and engine.config.draft == "eagle"
     assert (engine.config.quant, engine.config.quant_draft) == (quant.format, quant.format)
     options |= {"quant": quant.format, "group_size": quant.group_size}
     on_load = load(checkpoint=str(TARGET), eagle=str(HEAD), **options)
@@ -723,7 +723,7 @@ def test_quantize_and_generate(capsys, tmp_path):
     shutil.rmtree(tmp_path / "demo-eagle")
     out, _ = run(capsys, main, *advised, "--max_new_tokens", "2", "--json", "-", "--device", "cpu")
     config = json.loads(out)["config"]
-    assert (config["draft"], config["eagle"]) == ("eagle", f"{DEMO}-eagle"), "the source's head"
+    assert (config["draft"], config["head"]) == ("eagle", f"{DEMO}-eagle"), "the source's head"
 
 
 BASE = ("--checkpoint", str(TARGET))

@@ -1,0 +1,66 @@
+"""Drafters that know the distribution of every level before the first token of a tree.
+
+1. `level_scores` gives the scores of all levels in one pass: those of Medusa's heads, or of a
+   block drafter's positions.
+2. The growth loop then runs without passes: the nodes of a level have the same scores, so a path's
+   value is the sum of its levels' log-probabilities. The best nodes are the best prefixes of the
+   product of the distributions (DDTree, arXiv 2604.12989).
+3. When sampling, a level's scores carry the noise of its draw, as in every `TreeDrafter`.
+
+Not here: the passes (medusa_draft.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from command_line import require
+from draft_tree import DynamicTree, StaticTree
+from drafters import Root, TreeDrafter
+from kv_cache import Window
+from ops.tree import Frontier
+from options import DEPTH, MEDUSA_PATHS, GenerateConfig
+
+
+class LevelDrafter(TreeDrafter):
+    """Grows trees from the scores of all levels. Subclasses give `level_scores`."""
+
+    def level_scores(self, state: Any, root: Root) -> Tensor:
+        """Score the tokens of every level: [B, D, Vd] fp32, level 0 that of the root's children.
+
+        Writes: what a drafter's own pass writes.
+        """
+        raise NotImplementedError
+
+    def root_output(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
+        return self.level_scores(state, root), root.text.pos
+
+    def forward_nodes(
+        self, state: Any, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
+    ) -> Tensor:
+        return out
+
+    def logits_of(self, out: Tensor, level: int) -> Tensor:
+        """Repeat a level's scores for each of its nodes: [B, D, Vd] -> [B, R, Vd]."""
+        nodes = self.tree.widths[level - 1] if level else 1
+        return out[:, level, None].expand(-1, nodes, -1)
+
+
+def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | StaticTree:
+    """Return the tree of the options for a head that drafts so many levels.
+
+    path: of the head, for the message
+    Raises: ValueError for a tree that is deeper.
+    """
+    if not config.tree_depth and config.tree_shape != "static":
+        config = replace(config, tree_depth=min(DEPTH, levels))
+    tree = config.draft_tree
+    if config.tree_shape == "static" and not config.tree_file:
+        tree = StaticTree(tuple(path for path in MEDUSA_PATHS if len(path) <= levels))
+    fault = f"{path} drafts {levels} levels, and the tree has {tree.depth}"
+    require(tree.depth <= levels, f"{fault}; lower --tree_depth, or cut --tree_file")
+    return tree

@@ -1,0 +1,42 @@
+"""Tell the kind of a trained head by the files of its directory, before its weights are read.
+
+Every kind but EAGLE's has marks of its own: keys of config.json, or names of files. A directory
+with the marks of two kinds is refused. The kinds are values of `--draft` (options.py).
+Not here: reading the heads (hf/heads.py, hf/token_heads.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from files import read_json
+
+# kind -> keys of config.json, beginnings of files' names
+MARKS = {
+    "medusa": (("medusa_num_heads", "medusa_num_layers"), "medusa_lm_head."),
+    "hydra": (("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"), "hydra_lm_head."),
+    "block": (("dflash_config", "block_size"), "block."),
+}
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter
+
+
+def head_kind(path: Path) -> str:
+    """Return the kind of the head in a directory: eagle, medusa, hydra or block.
+
+    Raises: ValueError for a missing or broken config.json, and for files of two kinds.
+    """
+    raw = read_json(path / "config.json")
+    found = {}  # kind -> its marks
+    for kind, (keys, beginning) in MARKS.items():
+        marks = [f"the key {key}" for key in keys if key in raw]
+        marks += sorted(file.name for file in path.glob(f"{beginning}*"))
+        if marks:
+            found[kind] = marks[-1]
+    if found.keys() & {"medusa", "hydra"}:
+        theirs = [name for name in WEIGHTS if (path / name).is_file()]
+        if theirs:
+            found["eagle"] = theirs[0]
+    if len(found) > 1:
+        listed = ", ".join(f"{mark} ({kind})" for kind, mark in found.items())
+        raise ValueError(f"{path} holds heads of two kinds: {listed}; give each its own directory")
+    return next(iter(found), "eagle")

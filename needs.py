@@ -1,0 +1,56 @@
+"""Conditions for an option of generate.py to have an effect.
+
+An option names its conditions (`needs`), and `GenerateConfig.check_needs` reports the first that a
+given option does not meet. This module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Need(NamedTuple):
+    """A condition for an option to have an effect."""
+
+    text: str  # follows the flag's name in the message; {0} is the options
+    met: Callable[[Any], bool]  # of the options, a GenerateConfig
+
+
+DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
+HEAD = Need(
+    "does nothing with --draft {0.draft}; drop it", lambda o: o.draft not in ("model", "ngram")
+)
+MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
+LOOKUP = Need(
+    "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
+)
+TREE = Need(
+    "does nothing with --draft ngram, which has trees of its own; drop it",
+    lambda o: o.draft != "ngram",
+)
+GROWN = Need(
+    "belongs to --tree dynamic and auto; drop it", lambda o: o.tree_shape in ("dynamic", "auto")
+)
+LEVELS = Need(
+    "belongs to dynamic trees and chains, not to a static one; drop it",
+    lambda o: o.tree_shape != "static",
+)
+ONE_SIZE = Need(
+    "needs a tree of one size; --tree auto changes it: use --tree dynamic",
+    lambda o: o.tree != "auto",
+)
+SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
+INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
+INFLATABLE = Need(
+    "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
+    lambda o: o.checkpoint != type(o).checkpoint,
+)
+SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
+TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
+TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
+CHAT = Need("belongs to a chat template; add --chat", lambda o: o.chat is not None)
+ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)
+NOT_CHAT = Need(
+    "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
+)
