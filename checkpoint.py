@@ -35,6 +35,15 @@ from options import FORMAT_NAMES, GROUP_SIZES
 METHOD = "gpt-eagle"  # `quant_method` in config.json
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (hf/blocks.py)
 SHARD_BYTES = 2 * 10**9
+# single files of weights, or the beginning of an index's name; the last ones are draft heads'
+FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.safetensors",
+    "hydra_lm_head.pt",
+)
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
 # vocabulary
 COPIED = (
@@ -219,7 +228,7 @@ class WeightFiles(TensorSource):
                 self._open_bin(file)
 
     def _shards(self) -> list[Path]:
-        for name in ("model.safetensors", "pytorch_model.bin"):
+        for name in FILES:
             index = self.path / f"{name}.index.json"
             if index.is_file():
                 return self._indexed(index)

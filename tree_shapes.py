@@ -98,9 +98,9 @@ EAGLE1_PATHS = tuple(tuple(map(int, path)) for path in MC_SIM_7B.split())
 # Medusa's and Hydra's tree for 7B models, of the same name: 63 drafted nodes, as many as fit.
 # Source: the official code of arXiv 2401.10774 and 2402.05109.
 MEDUSA_MC_SIM_7B = (
-    "0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 "
-    "70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 "
-    "101 200 0000 0001"
+    "0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 "
+    "50 60 70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 "
+    "060 070 100 101 200 0000 0001"
 )
 MEDUSA_PATHS = tuple(tuple(map(int, path)) for path in MEDUSA_MC_SIM_7B.split())
 

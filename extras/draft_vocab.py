@@ -45,7 +45,8 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     head = Path(config.head)
     device = target.norm.weight.device
     files = HeadFiles(head, WeightFiles(head))
-    if "d2t" in files.readers and draft_vocab(files, read_head(files, target.config), device):
+    has_vocab = config.draft.startswith("eagle") and "d2t" in files.readers
+    if has_vocab and draft_vocab(files, read_head(files, target.config), device):
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
     if count > size:
         raise ValueError(

@@ -7,6 +7,7 @@
    product of the distributions (DDTree, arXiv 2604.12989).
 3. When sampling, a level's scores carry the noise of its draw, as in every `TreeDrafter`.
 
+`head_options`, `score_with` and `tree_of` also serve Hydra, whose heads take turns.
 Not here: the passes (medusa_draft.py).
 """
 
@@ -16,12 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from checkpoint import Quantization
 from command_line import require
 from draft_tree import DynamicTree, StaticTree
-from drafters import Root, TreeDrafter
+from drafters import DraftVocab, Root, TreeDrafter
+from hf.heads import draft_lm_head, rows_of
 from kv_cache import Window
+from model import Transformer
 from ops.tree import Frontier
 from options import DEPTH, MEDUSA_PATHS, GenerateConfig
 
@@ -32,7 +36,7 @@ class LevelDrafter(TreeDrafter):
     def level_scores(self, state: Any, root: Root) -> Tensor:
         """Score the tokens of every level: [B, D, Vd] fp32, level 0 that of the root's children.
 
-        Writes: what a drafter's own pass writes.
+        Writes: the drafter's own cache, if it has one.
         """
         raise NotImplementedError
 
@@ -48,6 +52,41 @@ class LevelDrafter(TreeDrafter):
         """Repeat a level's scores for each of its nodes: [B, D, Vd] -> [B, R, Vd]."""
         nodes = self.tree.widths[level - 1] if level else 1
         return out[:, level, None].expand(-1, nodes, -1)
+
+
+def head_options(
+    target: Transformer, config: GenerateConfig
+) -> tuple[Quantization | None, DraftVocab | None, dict[str, Any]]:
+    """Return the format of a head, the tokens that it drafts, and further options of its drafter.
+
+    Raises: ValueError for options that a head of this kind does not have.
+    """
+    fault = f"--inflate takes EAGLE heads, and {config.head} is one of {config.draft}"
+    require(not config.inflate, f"{fault}; name another --head")
+    vocab = None
+    if config.draft_vocab:
+        from extras.draft_vocab import vocab_from
+
+        vocab = vocab_from(config, target)
+    options: dict[str, Any] = {"children": config.child_rule}
+    if config.sharpness:
+        options["sharpness"] = config.sharpness
+    return Quantization.of(config.quant_draft, config.group_size), vocab, options
+
+
+def score_with(
+    heads: nn.Module, target: Transformer, quant: Quantization | None, vocab: DraftVocab | None
+) -> nn.Module | None:
+    """Return the LM head of heads that have none; keep the rows of `vocab` in their own.
+
+    Writes: `heads.lm_heads`.
+    """
+    ids = vocab.ids if vocab else None
+    if not heads.config.own_lm_heads:
+        return draft_lm_head(target, quant, ids)
+    if ids is not None:
+        heads.lm_heads = nn.ModuleList(rows_of(one, ids) for one in heads.lm_heads)
+    return None
 
 
 def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | StaticTree:

@@ -15,7 +15,6 @@ from pathlib import Path
 from checkpoint import BLOCKS, TensorSource, WeightFiles, foreign_quantization, saved_quantization
 from files import bundled_head, is_gguf, read_json
 from hf.blocks import keeps_blocks
-from hf.head_kinds import head_kind
 from hf.fields import (
     FLAG,
     NAMES,
@@ -31,6 +30,7 @@ from hf.fields import (
     positive,
     read_fields,
 )
+from hf.head_kinds import head_kind
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from options import HEAD_KINDS, GenerateConfig

@@ -604,6 +604,9 @@ def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLi
     """
     if isinstance(linear, QuantLinear):
         return linear.rows(ids)
-    rows = type(linear)(linear.in_features, len(ids), bias=False, device="meta")
+    has_bias = linear.bias is not None
+    rows = type(linear)(linear.in_features, len(ids), bias=has_bias, device="meta")
     rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [Vd, F]
+    if has_bias:
+        rows.bias = nn.Parameter(linear.bias.detach()[ids], requires_grad=False)
     return rows
