@@ -12,9 +12,12 @@ Not here: trees (scripts/bench/papers.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters import DraftVocab
 from eagle_draft import EagleHead
@@ -86,23 +89,44 @@ class Chains:
         return torch.stack(ok, 1), logits
 
 
+class Drafted(NamedTuple):
+    """Chains from R starts of a sequence, of S steps each."""
+
+    ok: Tensor  # [R, S] bool, true where step s of start r drafts the target's token
+    logits: list[Tensor]  # of every step, [R, N], N tokens of `vocab`
+    features: Tensor  # [1, T, F], the target's of the whole sequence
+    vocab: DraftVocab
+
+
+def chains(head: EagleHead, target: Transformer, tokens: Tensor) -> Drafted:
+    """Draft chains with an EAGLE head. tokens: [1, T], written by the target."""
+    drafting = Chains(head, target, tokens)
+    return Drafted(*drafting.run(), drafting.features, drafting.vocab)
+
+
 @torch.no_grad()
-def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]]) -> dict:
+def evaluate(
+    head: nn.Module,
+    target: Transformer,
+    sequences: list[tuple[int, list[int]]],
+    draft: Callable[..., Drafted] = chains,
+) -> dict:
     """Measure chains on sequences of the target, over all start positions.
 
-    Returns: alpha, n-alpha for n = 0..4; tau, mean accepted tokens + 1 of a chain of five.
+    draft: as `chains`, for heads of another kind
+    Returns: alpha, n-alpha for n = 0, 1, ..; tau, mean accepted tokens + 1 of a chain.
     """
-    tried = torch.zeros(ALPHAS)
-    hits = torch.zeros(ALPHAS)
+    counts = []
     lengths = []
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.norm.weight.device)
-        ok, _ = Chains(head, target, tokens).run()
+        ok = draft(head, target, tokens).ok
         first = max(begin - 2, 0)  # the first start with tokens of the target
         accepted = ok[first:].long().cumprod(1).cpu()
-        tried += torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1]), 1).sum(0)
-        hits += accepted.sum(0)
+        before = torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1]), 1)
+        counts.append(torch.stack((before.sum(0), accepted.sum(0))))
         lengths.append(accepted.sum(1).float())
+    tried, hits = torch.stack(counts).sum(0)  # [S] each
     return {
         "alpha": (hits / tried.clamp(min=1)).tolist(),
         "tau": torch.cat(lengths).mean().item() + 1,
@@ -111,32 +135,35 @@ def evaluate(head: EagleHead, target: Transformer, sequences: list[tuple[int, li
 
 @torch.no_grad()
 def fit_sharpness(
-    head: EagleHead, target: Transformer, sequences: list[tuple[int, list[int]]]
+    head: nn.Module,
+    target: Transformer,
+    sequences: list[tuple[int, list[int]]],
+    draft: Callable[..., Drafted] = chains,
 ) -> float:
     """Fit c so that softmax(c * scores) is likeliest to hold the target's choice.
 
-    The choices at T = 0 and at T = 1 count alike.
+    The choices at T = 0 and at T = 1 count alike. draft: as for `evaluate`
     """
     grid = torch.arange(1.0, 4.01, 0.125)
     loss = torch.zeros(len(grid))
     generator = torch.Generator().manual_seed(0)
     for begin, ids in sequences:
         tokens = torch.tensor([ids], device=target.norm.weight.device)
-        chains = Chains(head, target, tokens)
-        ok, logits = chains.run()
-        R = ok.shape[0]
+        drafted = draft(head, target, tokens)
+        R = drafted.ok.shape[0]
         first = max(begin - 2, 0)
         # distribution of the token that step 0 drafts
-        truth = target.logits(chains.features)[0, 1 : R + 1].cpu()  # [R, V]
+        truth = target.logits(drafted.features)[0, 1 : R + 1].cpu()  # [R, V]
         uniform = torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)
         noise = -torch.log(-torch.log(uniform))
-        kept_ids = chains.vocab.ids.cpu() if chains.vocab.kept < truth.shape[1] else None
-        vocab = DraftVocab(chains.vocab.size, kept_ids)
+        vocab = drafted.vocab
+        kept_ids = vocab.ids.cpu() if vocab.kept < truth.shape[1] else None
+        vocab = DraftVocab(vocab.size, kept_ids)
         # [V], the column of a token; -1 for tokens that are never drafted
         column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1
         for extra in (torch.zeros_like(noise), noise):
             choice = column[(truth + extra).argmax(-1)[first:]]
-            scores = (logits[0].cpu() + vocab.columns(extra))[first:]
+            scores = (drafted.logits[0].cpu() + vocab.columns(extra))[first:]
             for i, c in enumerate(grid):
                 loss[i] += F.cross_entropy(c * scores, choice, reduction="sum", ignore_index=-1)
     return grid[loss.argmin()].item()

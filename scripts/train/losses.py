@@ -198,11 +198,13 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
 
 
 @torch.no_grad()
-def plain_copy(head: EagleHead) -> EagleHead:
-    """Return a copy with `fc` as decoding takes it."""
+def plain_copy(head: nn.Module) -> nn.Module:
+    """Return a copy with the layers as decoding takes them."""
     head = copy.deepcopy(head)
-    if isinstance(head.fc, ScaledLinear):
-        head.fc = head.fc.plain()
+    for parent in [*head.modules()]:
+        for name, layer in [*parent.named_children()]:
+            if isinstance(layer, ScaledLinear):
+                setattr(parent, name, layer.plain())
     return head
 
 

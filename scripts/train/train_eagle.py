@@ -30,10 +30,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
@@ -51,7 +51,7 @@ from model import DTYPES, Transformer
 from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.train import losses as head_training
 from scripts.train import train_demo
-from scripts.train.acceptance import ALPHAS, evaluate, fit_sharpness
+from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from session import Session, common_prefix
 
@@ -62,9 +62,10 @@ OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
 
 @dataclass
-class TrainConfig:
+class TrainOptions:
+    """Options of training a head of any kind."""
+
     checkpoint: str = option(DEMO, "the target")
-    version: int = option(1, "of the head: 1, which is 2 as well, or 3", (1, 3))
     out: str = option(
         "checkpoints/head",
         "directory to write, official layout; holds the resume state while training",
@@ -85,23 +86,11 @@ class TrainConfig:
     warmup: int = option(2000, "steps")
     weight_decay: float = option(0.01, "AdamW")
     clip: float = option(0.5, "gradient norm")
-    noise: float = option(0.1, "features get U(-noise, noise)")
-    feature_weight: float = option(1.0, "of SmoothL1 between features")
-    token_weight: float = option(0.1, "of the soft cross-entropy")
-    unroll: int = option(
-        0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
-    )
     draft_vocab: int = option(
         0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
     )
     features: str = option(
         "", "file that keeps the target's features, also for later runs on the same data"
-    )
-    ffn_dim: int = option(0, "of the head's layer; 0: the target's")
-    kv_heads: int = option(0, "of the head's layer; 0: the target's")
-    init: str = option(
-        "random",
-        "random, feature (fc starts as the identity on the feature), or a head's directory",
     )
     dtype: str = option("bfloat16", "autocast of training and weights of the file", tuple(DTYPES))
     eval_every: int = option(500, "steps", least=1)
@@ -109,6 +98,25 @@ class TrainConfig:
     seed: int = option(0, "of initialisation, order and noise")
     threads: int = option(0, "CPU threads; 0 leaves torch's default")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+
+@dataclass
+class TrainConfig(TrainOptions):
+    """Options of training an EAGLE head."""
+
+    version: int = option(1, "of the head: 1, which is 2 as well, or 3", (1, 3))
+    noise: float = option(0.1, "features get U(-noise, noise)")
+    feature_weight: float = option(1.0, "of SmoothL1 between features")
+    token_weight: float = option(0.1, "of the soft cross-entropy")
+    unroll: int = option(
+        0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
+    )
+    ffn_dim: int = option(0, "of the head's layer; 0: the target's")
+    kv_heads: int = option(0, "of the head's layer; 0: the target's")
+    init: str = option(
+        "random",
+        "random, feature (fc starts as the identity on the feature), or a head's directory",
+    )
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for one of another version."""
@@ -255,7 +263,7 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
     return Example(ids, mask)
 
 
-def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
+def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
     """Read the data. Returns: training examples, and held-out prompts for the evaluation."""
     if config.data == "demo":
         return _demo_data(config, engine)
@@ -281,7 +289,7 @@ def load_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[
     return examples, prompts
 
 
-def _demo_data(config: TrainConfig, engine: Engine) -> tuple[list[Example], list[list[int]]]:
+def _demo_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
     python = train_demo.read_python()
     sums = train_demo.read_sums(ROOT / train_demo.TrainConfig.sums)
 
@@ -315,7 +323,7 @@ def laid_out(examples: list[Example], seed: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def batches(examples: list[Example], config: TrainConfig, skip: int):
+def batches(examples: list[Example], config: TrainOptions, skip: int):
     """Yield shuffled batches without end.
 
     With `--features` every epoch has the same batches, in another order, whatever the seed.
@@ -501,10 +509,12 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
         kind, step = name.split()
         left.plot(steps, [row[name] for row in curve], label=LABELS[kind].format(step))
     left.set(xlabel="step", title="training loss", yscale="log")
-    for n in range(ALPHAS):
+    levels = len(curve[0]["alpha"])
+    for n in range(levels):
         right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
     twin = right.twinx()
-    twin.plot(steps, [row["tau"] for row in curve], "k", lw=2, label="tau (chain of 5, right)")
+    label = f"tau (chain of {levels}, right)"
+    twin.plot(steps, [row["tau"] for row in curve], "k", lw=2, label=label)
     right.set(xlabel="step", title="held-out acceptance", ylim=(0, 1))
     for axis in (left, right):
         axis.grid(alpha=0.3)
@@ -514,6 +524,18 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
+
+
+class Method(NamedTuple):
+    """The parts of training that depend on the kind of head."""
+
+    # of (config, target, examples)
+    make_head: Callable[[Any, Transformer, list[Example]], nn.Module]
+    # of (config, target, head, examples, features), before training. Writes: the head
+    prepare: Callable[..., None]
+    losses_of: Callable[..., Callable]  # see `losses_of`
+    draft: Callable[..., Drafted]  # see acceptance.py
+    save_head: Callable[[nn.Module, Any, dict], None]  # of (head, config, info)
 
 
 def own_sequences(
@@ -532,7 +554,7 @@ def own_sequences(
     return sequences
 
 
-def make_engine(config: TrainConfig, target: Transformer) -> Engine:
+def make_engine(config: TrainOptions, target: Transformer) -> Engine:
     """Make an engine of the target alone, to write sequences."""
     path = Path(config.checkpoint)
     tokenizer = Tokenizer.load(path)
@@ -551,7 +573,7 @@ def make_engine(config: TrainConfig, target: Transformer) -> Engine:
 
 
 def prepare(
-    config: TrainConfig, target: Transformer
+    config: TrainOptions, target: Transformer
 ) -> tuple[list[Example], list[tuple[int, list[int]]]]:
     """Read the data, and let the target continue the held-out prompts. Writes: `config.out`.
 
@@ -592,7 +614,7 @@ def scale_first_layer(
     head_training.scale_inputs(head, embedded, features.of(tokens, number).float())
 
 
-def progress(row: dict, config: TrainConfig) -> str:
+def progress(row: dict, config: TrainOptions) -> str:
     """Return the line that is printed for a row of the curve."""
     losses = ", ".join(f"{name} {row[name]:.3f}" for name in config.losses)
     alphas = " ".join(f"{alpha:.3f}" for alpha in row["alpha"])
@@ -605,43 +627,48 @@ class Ready(NamedTuple):
     target: Transformer
     examples: list[Example]
     sequences: list[tuple[int, list[int]]]  # of the target, as from `own_sequences`
-    head: EagleHead
+    head: nn.Module
     features: Features
     losses: Callable[..., tuple[Tensor, ...]]  # as from `losses_of`
+    method: Method
 
 
-def load_target(config: TrainConfig) -> Transformer:
+EAGLE = Method(make_head, scale_first_layer, losses_of, chains, save_head)
+
+
+def load_target(config: TrainOptions) -> Transformer:
     """Load the target: on a CPU in fp32."""
     dtype = torch.float32 if config.device.startswith("cpu") else None
     return load_model(Path(config.checkpoint), dtype, config.device)
 
 
-def ready(config: TrainConfig) -> Ready:
+def ready(config: TrainOptions, method: Method = EAGLE) -> Ready:
     """Load the target and the data, and make the head. Writes: `config.out`."""
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     target = load_target(config)
     examples, sequences = prepare(config, target)
-    head = make_head(config, target, examples)
-    features = Features(config, target, head.aux_layers, laid_out(examples, 0)[0])
-    scale_first_layer(config, target, head, examples, features)
-    losses = losses_of(config, head, target)
-    return Ready(target, examples, sequences, head, features, losses)
+    head = method.make_head(config, target, examples)
+    aux_layers = getattr(head, "aux_layers", ())
+    features = Features(config, target, aux_layers, laid_out(examples, 0)[0])
+    method.prepare(config, target, head, examples, features)
+    losses = method.losses_of(config, head, target)
+    return Ready(target, examples, sequences, head, features, losses, method)
 
 
-def is_narrow(config: TrainConfig) -> bool:
+def is_narrow(config: TrainOptions) -> bool:
     """Return whether products are in `dtype`; otherwise they are in fp32."""
     return config.dtype != "float32" and train_demo.multiplies_bf16(config.device)
 
 
-def autocast(config: TrainConfig) -> torch.autocast:
+def autocast(config: TrainOptions) -> torch.autocast:
     """Return the context of training."""
     kind = torch.device(config.device).type
     return torch.autocast(kind, DTYPES[config.dtype], is_narrow(config))
 
 
-def fill_features(config: TrainConfig, made: Ready, on_step: Callable) -> None:
+def fill_features(config: TrainOptions, made: Ready, on_step: Callable) -> None:
     """Compute the features of every batch that the file lacks. Writes: the file.
 
     on_step: called after every batch
@@ -658,7 +685,7 @@ def fill_features(config: TrainConfig, made: Ready, on_step: Callable) -> None:
 class Steps:
     """The optimizers of a head, and a step of training."""
 
-    def __init__(self, config: TrainConfig, made: Ready):
+    def __init__(self, config: TrainOptions, made: Ready):
         self.config = config
         self.made = made
         self.optimizers = train_demo.make_optimizers(
@@ -687,7 +714,7 @@ class Steps:
         return found.detach()
 
 
-def step_seconds(config: TrainConfig, made: Ready, count: int = 2) -> float:
+def step_seconds(config: TrainOptions, made: Ready, count: int = 2) -> float:
     """Time steps of training, after one that compiles. The head stays as it is."""
     weights = copy.deepcopy(made.head.state_dict())
     steps = Steps(config, made)
@@ -700,7 +727,9 @@ def step_seconds(config: TrainConfig, made: Ready, count: int = 2) -> float:
     return (time.perf_counter() - began) / count
 
 
-def train(config: TrainConfig, made: Ready | None = None, on_step: Callable = lambda: None) -> None:
+def train(
+    config: TrainOptions, made: Ready | None = None, on_step: Callable = lambda: None
+) -> None:
     """Run the recipe. Writes: `config.out`.
 
     made: as from `ready`; on_step: called after every step
@@ -732,16 +761,16 @@ def train(config: TrainConfig, made: Ready | None = None, on_step: Callable = la
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
             row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
-            row |= evaluate(head, made.target, made.sequences)
+            row |= evaluate(head, made.target, made.sequences, made.method.draft)
             info["curve"].append(row)
             tqdm.write(progress(row, config))
             if done < config.steps:  # a kill below then repeats the last part
                 train_demo.save_state(state_file, head, steps.optimizers, done, info["curve"])
             else:
-                sharpness = fit_sharpness(head, made.target, made.sequences)
+                sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
                 head.config = replace(head.config, sharpness=sharpness)
                 tqdm.write(f"sharpness {sharpness}")
-            save_head(head, config, info)
+            made.method.save_head(head, config, info)
             mark = time.process_time()
     state_file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
