@@ -633,7 +633,9 @@ class Ready(NamedTuple):
     method: Method
 
 
-EAGLE = Method(make_head, scale_first_layer, losses_of, chains, save_head)
+def eagle_method() -> Method:
+    """Return the parts of training an EAGLE head."""
+    return Method(make_head, scale_first_layer, losses_of, chains, save_head)
 
 
 def load_target(config: TrainOptions) -> Transformer:
@@ -642,8 +644,12 @@ def load_target(config: TrainOptions) -> Transformer:
     return load_model(Path(config.checkpoint), dtype, config.device)
 
 
-def ready(config: TrainOptions, method: Method = EAGLE) -> Ready:
-    """Load the target and the data, and make the head. Writes: `config.out`."""
+def ready(config: TrainOptions, method: Method | None = None) -> Ready:
+    """Load the target and the data, and make the head. Writes: `config.out`.
+
+    method: default: of an EAGLE head
+    """
+    method = method or eagle_method()
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

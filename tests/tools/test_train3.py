@@ -277,7 +277,7 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     train_eagle.save_head(head, config, {"curve": []})
     options = GenerateConfig(
-        checkpoint=config.checkpoint, eagle=str(tmp_path), draft="eagle", quant_draft="none"
+        checkpoint=config.checkpoint, head=str(tmp_path), draft="eagle", quant_draft="none"
     )
     drafter = load_drafter(target(), options)
     kept = drafter.vocab.ids
