@@ -156,10 +156,7 @@ class Training:
     def save_head(self, heads: nn.Module, config: HeadConfig, info: dict) -> None:
         """Write the official layout, the curve and, with a draft vocabulary, its ranks."""
         out = Path(config.out)
-        shape = heads.config
-        names = medusa_names(shape) if config.method == "medusa" else hydra_names(shape)
-        tensors = export_weights(plain_copy(heads), names, self.layer, DTYPES[config.dtype])
-        write_heads(out, tensors, shape, config.method, config.dtype)
+        write_heads(out, plain_copy(heads), self.layer, config.dtype)
         write_text(str(out / "training.json"), json.dumps(info, indent=1))
         if self.ranks:
             write_text(str(out / RANKS), json.dumps(self.ranks))
@@ -195,10 +192,15 @@ def start_as_identity(heads: MedusaHeads | HydraHeads, target: Transformer) -> N
         mlp[0].weight[dim:, :dim] += torch.eye(dim)
 
 
-def write_heads(
-    out: Path, tensors: dict[str, Tensor], shape: TokenHeads, method: str, dtype: str
-) -> None:
-    """Write the weights and config.json of heads, in their official layout."""
+def write_heads(out: Path, heads: MedusaHeads | HydraHeads, layer: ModelConfig, dtype: str) -> None:
+    """Write the weights and config.json of heads, in their official layout.
+
+    layer: the target's config, of the prefix layer; dtype: of the weights
+    """
+    shape = heads.config
+    method = "medusa" if isinstance(heads, MedusaHeads) else "hydra"
+    names = medusa_names(shape) if method == "medusa" else hydra_names(shape)
+    tensors = export_weights(heads, names, layer, DTYPES[dtype])
     keys: dict[str, Any] = {
         f"{method}_num_heads": shape.heads,
         f"{method}_num_layers": shape.layers,

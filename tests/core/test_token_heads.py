@@ -1,0 +1,594 @@
+"""Medusa's and Hydra's heads: the official modules written out, trees by a plain search, files, and identity with vanilla.
+
+The references follow the papers and the official code (FasterDecoding/Medusa, zankner/Hydra).
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from checkpoint import Quantization, WeightFiles
+from draft_tree import DynamicTree, StaticTree, Text
+from drafters import Confirmed, DraftVocab, Root, RootOnly
+from eagle_draft import EagleState
+from extras import hydra_draft, medusa_draft
+from generate import generate, load
+from helpers import (
+    GOLDEN,
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    golden_target,
+    order_of,
+    pairwise,
+)
+from hf.head_kinds import head_kind
+from load import make_drafter
+from options import GenerateConfig
+from quantize import quantize_directory
+from sampling import Rule, Sampling
+from scripts.train.acceptance import evaluate, fit_sharpness
+from scripts.train.head_losses import Scored, draft_levels, level_losses
+from scripts.train.train_heads import HeadConfig, write_heads
+from tree_shapes import EAGLE1_PATHS, MEDUSA_PATHS
+
+TARGET = GOLDEN / "models/target_llama_mha"
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+D = 4
+KINDS = ("medusa", "medusa 2", "hydra", "hydra++")
+# ------------------------------------------------------------------------------- the official code
+
+
+class MedusaBlock(nn.Module):
+    """`ResBlock` of medusa_model.py."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x):
+        return x + F.silu(self.linear(x))
+
+
+def official_medusa(target, layers: int, own: bool) -> nn.ModuleList:
+    """`medusa_head`, and without its LM heads that of medusa_model_legacy.py."""
+    dim, size = target.config.dim, target.config.vocab_size
+    lm_head = [nn.Linear(dim, size, bias=False)] if own else []
+    return nn.ModuleList(
+        nn.Sequential(*(MedusaBlock(dim) for _ in range(layers)), *lm_head) for _ in range(D)
+    )
+
+
+class HydraBlock(nn.Module):
+    """`ResBlock` of mlp_head.py."""
+
+    def __init__(self, size, conditions=0):
+        super().__init__()
+        self.linear = nn.Linear(size * (conditions + 1), size)
+        self.res_connection = nn.Identity()
+        if conditions:
+            self.res_connection = nn.Linear(size * (conditions + 1), size)
+
+    def forward(self, x):
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class PrefixLayer(nn.Module):
+    """`LlamaModel` of one layer over given inputs, in plain products: RMSNorm, RoPE, attention, SwiGLU."""
+
+    def __init__(self, c):
+        super().__init__()
+        attention, mlp, layer = nn.Module(), nn.Module(), nn.Module()
+        for name in "qkvo":
+            setattr(attention, f"{name}_proj", nn.Linear(c.dim, c.dim, bias=False))
+        for name, (rows, columns) in {
+            "gate": (c.dim, c.ffn_dim),
+            "up": (c.dim, c.ffn_dim),
+            "down": (c.ffn_dim, c.dim),
+        }.items():
+            setattr(mlp, f"{name}_proj", nn.Linear(rows, columns, bias=False))
+        layer.self_attn, layer.mlp = attention, mlp
+        layer.input_layernorm = nn.RMSNorm(c.dim, c.norm_eps)
+        layer.post_attention_layernorm = nn.RMSNorm(c.dim, c.norm_eps)
+        self.layers = nn.ModuleList([layer])
+        self.norm = nn.RMSNorm(c.dim, c.norm_eps)
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim)
+        self.c = c
+
+    def forward(self, x):  # [T, F]
+        layer, c, T = self.layers[0], self.c, len(x)
+        h = layer.input_layernorm(x)
+        q, k, v = (
+            getattr(layer.self_attn, f"{n}_proj")(h).view(T, c.n_heads, -1).transpose(0, 1)
+            for n in "qkv"
+        )
+        angle = torch.outer(
+            torch.arange(T).float(),
+            c.rope_theta ** (-torch.arange(0, c.head_dim, 2).float() / c.head_dim),
+        )
+        cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
+
+        def rotate(y):
+            one, two = y.chunk(2, -1)
+            return y * cos + torch.cat((-two, one), -1) * sin
+
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + layer.self_attn.o_proj(y.transpose(0, 1).reshape(T, -1))
+        h = layer.post_attention_layernorm(x)
+        return self.norm(
+            x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+        )
+
+
+class OfficialHydra(nn.Module):
+    """`HydraMLP`, or with a prefix `HydraPrefixMLP`, whose layers have a dropout before them."""
+
+    def __init__(self, target, layers: int, prefix: bool):
+        super().__init__()
+        c = target.config
+        self.input_embed_fn = nn.Embedding.from_pretrained(target.embedding.weight)
+        drop = [nn.Dropout(0.2)] if prefix else []
+        self.hydra_mlp = nn.ModuleList()
+        self.hydra_lm_head = nn.ModuleList()
+        for i in range(D):
+            blocks = [*drop, HydraBlock(c.dim, i + 1)]
+            for _ in range(layers - 1):
+                blocks += [*drop, HydraBlock(c.dim)]
+            self.hydra_mlp.append(nn.Sequential(*blocks))
+            lm_head = nn.Linear(c.dim, c.vocab_size)
+            self.hydra_lm_head.append(nn.Sequential(*drop, lm_head) if prefix else lm_head)
+        if prefix:
+            self.prefix_embeding_layer = PrefixLayer(c)
+        self.prefix = prefix
+
+    def scores(self, feature, path: tuple[int, ...]):
+        """The logits of the child of a path: (root, drafted tokens). feature: [F]"""
+        x = torch.cat((feature, *self.input_embed_fn(torch.tensor(path))))
+        return self.hydra_lm_head[len(path) - 1](self.hydra_mlp[len(path) - 1](x))
+
+
+def made(kind: str, folder: Path, layers: int = 2):
+    """The official module with random weights, saved in its layout in `folder`."""
+    target = golden_target()
+    torch.manual_seed(len(kind))
+    table = target.lm_head.weight.detach()
+    folder.mkdir()
+    if kind.startswith("medusa"):
+        own = kind == "medusa"
+        module = official_medusa(target, layers, own)
+        config = {"medusa_num_heads": D, "medusa_num_layers": layers} | (
+            {} if own else {"version": "2"}
+        )
+        lm_heads = [head[-1] for head in module] if own else []
+    else:
+        module = OfficialHydra(target, layers, kind == "hydra++")
+        arch = "prefix-mlp" if kind == "hydra++" else "mlp"
+        config = {
+            "hydra_num_heads": D,
+            "hydra_num_layers": layers,
+            "hydra_head_arch": arch,
+            "grounded_heads": True,
+        }
+        lm_heads = [head[-1] if kind == "hydra++" else head for head in module.hydra_lm_head]
+    with torch.no_grad():
+        for head in lm_heads:
+            head.weight.copy_(table + table.std() * 0.3 * torch.randn(table.shape))
+    if kind == "medusa 2":
+        save_file(module.state_dict(), folder / "medusa_lm_head.safetensors")
+    else:
+        torch.save(module.state_dict(), folder / f"{kind.rstrip('+')}_lm_head.pt")
+    (folder / "config.json").write_text(json.dumps(config))
+    return module.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory):
+    """Of each kind the official module and its folder. Shared between tests: do not change them."""
+    root = tmp_path_factory.mktemp("heads")
+    return {kind: (made(kind, root / kind), root / kind) for kind in KINDS}
+
+
+def drafter_of(folder: Path, tree: DynamicTree | StaticTree, **options):
+    """The drafter of a folder in fp32."""
+    target = golden_target()
+    if head_kind(folder) == "medusa":
+        return medusa_draft.MedusaDrafter(
+            medusa_draft.load_heads(folder, target), target, tree, **options
+        )
+    return hydra_draft.HydraDrafter(hydra_draft.load_heads(folder, target), target, tree, **options)
+
+
+def features_of(tokens: list[int]):
+    """The target's features of some tokens, [T, F]."""
+    ids = torch.tensor([tokens])
+    return golden_target()(ids, torch.arange(len(tokens))[None])[0].detach()
+
+
+def scorer(kind: str, module, features):
+    """A function of a path, (root, drafted tokens), that returns the logits of its children."""
+    if kind.startswith("hydra"):
+        feature = module.prefix_embeding_layer(features)[-1] if kind == "hydra++" else features[-1]
+        return lambda path: module.scores(feature, path)
+    lm_head = golden_target().lm_head if kind == "medusa 2" else nn.Identity()
+    return lambda path: lm_head(module[len(path) - 1](features[-1]))
+
+
+# ---------------------------------------------------------------------------------------- trees
+
+
+def plain_tree(scores, noise, temperature: float, root: int, tree, sharpness: float) -> set[tuple]:
+    """The token paths of a tree, by rank or by value; T G is added to the logits of each child."""
+
+    def children(path):
+        z = scores((root, *path)).detach().float()
+        if temperature:
+            z = z + temperature * noise[len(path)]
+        best = (sharpness * z).log_softmax(-1).topk(4)
+        return list(zip(best.values.tolist(), best.indices.tolist()))
+
+    if isinstance(tree, StaticTree):
+        tokens = {(): ()}
+        for ranks in order_of(tree)[1:]:
+            tokens[ranks] = (*tokens[ranks[:-1]], children(tokens[ranks[:-1]])[ranks[-1]][1])
+        return set(tokens.values()) - {()}
+    pool, front = [], [(0.0, ())]
+    for _ in range(tree.depth):
+        level = [
+            (value + v, (*path, t)) for value, path in front for v, t in children(path)[: tree.topk]
+        ]
+        front = heapq.nlargest(tree.topk, level)
+        pool += level
+    return {path for _, path in heapq.nlargest(tree.size - 1, pool)}
+
+
+def paths_of(tree) -> set[tuple[int, ...]]:
+    """The token paths of a drafted tree."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[0, 1:].tolist(), tree.parents[0, 1:].tolist()):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_are_those_of_the_official_heads(official, kind):
+    """Features, chunk by chunk, then a tree, as a plain search with the official forward finds it."""
+    module, folder = official[kind]
+    tokens = PROMPTS[1]
+    features = features_of(tokens)
+    scores = scorer(kind, module, features)
+    noise = -torch.rand(1, D + 1, 97, generator=torch.Generator().manual_seed(3)).log().neg().log()
+    rule = Rule.of([Sampling(0.7)])
+    cut = StaticTree(tuple(path for path in MEDUSA_PATHS if max(path) < 4))
+    for tree in (cut, StaticTree.chain(3), DynamicTree(4, 4, 16), DynamicTree(2, 3, 8)):
+        drafter = drafter_of(folder, tree, sharpness=1.5)
+        state = drafter.init(1, 40)
+        padded = F.pad(features, (0, 0, 0, 3), value=9.0)[None]  # the padding would be noticed
+        for begin, stop in ((0, 5), (5, 12), (12, 12)):
+            rows = torch.arange(begin, begin + 8).clamp(max=14)
+            given = torch.tensor([[*tokens, 0, 0, 0, 0]])[:, : 9 + begin][:, begin:]
+            given = F.pad(given, (0, 9 - given.shape[1]))
+            count = torch.tensor([stop - begin])
+            state = drafter.extend(state, Confirmed(given, padded[:, rows], count))
+        text = Text(torch.tensor([[*tokens, 44, 0, 0]]), torch.tensor([12]))
+        for temperature in (0.0, 0.7):
+            root = Root(noise, None, text, rule if temperature else None)
+            found = drafter.propose(state, root)
+            want = plain_tree(scores, noise[0], temperature, 44, tree, 1.5)
+            assert paths_of(found) == want and bool(found.valid.all())
+
+
+# --------------------------------------------------------------------------------------- identity
+
+TREES = {
+    "chain": StaticTree.chain(3),
+    "static": StaticTree(MEDUSA_PATHS),
+    "dynamic": DynamicTree(4, 5, 20),
+}
+
+
+@pairwise(kind=KINDS, tree=["chain", "static", "dynamic"], temperature=[0.0, 1.0], batch=[1, 2])
+def test_tokens_are_vanillas(official, kind, tree, temperature, batch):
+    options = {
+        "max_new_tokens": 24,
+        "temperature": temperature,
+        "batch_size": batch,
+        "ignore_eos": True,
+    }
+    target = golden_target()
+    session = decode(
+        engine_for(target, drafter_of(official[kind][1], TREES[tree]), **options), *PROMPTS[:batch]
+    )
+    plain = decode(engine_for(target, RootOnly(), **options), *PROMPTS[:batch])
+    assert session.history == plain.history
+    hits = sum(session.stats.accept_lengths)
+    assert temperature == 0 or tree == "chain" or hits, "with the noise random heads hit at times"
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_traced_drafts_are_the_eager_ones(official, kind):
+    """Reading tokens and growing a tree is one graph."""
+    drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 6))
+    features = features_of(PROMPTS[0])[None]
+    confirmed = Confirmed(torch.tensor([[*PROMPTS[0], 44]]), features, torch.tensor([7]))
+    text = Text(torch.tensor([[*PROMPTS[0], 44, 0, 0]]), torch.tensor([7]))
+
+    def step(state, confirmed, text):
+        return drafter.propose(drafter.extend(state, confirmed), Root(None, None, text))
+
+    traced = torch.compile(step, fullgraph=True, dynamic=False)
+    ours = traced(drafter.init(1, 20), confirmed, text)
+    eager = step(drafter.init(1, 20), confirmed, text)
+    for name in ("tokens", "parents", "mask", "valid", "values"):
+        assert torch.equal(getattr(ours, name), getattr(eager, name))
+
+
+@pytest.mark.slow  # 7 s each: all steps of a cycle are traced
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_traced_cycles_are_the_eager_ones(official, kind):
+    drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 8))
+    engine = engine_for(golden_target(), drafter, max_new_tokens=12, temperature=1.0, batch_size=2)
+    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == decode(engine, *PROMPTS).history
+
+
+@pytest.mark.parametrize(
+    "kind, quant, tree", [("medusa 2", "int8", "auto"), ("hydra++", "int4", "dynamic")]
+)
+def test_whole_engines_give_vanillas_tokens(official, kind, quant, tree, monkeypatch):
+    """The files say which head it is; rounded targets and heads, C++ operators, `--tree auto`."""
+    monkeypatch.setenv("GPT_EAGLE_TREES", "")
+    options = {
+        "checkpoint": str(TARGET),
+        "quant": quant,
+        "device": "cpu",
+        "compile": True,
+        "max_new_tokens": 30,
+    }
+    engine = load(head=str(official[kind][1]), tree=tree, temperature=1.0, **options)
+    assert (engine.config.draft, engine.config.quant_draft) == (kind.rstrip("+ 2"), quant)
+    assert engine.drafter.resolved_options()["tree_depth"] == D, "as many levels as heads"
+    plain = load(draft="none", temperature=1.0, **options)
+    assert generate(engine, [PROMPTS[0]]).tokens == generate(plain, [PROMPTS[0]]).tokens
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_heads_are_those_that_were_read(official, kind, tmp_path):
+    """Our writer gives the official tensors back; `quantize.py` rounds them as loading does."""
+    module, folder = official[kind]
+    target = golden_target()
+    official_draft = medusa_draft if kind.startswith("medusa") else hydra_draft
+    heads = official_draft.load_heads(folder, target)
+    write_heads(tmp_path, heads, target.config, "float32")
+    assert head_kind(tmp_path) == head_kind(folder)
+    written = WeightFiles(tmp_path)
+    same = {
+        name
+        for name, value in module.state_dict().items()
+        if not name.startswith(("input_embed_fn", "prefix_embeding_layer.embed"))
+    }
+    assert set(written.readers) == same
+    for name in same:
+        assert torch.equal(written.read(name), module.state_dict()[name])
+    again = official_draft.load_heads(tmp_path, target)
+    assert again.config == heads.config
+    quantize_directory(folder, tmp_path / "int8", Quantization("int8"))
+    stored = official_draft.load_heads(tmp_path / "int8", target)
+    rounded = official_draft.load_heads(folder, target, Quantization("int8"))
+    x = torch.randn(1, 1, 64 if kind.startswith("medusa") else 128)
+    assert torch.equal(stored(x), rounded(x)) and not torch.equal(stored(x), heads(x))
+
+
+def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
+    """The official config of Medusa's Vicuna heads says 2, and the weights are 5."""
+    shutil.copytree(official["medusa"][1], tmp_path / "heads")
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 2, "tree_decoding": 1}
+    (tmp_path / "heads/config.json").write_text(json.dumps(config))
+    assert medusa_draft.load_heads(tmp_path / "heads", golden_target()).config.heads == D
+    notes = capsys.readouterr().err
+    assert "the weights hold 4 heads" in notes and "without effect here: tree_decoding" in notes
+
+
+def wrong(name: str, folder: Path) -> None:
+    """Break a copy of some heads."""
+    config = json.loads((folder / "config.json").read_text())
+    file = next(folder.glob("*_lm_head.*"))
+    tensors = torch.load(file) if file.suffix == ".pt" else load_file(file)
+    match name:
+        case "width":
+            tensors = {n: t[..., : t.shape[-1] // 2] for n, t in tensors.items()}
+            tensors = {
+                n: t if n.endswith(f"{config['medusa_num_layers']}.weight") else t[: len(t) // 2]
+                for n, t in tensors.items()
+            }
+        case "vocabulary":
+            tensors = {n: t[:50] if "lm_head" in n else t for n, t in tensors.items()}
+        case "no LM heads":
+            tensors = {n: t for n, t in tensors.items() if "linear" in n}
+        case "two methods":
+            (folder / "hydra_lm_head.pt").write_bytes(b"")
+        case "beside EAGLE":
+            save_file(tensors, folder / "model.safetensors")
+        case "fewer heads":
+            config["hydra_num_heads"] = 6
+        case "not grounded":
+            del config["grounded_heads"]
+        case "cross attention":
+            config["hydra_head_arch"] = "cross-attn"
+        case "other layer":
+            config["hidden_state_offset"] = 1
+        case "code":
+            tensors = {"0.0.linear.weight": print}
+    torch.save(tensors, file) if file.suffix == ".pt" else save_file(tensors, file)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "kind, name, message",
+    [
+        ("medusa", "width", "take features of width 32, the target's hidden_size is 64; use the heads made"),
+        ("hydra", "vocabulary", "score 50 tokens, the target's vocab_size is 97; use the heads made"),
+        ("medusa", "no LM heads", 'LM heads 0.2.weight, 1.2.weight, 2.2.weight, 3.2.weight are missing; download'),
+        ("medusa", "two methods", "holds heads of two kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
+        ("medusa 2", "beside EAGLE", "model.safetensors (eagle); give each its own directory"),
+        ("hydra", "fewer heads", "config.json says hydra_num_heads 6, and the weights hold 4 heads"),
+        ("hydra", "not grounded", "the key 'grounded_heads' is missing"),
+        ("hydra", "cross attention", "hydra_head_arch must be mlp or prefix-mlp; it is 'cross-attn'"),
+        ("hydra", "other layer", "hidden_state_offset must be 0"),
+        ("medusa", "code", "its pickle holds more than tensors"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_one_line(official, kind, name, message, tmp_path):
+    folder = tmp_path / "heads"
+    shutil.copytree(official[kind][1], folder)
+    wrong(name, folder)
+    with pytest.raises(ValueError) as found:
+        head_kind(folder)
+        drafter_of(folder, TREES["chain"])
+    assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_wrong_options_are_one_line(official):
+    medusa = str(official["medusa"][1])
+    for options, message in (
+        ({"draft": "hydra", "head": medusa}, "--draft hydra needs a head of its own kind"),
+        ({"head": medusa, "eagle": medusa}, "eagle is another name of head; give one of them"),
+        ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower --tree_depth"),
+        ({"draft": "medusa"}, "name its directory with --head"),
+        ({"head": medusa, "draft_vocab": 9}, "token_ranks.json"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            load(checkpoint=str(TARGET), device="cpu", **options)
+
+
+def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
+    (tmp_path / "ranks.json").write_text(json.dumps([50, 3, 8, 96]))
+    target = golden_target()
+    for kind in ("medusa 2", "hydra"):
+        options = GenerateConfig(
+            checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
+            token_ranks=str(tmp_path / "ranks.json"), quant_draft="none", tree="chain",
+        )  # fmt: skip
+        drafter = make_drafter(target, options)
+        whole = make_drafter(
+            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "token_ranks": ""})
+        )
+        out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
+        if kind == "medusa 2":
+            assert torch.allclose(
+                drafter.lm_head(out), whole.lm_head(out)[..., [3, 8, 50]], atol=1e-6
+            )
+        else:
+            assert torch.allclose(
+                drafter.logits(out), whole.logits(out)[..., [3, 8, 50]], atol=1e-6
+            )
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def rows_of_losses(kind: str, module, tokens, mask, features) -> list[float]:
+    """The losses of train_legacy.py and of train.py, row by row."""
+    target, T, found = golden_target(), len(tokens), []
+    prefixed = module.prefix_embeding_layer(features) if kind == "hydra++" else features
+    for i in range(D):
+        losses = []
+        for t in range(T - 2 - i):
+            label = tokens[t + 2 + i]
+            if not mask[t + 2 + i]:
+                continue
+            if kind.startswith("medusa"):
+                z = module[i](features[t])
+                z = z if kind == "medusa" else target.lm_head(z)
+                losses.append(-z.log_softmax(-1)[label])
+            else:
+                z = module.scores(prefixed[t], tuple(tokens[t + 1 : t + 2 + i]))
+                p = target.lm_head(features[t + 1 + i]).softmax(-1)
+                losses.append(-(p * z.log_softmax(-1)).sum())
+        found.append(float(torch.stack(losses).mean()))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_the_official_ones_and_heads_learn(official, kind):
+    module, folder = official[kind]
+    target = golden_target()
+    heads = drafter_of(folder, TREES["chain"]).heads.requires_grad_(True)
+    tokens = torch.randint(97, (2, 14), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(14) > torch.tensor([[4], [20]])  # the second row does not count
+    features = torch.stack([features_of(row) for row in tokens.tolist()])
+    every = target.config.vocab_size
+    scored = Scored.of(heads, target, DraftVocab(every))
+    method = head_kind(folder)
+    batch = (tokens, mask, features)
+    found = level_losses(method, heads, target, batch, scored)
+    want = rows_of_losses(kind, module, tokens[0].tolist(), mask[0].tolist(), features[0])
+    assert torch.stack(found).tolist() == pytest.approx(want, abs=2e-5)
+    weights = list(HeadConfig(method=method).losses.values())
+    assert weights == pytest.approx([0.8**i if method == "medusa" else 1.0 for i in range(D)])
+    before = target.lm_head.weight.clone()
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
+    for _ in range(6):
+        optimizer.zero_grad()
+        sum(level_losses(method, heads, target, batch, scored)).backward()
+        optimizer.step()
+    after = level_losses(method, heads, target, batch, scored)
+    assert all(a < b for a, b in zip(after, found)) and torch.equal(target.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
+    """Level by level, from every position; the sharpness comes from the grid."""
+    folder = official[kind][1]
+    target, method = golden_target(), head_kind(folder)
+    drafter = drafter_of(folder, StaticTree.chain(D))
+    scored = Scored.of(drafter.heads, target, DraftVocab(97))
+    history = decode(
+        engine_for(target, RootOnly(), max_new_tokens=60, ignore_eos=True), PROMPTS[0]
+    ).history[0]
+
+    def draft(heads, target, tokens):
+        return draft_levels(method, heads, target, tokens, scored)
+
+    drafted = draft(drafter.heads, target, torch.tensor([history]))
+    ok = drafted.ok.long().cumprod(1)
+    R = len(ok)
+    hidden = drafted.features[0, :R]
+    if kind == "hydra++":
+        positions = torch.arange(len(history))[None]
+        hidden = drafter.heads.attend(drafted.features, positions, None, None)[0, :R]
+    state = drafter.init(R, 80)
+    length = torch.arange(1, R + 1)
+    state = (
+        EagleState(state.cache, length, hidden[:, None])
+        if kind == "hydra++"
+        else type(state)(length, hidden[:, None])
+    )
+    text = Text(torch.tensor([history] * R), length)
+    tokens = drafter.propose(state, Root(None, None, text)).tokens[:, 1:]
+    truth = torch.stack([torch.tensor(history[r + 2 : r + 2 + D]) for r in range(R)])
+    assert torch.equal((tokens == truth).long().cumprod(1), ok)
+    row = evaluate(drafter.heads, target, [(0, history)], draft)
+    assert (
+        row["tau"] == pytest.approx(1 + float(ok.sum(1).float().mean())) and len(row["alpha"]) == D
+    )
+    assert 1.0 <= fit_sharpness(drafter.heads, target, [(0, history)], draft) <= 4.0
+
+
+def test_the_static_tree_is_the_official_one():
+    """63 nodes and the root fit a tree exactly; EAGLE's tree stays the default of EAGLE's heads."""
+    assert len(set(MEDUSA_PATHS)) == 63 and MEDUSA_PATHS[:2] == ((0,), (1,))
+    for draft, size in (("medusa", 64), ("hydra", 64), ("eagle", len(EAGLE1_PATHS) + 1)):
+        assert GenerateConfig(draft=draft, tree="static").draft_tree.size == size
